@@ -116,6 +116,10 @@ SOME: dict[str, Any] = {
     "config.model.moe.expert_width": 24,
     "config.model.moe.shared_width": 12,
     "config.model.moe.capacity_factor": 1.0,
+    "config.model.layer_embedding_width": 4,
+    "config.model.full_heads.head_dim": 6,
+    "config.model.full_heads.key_value_heads": 1,
+    "config.model.key_value_sharing.mlp_width": 24,
     "config.model.moe.bias_rate": 0.01,
 }
 # Text options that token files do not read, with their defaults.
@@ -182,7 +186,10 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
         "config.model.latent": None,
         "config.model.linear": None,
         "config.model.moe": None,
+        "config.model.layer_embedding_width": None,
     },
+    ("config.model.layer_embedding_width", OPEN): {"config.model.base_width": None, "config.model.mlp": "swiglu"},
+    ("config.model.full_heads.keys_as_values", True): {"config.model.query_key_norm": None},
     ("config.model.attention_gate", True): {"config.model.query_key_norm": None, "config.model.latent": None},
     ("config.model.moe.shared_width", OPEN): {"config.model.moe.shared_experts": 1},
     ("config.model.moe.shared_gate", True): {"config.model.moe.shared_experts": 1},
@@ -232,12 +239,17 @@ BESIDE: dict[str, dict[str, Any]] = {
             "config.model.key_value_heads": "auto",
             "config.model.head_dim": "auto",
             "config.model.query_key_norm": None,
+            "config.model.value_norm": False,
             "config.model.attention_sinks": False,
+            "config.model.full_heads": None,
+            "config.model.key_value_sharing": None,
         },
         **{f"config.model.latent.{key}": 8 for key in ("key_value_rank", "plain_head_dim", "value_head_dim")},
         "config.model.latent.rotary_head_dim": 4,
     },
     "config.model.moe.": {"config.model.moe.experts": 4, "config.model.moe.experts_per_token": 2},
+    "config.model.full_heads.": {"config.model.layer_pattern": ["full"]},
+    "config.model.key_value_sharing.": {"config.model.key_value_sharing.layers": 1},
 }
 for _rope in ("config.model.rope", "config.model.window_rope"):
     for _name, _options in SCALINGS.items():
@@ -585,8 +597,6 @@ def can_be_ordered(case: Case) -> bool:
         and do_agree(case.changes, same_bits.SAME_BITS_OPTIONS)
         and OPTIMIZERS[name].is_elementwise
         and not case.key.startswith("config.noise_scale")
-        and case.changes.get("config.model.linear") is None
-        and not case.key.startswith("config.model.linear.")
     )
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from experiments.model.attention import AttentionOptions, cached_attention, causal_attention
-from experiments.model.config import DecoderConfig, LatentConfig, LayerKind
+from experiments.model.config import DecoderConfig, LatentConfig, LayerKind, Sharing
 from experiments.model.layers import (
     INIT_STDDEV,
     Dense,
@@ -35,6 +35,7 @@ from experiments.model.layers import (
     constrain,
     flatten_tokens,
     gather_stream,
+    rms_norm,
     validate_head_sharding,
     with_axes,
 )
@@ -76,6 +77,8 @@ class SequenceInfo(NamedTuple):
     real: jax.Array  # (B, T), bool: not padding
     start: jax.Array | None  # position of the first token, if there is a cache
     num_real: jax.Array | None = None  # tokens of a call with a cache that are real; None: all
+    # Keys and values that the last layer of each kind gives to layers without their own: not rotated, or its cache.
+    given: Mapping[LayerKind, LayerCache] | None = None
 
 
 class ComputePrecision(NamedTuple):
@@ -85,8 +88,10 @@ class ComputePrecision(NamedTuple):
     compute: DTypeLike
 
 
-def make_cache(config: DecoderConfig, kind: LayerKind, shape: tuple[int, ...], dtype: DTypeLike) -> Cache:
-    """Return an empty cache of stacked layers of one kind; `shape` is (layers, B, S)."""
+def make_cache(
+    config: DecoderConfig, kind: LayerKind, sharing: Sharing, shape: tuple[int, ...], dtype: DTypeLike
+) -> Cache | None:
+    """Return an empty cache of stacked layers of one kind, None if they need none; `shape` is (layers, B, S)."""
     linear = config.linear
     if kind == "linear" and linear is not None:
         K, R, P, W = (
@@ -99,49 +104,70 @@ def make_cache(config: DecoderConfig, kind: LayerKind, shape: tuple[int, ...], d
         return DeltaCache(inputs, jnp.zeros((*shape[:2], K, R, P, W), jnp.float32))
     if config.latent is not None:
         return LatentCache(jnp.zeros((*shape, 1, config.latent.cached_width), dtype))
-    shape = (*shape, config.key_heads, config.head_size)
+    if sharing == "takes":
+        return None
+    shape = (*shape, config.get_key_heads(kind), config.get_head_size(kind))
     return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention."""
+    """Causal grouped-query attention, with keys and values of its own or with those of an earlier layer."""
 
     config: DecoderConfig
     kind: LayerKind
     precision: ComputePrecision
     row_attention: ContextParallelMethod = "auto"
+    sharing: Sharing = "none"
 
     @nn.compact
     def __call__(
         self, x_BxTxD: jax.Array, info: SequenceInfo, cache: LayerCache | None
     ) -> tuple[jax.Array, LayerCache | None]:
-        """Return the output (B, T, D), and the cache with the keys and values of these tokens, if there is one."""
+        """Return the output (B, T, D), and the cache with the keys and values of these tokens, if there is one.
+
+        A layer that gives its keys and values returns them also if there is no cache.
+        """
         config, (B, T, D) = self.config, x_BxTxD.shape
-        N, K = config.heads, config.key_heads
+        N, K = config.heads, config.get_key_heads(self.kind)
         validate_head_sharding(N)
         # Flattened once for the three projections, so that the backward pass keeps one copy and not three.
         x_BTxD = flatten_tokens(gather_stream(x_BxTxD))
         q_BxTxNxH, gate_BxTxNxH = self._heads("query", N, x_BTxD, (B, T))
-        (k_BxTxKxH, _), (v_BxTxKxH, _) = (self._heads(name, K, x_BTxD, (B, T)) for name in ("key", "value"))
+        given = None
+        if self.sharing == "takes":
+            assert info.given is not None, "layers that take keys and values come after those that give them"
+            k_BxTxKxH, v_BxTxKxH = given = info.given[self.kind]
+        else:
+            k_BxTxKxH, shared_BxTxKxH = self._heads("key", K, x_BTxD, (B, T))
+            v_BxTxKxH = self._heads("value", K, x_BTxD, (B, T))[0] if shared_BxTxKxH is None else shared_BxTxKxH
+            if config.value_norm:
+                ones_H = jnp.ones(v_BxTxKxH.shape[-1:], jnp.float32)
+                v_BxTxKxH = rms_norm(config.norm_epsilon, v_BxTxKxH, ones_H).astype(self.precision.compute)
         sinks_N = None
         if config.attention_sinks:
             init = with_axes(nn.initializers.zeros, "heads")
             sinks_N = self.param("sinks", init, (N,), self.precision.params).astype(self.precision.compute)
 
         options = _make_options(config, self.kind)
-        if cache is None:
+        if cache is None and (given is None or info.start is None):
             # The rotation is passed on unapplied: a kernel that can rotates queries and keys as it reads them.
             qkv, rope = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxH), config.get_rope(self.kind)
             rotation = info.rotations[self.kind], "halves" if rope is None else rope.pairs
             a_BxTxNxH = causal_attention(
                 *qkv, info.segments, *rotation, **options, sinks_N=sinks_N, row_attention=self.row_attention
             )
+            if self.sharing == "gives":
+                cache = LayerCache(k_BxTxKxH, v_BxTxKxH)
         else:
             assert info.start is not None, "a call with a cache needs start"
             # The cache holds rotated keys: their positions are known now and never change.
-            q_BxTxNxH, k_BxTxKxH = (_rotate(x, info, config, self.kind) for x in (q_BxTxNxH, k_BxTxKxH))
-            cache = LayerCache(_update(cache.keys, k_BxTxKxH, info.start), _update(cache.values, v_BxTxKxH, info.start))
-            a_BxTxNxH = cached_attention(q_BxTxNxH, *cache, info.start, **options, sinks_N=sinks_N)
+            q_BxTxNxH = _rotate(q_BxTxNxH, info, config, self.kind)
+            if cache is not None:
+                k_BxTxKxH = _rotate(k_BxTxKxH, info, config, self.kind)
+                keys, values = _update(cache.keys, k_BxTxKxH, info.start), _update(cache.values, v_BxTxKxH, info.start)
+                given = cache = LayerCache(keys, values)
+            assert given is not None
+            a_BxTxNxH = cached_attention(q_BxTxNxH, *given, info.start, **options, sinks_N=sinks_N)
             a_BxTxNxH = a_BxTxNxH.astype(q_BxTxNxH.dtype)
         if gate_BxTxNxH is not None:
             a_BxTxNxH = apply_gate(jax.nn.sigmoid, a_BxTxNxH, gate_BxTxNxH)
@@ -152,12 +178,13 @@ class Attention(nn.Module):
     def _heads(
         self, name: str, num_heads: int, x_BTxD: jax.Array, token_shape: tuple[int, int]
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return queries, keys or values, (B, T, N, H), and the gates of queries if the config has them.
+        """Return queries, keys or values, (B, T, N, H), and what else the projection makes.
 
-        Queries and keys are normalised as the config says.
+        That are the gates of queries, and the values if they are keys without norm, where the config has them. Queries
+        and keys are normalised as the config says.
         """
         config, has_gate = self.config, self.config.attention_gate and name == "query"
-        features = num_heads * config.head_size * (2 if has_gate else 1)
+        features = num_heads * config.get_head_size(self.kind) * (2 if has_gate else 1)
         options = (features, ("embed", "heads"), config.hidden_stddev, *self.precision, config.bias.query_key_value)
         norm = "none" if name == "value" else config.query_key_norm
         if norm == "whole":
@@ -165,12 +192,14 @@ class Attention(nn.Module):
             x_BTxNH = Dense(*options, name=name)(x_BTxD)
             x_BTxNH = make_norm(f"{name}_norm", config, self.precision, "heads")(x_BTxNH)
             return _constrain_heads(x_BTxNH.reshape(*token_shape, num_heads, -1)), None
-        x_BxTxNxH, gate_BxTxNxH = ToHeads(*options, num_heads, name=name)(x_BTxD, token_shape), None
+        x_BxTxNxH, other_BxTxNxH = ToHeads(*options, num_heads, name=name)(x_BTxD, token_shape), None
         if has_gate:
-            x_BxTxNxH, gate_BxTxNxH = jnp.split(x_BxTxNxH, 2, axis=-1)
+            x_BxTxNxH, other_BxTxNxH = jnp.split(x_BxTxNxH, 2, axis=-1)
+        if name == "key" and config.has_keys_as_values(self.kind):
+            other_BxTxNxH = x_BxTxNxH
         if norm == "head":
             x_BxTxNxH = make_norm(f"{name}_norm", config, self.precision, "head_dim")(x_BxTxNxH)
-        return x_BxTxNxH, gate_BxTxNxH
+        return x_BxTxNxH, other_BxTxNxH
 
 
 class LatentAttention(nn.Module):

@@ -19,6 +19,7 @@ A step of weight decay on a hidden matrix is not divided by m, as in the paper's
 """
 
 import math
+from collections import Counter
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import (
@@ -44,9 +45,12 @@ from runner.storage import JsonObject
 AXIS_LIMIT = 1 << 31
 EXTRA_STAGE = "extra"  # module of the layers that predict further positions
 _MUP_OPTIMIZER = "adamw"  # the optimizer that the table's column is for
-_UNSCALED_SECTIONS = ("latent", "linear", "moe")  # they add matrices whose other widths the table does not cover
+# They add matrices whose other widths the table does not cover.
+_UNSCALED_SECTIONS = ("latent", "linear", "moe", "layer_embedding_width")
 
 LayerKind = Literal["full", "window", "no_rope", "linear"]
+# Layers that give their keys and values to later ones, and those that take them.
+Sharing = Literal["none", "gives", "takes"]
 
 
 def validate_axes(section: FrozenModel, prefix: str = "") -> None:
@@ -178,13 +182,38 @@ class LinearConfig(FrozenModel):
         return 2 * (self.key_width + self.value_width + self.value_heads)
 
 
+class FullHeadsConfig(FrozenModel):
+    """Heads of full layers, where they differ from those of other layers (Gemma 4)."""
+
+    head_dim: PositiveInt | Auto = Field(default="auto", description="Width of a head, even; auto: that of the others.")
+    key_value_heads: PositiveInt | Auto = Field(
+        default="auto", description="Key and value heads; auto: as many as the others have."
+    )
+    keys_as_values: bool = Field(
+        default=False, description="Project no values: the projected keys, before norm and rotation, are values too."
+    )
+
+
+class KeyValueSharingConfig(FrozenModel):
+    """Last layers that attend to the keys and values of earlier ones (Gemma 4)."""
+
+    layers: PositiveInt = Field(
+        description="Last layers without keys and values of their own: each attends to those of the last layer of its "
+        "kind before all of them."
+    )
+    mlp_width: PositiveInt | Auto = Field(
+        default="auto", description="Hidden width of the MLP of these layers; auto: that of the others."
+    )
+
+
 class Stage(NamedTuple):
     """Stacked layers: a sequence of kinds that repeats."""
 
     name: str  # of the module that holds the parameters
     kinds: tuple[LayerKind, ...]
     repeats: int
-    is_sparse: bool = False  # the layers have experts instead of an MLP
+    is_sparse: bool = False  # the layers have experts instead of an MLP, or beside it
+    sharing: Sharing = "none"
 
 
 class DecoderConfig(WidthScaledConfig):
@@ -224,6 +253,14 @@ class DecoderConfig(WidthScaledConfig):
         "(up + 1) gate sigmoid(1.702 gate), with gate and up clamped to 7.",
     )
     moe: MoeConfig | None = Field(default=None, description="Mixture of experts instead of the MLP; null: off.")
+    layer_embedding_width: PositiveInt | None = Field(
+        default=None,
+        description="Width of a second embedding of each token, of which every layer has its own and adds a gated "
+        "projection to the stream (per-layer embeddings, Gemma 4); null: none.",
+    )
+    layer_scale: bool = Field(
+        default=False, description="Multiply the stream after each layer by a learned number, 1 at first."
+    )
     norm: Literal["pre", "post", "both"] = Field(
         default="pre", description="Normalise the input of attention and MLP, their output, or both."
     )
@@ -234,6 +271,7 @@ class DecoderConfig(WidthScaledConfig):
     query_key_norm: Literal["head", "whole"] | None = Field(
         default=None, description="Normalise queries and keys, each head by itself or all heads together; null: off."
     )
+    value_norm: bool = Field(default=False, description="Normalise each head of values, without a learned scale.")
     attention_gate: bool = Field(
         default=False,
         description="Multiply attention's result by the sigmoid of gates, which the query projection makes beside the "
@@ -253,6 +291,12 @@ class DecoderConfig(WidthScaledConfig):
     )
     rope: Rope = Field(default=Rope(), description="Rotary positions.")
     window_rope: Rope | None = Field(default=None, description="Rotary positions of window layers; null: `rope`.")
+    full_heads: FullHeadsConfig | None = Field(
+        default=None, description="Heads of full layers, where they differ from those of others; null: they do not."
+    )
+    key_value_sharing: KeyValueSharingConfig | None = Field(
+        default=None, description="Last layers that attend to the keys and values of earlier ones; null: none."
+    )
     query_scale: PositiveFloat | Auto = Field(
         default="auto", description="Factor on attention scores; auto: 1 / sqrt(head_dim)."
     )
@@ -316,7 +360,10 @@ class DecoderConfig(WidthScaledConfig):
                 f"width={self.width} does not divide over heads={self.heads}; use a multiple of {self.heads}, or set "
                 "head_dim"
             )
-        joined = {"heads x head size": self.heads * max(self.head_size, self.value_size)}
+        widest = max(self.value_size, *(self.get_head_size(kind) for kind in self.layer_pattern))
+        joined = {"heads x head size": self.heads * widest}
+        if self.layer_embedding_width is not None:
+            joined["layers x layer_embedding_width"] = self.layers * self.layer_embedding_width
         if self.moe is not None:
             joined["moe.shared_experts x width"] = self.shared_width
         if self.linear is not None:
@@ -324,36 +371,46 @@ class DecoderConfig(WidthScaledConfig):
         for name, size in joined.items():
             if size >= AXIS_LIMIT:
                 raise ValueError(f"{name}={size} is too large for an axis; needs less than {AXIS_LIMIT}")
-        if self.rotary_size % 2:
-            key = "head_dim" if self.latent is None else "latent.rotary_head_dim"
-            raise ValueError(f"{key}={self.rotary_size} is odd; rotary positions need pairs, use an even number")
-        for name, rope in (("rope", self.rope), ("window_rope", self.window_rope)):
-            rotated = 0.0 if rope is None else round(rope.fraction * self.rotary_size, 6)
+        for kind in self.layer_pattern:
+            size, rope = self.get_rotary_size(kind), self.get_rope(kind)
+            prefix = "full_heads." if kind == "full" and self.full_heads is not None else ""
+            if size % 2:
+                key = "latent.rotary_head_dim" if self.latent is not None else f"{prefix}head_dim"
+                raise ValueError(f"{key}={size} is odd; rotary positions need pairs, use an even number")
+            rotated = 0.0 if rope is None else round(rope.fraction * size, 6)
             if rotated % 2:
+                name = "window_rope" if kind == "window" and self.window_rope is not None else "rope"
                 raise ValueError(
-                    f"{name}.fraction={rope and rope.fraction} rotates {rotated:g} of the {self.rotary_size} elements "
+                    f"{name}.fraction={rope and rope.fraction} rotates {rotated:g} of the {size} elements "
                     "of a head; rotary positions need pairs, make it an even number"
                 )
-        if self.heads % self.key_heads:
-            raise ValueError(f"heads={self.heads} does not divide over key_value_heads={self.key_heads}; use a divisor")
+            if self.heads % (number := self.get_key_heads(kind)):
+                key = f"{prefix}key_value_heads"
+                raise ValueError(f"heads={self.heads} does not divide over {key}={number}; use a divisor")
 
         # Latent attention has head sizes of its own.
         defaults: JsonObject = {
             "key_value_heads": "auto",
             "head_dim": "auto",
             "query_key_norm": None,
+            "value_norm": False,
             "attention_sinks": False,
+            "full_heads": None,
+            "key_value_sharing": None,
         }
-        given = [f"{key}={getattr(self, key)}" for key, default in defaults.items() if getattr(self, key) != default]
-        if self.latent is not None and given:
-            raise ValueError(f"{given[0]} contradicts `latent`, which defines the heads itself; leave out one of them")
+        others = {key: value for key, default in defaults.items() if (value := getattr(self, key)) != default}
+        if self.latent is not None and others:
+            key, value = next(iter(others.items()))
+            given = key if isinstance(value, FrozenModel) else f"{key}={value}"
+            raise ValueError(f"{given} contradicts `latent`, which defines the heads itself; leave out one of them")
 
         if self.attention_gate and (self.latent is not None or self.query_key_norm == "whole"):
             other = "latent" if self.latent is not None else "query_key_norm=whole"
             raise ValueError(f"attention_gate is not supported with {other}; leave out one of them")
 
         # Linear layers.
-        unread = [key for key in ("query_key_norm", "attention_gate", "attention_sinks") if getattr(self, key)]
+        unread = ["query_key_norm", "value_norm", "attention_gate", "attention_sinks"]
+        unread = [key for key in unread if getattr(self, key)]
         if unread and set(self.layer_pattern) == {"linear"}:
             raise ValueError(f"{unread[0]} is set, and layer_pattern has no attention that reads it; leave it out")
         if ("linear" in self.layer_pattern) != (self.linear is not None):
@@ -363,6 +420,34 @@ class DecoderConfig(WidthScaledConfig):
             raise ValueError(
                 f"linear.value_heads={self.linear.value_heads} does not divide over key_heads={self.linear.key_heads}; "
                 "use a multiple"
+            )
+
+        # Heads of full layers, and layers that share keys and values.
+        if self.full_heads is not None and "full" not in self.layer_pattern:
+            raise ValueError("full_heads is set, and layer_pattern has no full layer that reads it; leave it out")
+        if self.full_heads is not None and self.full_heads.keys_as_values and self.query_key_norm == "whole":
+            raise ValueError(
+                "full_heads.keys_as_values is not supported with query_key_norm=whole; leave out one of them"
+            )
+        if self.key_value_sharing is not None:
+            shared, kinds = self.key_value_sharing.layers, self.layer_kinds
+            if set(kinds[-shared:]) == {"linear"}:
+                raise ValueError(f"key_value_sharing.layers={shared} has linear layers alone, without keys; use more")
+            missing = {*kinds[-shared:]} - {"linear", *kinds[: max(self.layers - shared, 0)]}
+            if missing:
+                raise ValueError(
+                    f"key_value_sharing.layers={shared} leaves none of layers={self.layers} of the kind "
+                    f"{min(missing)} to give keys and values; use fewer"
+                )
+            dense = 0 if self.moe is None else self.moe.dense_layers
+            for other, value in (("moe.dense_layers", dense), ("extra_predictions", self.extra_predictions)):
+                if value:
+                    raise ValueError(f"key_value_sharing is not supported with {other}={value}; leave out one of them")
+        if self.layer_embedding_width is not None and self.extra_predictions:
+            raise ValueError("layer_embedding_width is not supported with extra_predictions; leave out one of them")
+        if self.layer_embedding_width is not None and self.mlp not in ("swiglu", "geglu"):
+            raise ValueError(
+                f"layer_embedding_width needs the gate of mlp swiglu or geglu, got {self.mlp}; use one of these"
             )
 
         # Extra predictions.
@@ -385,7 +470,7 @@ class DecoderConfig(WidthScaledConfig):
             raise ValueError(
                 f"moe.dense_layers={moe.dense_layers} leaves none of layers={self.layers} with experts; use fewer"
             )
-        if moe is not None and moe.dense_layers == 0 and self.expert_width != self.mlp_width:
+        if moe is not None and moe.dense_layers == 0 and not moe.beside_mlp and self.expert_width != self.mlp_width:
             raise ValueError(
                 f"mlp_width={self.mlp_width} is read by no layer; make it the experts' width, and leave out "
                 f"moe.expert_width={moe.expert_width}"
@@ -414,10 +499,28 @@ class DecoderConfig(WidthScaledConfig):
             return self.latent.plain_head_dim + self.latent.rotary_head_dim
         return self.width // self.heads if self.head_dim == "auto" else self.head_dim
 
-    @property
-    def rotary_size(self) -> int:
-        """Width of the rotated part of a head."""
-        return self.head_size if self.latent is None else self.latent.rotary_head_dim
+    def get_head_size(self, kind: LayerKind) -> int:
+        """Return the width of a head of queries and keys in such a layer."""
+        own = "auto" if kind != "full" or self.full_heads is None else self.full_heads.head_dim
+        return self.head_size if own == "auto" else own
+
+    def get_key_heads(self, kind: LayerKind) -> int:
+        """Return the number of key and value heads of such a layer."""
+        own = "auto" if kind != "full" or self.full_heads is None else self.full_heads.key_value_heads
+        return self.key_heads if own == "auto" else own
+
+    def has_keys_as_values(self, kind: LayerKind) -> bool:
+        """Return True if the keys of such a layer are its values too."""
+        return kind == "full" and self.full_heads is not None and self.full_heads.keys_as_values
+
+    def get_rotary_size(self, kind: LayerKind) -> int:
+        """Return the width of the part of a head that `get_rope` is for."""
+        return self.get_head_size(kind) if self.latent is None else self.latent.rotary_head_dim
+
+    def get_mlp_width(self, sharing: Sharing) -> int:
+        """Return the hidden width of the MLP of such layers."""
+        own = "auto" if sharing != "takes" or self.key_value_sharing is None else self.key_value_sharing.mlp_width
+        return self.mlp_width if own == "auto" else own
 
     @property
     def value_size(self) -> int:
@@ -442,32 +545,50 @@ class DecoderConfig(WidthScaledConfig):
         """Layers of a training step, with those that predict further positions."""
         return self.layers + self.extra_predictions
 
+    def count_attention_parameters(self, kind: LayerKind, sharing: Sharing) -> int:
+        """Return the parameters of the attention matmuls of such a layer, or of its linear attention."""
+        if kind == "linear" and self.linear is not None:
+            return (self.linear.projected_width + self.linear.value_width) * self.width
+        if self.latent is not None:
+            return self.latent.count_matmul_parameters(self.heads, self.width)
+        queries = self.heads * (2 if self.attention_gate else 1)
+        return (
+            (queries + self.heads + self.count_key_value_heads(kind, sharing)) * self.get_head_size(kind) * self.width
+        )
+
+    def count_key_value_heads(self, kind: LayerKind, sharing: Sharing) -> int:
+        """Return the number of heads that such a layer projects to as keys and as values."""
+        return 0 if sharing == "takes" else self.get_key_heads(kind) * (1 if self.has_keys_as_values(kind) else 2)
+
     @property
     def layer_matmul_parameters(self) -> float:
         """Parameters of the matmuls that process a token in one layer; the mean over trained layers."""
-        attention: float
-        if self.latent is not None:
-            attention = self.latent.count_matmul_parameters(self.heads, self.width)
-        else:
-            queries = self.heads * (2 if self.attention_gate else 1)
-            attention = (queries + self.heads + 2 * self.key_heads) * self.head_size * self.width
-        if self.linear is not None:
-            linear, share = (self.linear.projected_width + self.linear.value_width) * self.width, self.linear_share
-            attention = share * linear + (1 - share) * attention
-        mlp = (self.num_input_matrices + 1) * self.mlp_width * self.width
-        projections = self.extra_predictions * 2 * self.width**2 / self.num_trained_layers
+        number = self.num_trained_layers
+        layers = self.trained_layers.items()
+        attention = sum(count * self.count_attention_parameters(*layer) for layer, count in layers) / number
+        mlp = (self.num_input_matrices + 1) * self.mean_mlp_width * self.width
+        others = self.extra_predictions * 2 * self.width**2 / number
+        # Gate and projection of a layer, and its share of the projection of the token's embedding.
+        others += 3 * self.width * (self.layer_embedding_width or 0)
         if self.moe is None:
-            return attention + mlp + projections
+            return attention + mlp + others
         experts = self.expert_matmul_parameters + self.moe.experts * self.width  # the second term is the router
         experts += self.moe.shared_gate * self.width
-        dense = self.moe.dense_layers
-        sparse = self.num_trained_layers - dense
-        return attention + (dense * mlp + sparse * experts) / self.num_trained_layers + projections
+        dense = number if self.moe.beside_mlp else self.moe.dense_layers
+        sparse = number - self.moe.dense_layers
+        return attention + (dense * mlp + sparse * experts) / number + others
+
+    @property
+    def mean_mlp_width(self) -> float:
+        """Hidden width of an MLP; the mean over trained layers, as if all of them had one."""
+        layers = self.trained_layers.items()
+        return sum(count * self.get_mlp_width(sharing) for (_, sharing), count in layers) / self.num_trained_layers
 
     @property
     def quantised_parameters(self) -> float:
-        """Part of `layer_matmul_parameters` that `precision.matmul` quantises: all but routers and routed experts."""
-        excluded = 0.0
+        """Part of `layer_matmul_parameters` that `precision.matmul` quantises: without routers, experts."""
+        # The projection of the embeddings of layers is computed before them.
+        excluded: float = self.width * (self.layer_embedding_width or 0)
         if self.linear is not None:
             excluded += self.linear_share * 2 * self.linear.value_heads * self.width  # beta and decay
         if self.moe is not None:
@@ -480,10 +601,16 @@ class DecoderConfig(WidthScaledConfig):
     def mean_hidden_width(self) -> float:
         """Hidden width that processes a token, of an MLP or of its experts together; the mean over trained layers."""
         if self.moe is None:
-            return self.mlp_width
+            return self.mean_mlp_width
+        number = self.num_trained_layers
         sparse = self.moe.experts_per_token * self.expert_width + self.shared_width
-        dense = self.moe.dense_layers
-        return (dense * self.mlp_width + (self.num_trained_layers - dense) * sparse) / self.num_trained_layers
+        dense = number if self.moe.beside_mlp else self.moe.dense_layers
+        return (dense * self.mean_mlp_width + (number - self.moe.dense_layers) * sparse) / number
+
+    @property
+    def needs_last_result(self) -> bool:
+        """True if the gradient of what follows a layer's matmuls needs their result: a norm, a gate or a factor."""
+        return self.norm != "pre" or self.layer_embedding_width is not None or self.layer_scale
 
     @property
     def linear_share(self) -> float:
@@ -501,8 +628,30 @@ class DecoderConfig(WidthScaledConfig):
         return [*self.layer_kinds, *self.extra_stage.kinds * self.extra_predictions]
 
     @property
+    def trained_layers(self) -> Counter[tuple[LayerKind, Sharing]]:
+        """Number of layers of a training step of each kind that give, take or keep keys and values."""
+        layers: Counter[tuple[LayerKind, Sharing]] = Counter()
+        for stage in (*self.stages, self.extra_stage):
+            for kind in stage.kinds:
+                layers[kind, stage.sharing] += stage.repeats
+        return layers
+
+    @property
     def stages(self) -> list[Stage]:
-        """All layers in order: dense layers before sparse ones, whole repetitions of the pattern before the rest."""
+        """All layers in order: dense layers before sparse ones, whole repetitions of the pattern before the rest.
+
+        Layers that give keys and values are a stage of one repetition, so that those of no other layer are kept.
+        """
+        if self.key_value_sharing is not None:
+            stop, is_sparse = self.layers - self.key_value_sharing.layers, self.moe is not None
+            before, after = self.layer_kinds[:stop], {*self.layer_kinds[stop:]} - {"linear"}
+            first = min((stop - 1 - before[::-1].index(kind) for kind in after), default=stop)
+            first -= first % len(self.layer_pattern)
+            return [
+                *self._make_stages(0, first, "", is_sparse),
+                Stage("giving_blocks", tuple(before[first:]), 1, is_sparse, "gives"),
+                *self._make_stages(stop, self.layers, "taking_", is_sparse, "takes"),
+            ]
         if self.moe is None:
             return self._make_stages(0, self.layers, "", False)
         dense = self.moe.dense_layers
@@ -513,13 +662,15 @@ class DecoderConfig(WidthScaledConfig):
         """Layers that predict further positions, each like the last layer of the decoder."""
         return Stage(EXTRA_STAGE, (self.layer_kinds[-1],), self.extra_predictions, self.moe is not None)
 
-    def _make_stages(self, first: int, stop: int, prefix: str, is_sparse: bool) -> list[Stage]:
+    def _make_stages(
+        self, first: int, stop: int, prefix: str, is_sparse: bool, sharing: Sharing = "none"
+    ) -> list[Stage]:
         """Return the stages of the layers from `first` up to but not including `stop`."""
         shift = first % len(self.layer_pattern)
         pattern = (*self.layer_pattern[shift:], *self.layer_pattern[:shift])
         repeats, rest = divmod(stop - first, len(pattern))
-        stages = [Stage(f"{prefix}blocks", pattern, repeats, is_sparse)] if repeats else []
-        return [*stages, Stage(f"last_{prefix}blocks", pattern[:rest], 1, is_sparse)] if rest else stages
+        stages = [Stage(f"{prefix}blocks", pattern, repeats, is_sparse, sharing)] if repeats else []
+        return [*stages, Stage(f"last_{prefix}blocks", pattern[:rest], 1, is_sparse, sharing)] if rest else stages
 
     def get_window(self, kind: LayerKind) -> int | None:
         """Return the positions that a query of such a layer attends to; None is the whole past."""
@@ -534,13 +685,3 @@ class DecoderConfig(WidthScaledConfig):
 
 class DecoderTrainerConfig(TrainerConfig[DecoderConfig]):
     """The `config` section of a job that trains a decoder."""
-
-    @model_validator(mode="after")
-    def _validate_device_count(self) -> "DecoderTrainerConfig":
-        devices = self.train.same_bits_devices
-        if devices is not None and self.model.linear is not None:
-            raise ValueError(
-                f"train.same_bits_devices={devices}: linear layers (model.layer_pattern) do not give the same bits on "
-                "other numbers of devices; leave it out"
-            )
-        return self

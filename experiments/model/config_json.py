@@ -80,8 +80,8 @@ def read_model_keys(config: Mapping[str, Any]) -> Json:
     """
     text = find_text_config(config)
     keys: Json = parse_config_json(config).model_dump(mode="json")
-    # The files of Gemma 3 leave out what its models have in common.
-    size = text.get("vocab_size", 262_208 if text["model_type"] == "gemma3_text" else None)
+    # The files of Gemma leave out what its models have in common.
+    size = text.get("vocab_size", {"gemma3_text": 262_208, "gemma4_text": 262_144}.get(text["model_type"]))
     if size is None:
         raise InvalidError("vocab_size: is missing from config.json")
     return keys | {"vocabulary_size": size}
@@ -282,10 +282,6 @@ def _read_qwen(config: Mapping[str, Any]) -> Json:
     return {"mlp": _read_activation(config, "hidden_act", "silu"), "rope": _read_rope(config, 10_000.0), **windows}
 
 
-def _read_qwen2(config: Mapping[str, Any]) -> Json:
-    return _read_qwen(config) | {"bias": {"query_key_value": True}}
-
-
 def _write_qwen3(config: DecoderConfig) -> Json:
     return _write_qwen(config) | {"attention_bias": config.bias.query_key_value}
 
@@ -385,6 +381,107 @@ def _read_gemma3(config: Mapping[str, Any]) -> Json:
     keys["rope"] = _read_rope(config, 1_000_000.0, "full_attention")
     if "window" in keys["layer_pattern"]:
         keys["window_rope"] = _read_window_rope(config, config.get("rope_local_base_freq", 10_000.0))
+    return keys
+
+
+_GEMMA4_HEADS = {"head_dim": "head_dim", "num_key_value_heads": "key_value_heads"}
+
+
+def _write_gemma4(config: DecoderConfig) -> Json:
+    full, sharing, moe = config.full_heads, config.key_value_sharing, config.moe
+    ropes = {"full_attention": config.rope, "sliding_attention": config.window_rope or config.rope}
+    parameters: Json = {}
+    for kind, rope in ropes.items():
+        written = _write_rope(rope)
+        parameters[kind] = {"rope_type": "default", **(written["rope_scaling"] or {}), "rope_theta": rope.theta}
+        if rope.proportional:
+            factor = {} if rope.scaling is None else {"factor": rope.scaling.factor}
+            parameters[kind] |= {"rope_type": "proportional", "partial_rotary_factor": rope.fraction, **factor}
+    written = {
+        "hidden_activation": "silu" if config.mlp == "swiglu" else "gelu_pytorch_tanh",
+        "rope_parameters": parameters,
+        "attention_bias": config.bias.query_key_value,
+        "final_logit_softcapping": config.logit_softcap,
+        "global_head_dim": config.get_head_size("full"),
+        "num_global_key_value_heads": config.get_key_heads("full"),
+        "attention_k_eq_v": full is not None and full.keys_as_values,
+        "num_kv_shared_layers": 0 if sharing is None else sharing.layers,
+        "use_double_wide_mlp": sharing is not None and sharing.mlp_width == 2 * config.mlp_width,
+        "hidden_size_per_layer_input": config.layer_embedding_width or 0,
+        "use_bidirectional_attention": None,
+        "enable_moe_block": moe is not None,
+    } | _write_windows(config)
+    # transformers makes a mask of this window even if no layer has one.
+    written["sliding_window"] = config.window or 512
+    if moe is not None:
+        written |= {"num_experts": moe.experts, "top_k_experts": moe.experts_per_token}
+        written |= {"moe_intermediate_size": config.expert_width, "router_aux_loss_coef": moe.auxiliary_loss}
+    return written
+
+
+def _read_gemma4(config: Mapping[str, Any]) -> Json:
+    # Files of the family leave out keys that have the defaults of the library.
+    defaults = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 512}
+    config = {**defaults, "hidden_size_per_layer_input": 256, **config}
+    if config.get("use_bidirectional_attention") == "all":
+        raise InvalidError("use_bidirectional_attention: all is not supported; this decoder attends to the past alone")
+    layers, vocabulary = config["num_hidden_layers"], config.get("vocab_size", 262_144)
+    types = config.get("layer_types") or ["full" if layer % 6 == 5 else "sliding_attention" for layer in range(layers)]
+    # transformers makes the last layer a full one.
+    config["layer_types"] = [*types[:-1], "full_attention"]
+    keys = _read_gemma(config, 6, None)
+
+    # Heads of full layers: two keys, or since version 5.2 all that differs in each layer.
+    shares_keys, heads = bool(config.get("attention_k_eq_v")), {"head_dim": config.get("global_head_dim", 512)}
+    if shares_keys and config.get("num_global_key_value_heads") is not None:
+        heads["num_key_value_heads"] = config["num_global_key_value_heads"]
+    if "per_layer_config" in config:
+        by_layer = {int(layer): changes for layer, changes in config["per_layer_config"].items() if changes}
+        full = [layer for layer in range(layers) if config["layer_types"][layer] != "sliding_attention"]
+        heads = by_layer.get(full[0], {})
+        if not heads.keys() <= _GEMMA4_HEADS.keys() or by_layer != (dict.fromkeys(full, heads) if heads else {}):
+            raise InvalidError(
+                "per_layer_config: full layers must be alike, and differ from the others in head_dim and "
+                f"num_key_value_heads alone; got {str(config['per_layer_config'])[:200]}"
+            )
+    own = {key: heads[name] for name, key in _GEMMA4_HEADS.items() if name in heads} | {"keys_as_values": shares_keys}
+    keys |= {"heads": config["num_attention_heads"], "key_value_heads": config["num_key_value_heads"]}
+    keys |= {"norm_offset": False, "query_scale": 1.0, "query_key_norm": "head", "value_norm": True}
+    keys |= {
+        "full_heads": own,
+        "layer_scale": True,
+        "layer_embedding_width": config["hidden_size_per_layer_input"] or None,
+    }
+    own_vocabulary = config.get("vocab_size_per_layer_input", vocabulary)
+    if keys["layer_embedding_width"] and own_vocabulary != vocabulary:
+        raise InvalidError(
+            f"vocab_size_per_layer_input: {own_vocabulary} is not supported; needs vocab_size, {vocabulary}"
+        )
+    given = config.get("rope_parameters") or {"full_attention": {"rope_type": "proportional"}}
+    for name, kind, theta in (("rope", "full_attention", 1_000_000.0), ("window_rope", "sliding_attention", 10_000.0)):
+        rope = given.get(kind) or {}
+        keys[name] = {"theta": rope.get("rope_theta", theta)}
+        if rope.get("rope_type") != "proportional":
+            keys[name]["scaling"] = _read_scaling(rope, config)
+            continue
+        fraction = rope.get("partial_rotary_factor", 1.0 if config.get("rope_parameters") else 0.25)
+        keys[name] |= {"proportional": True, "fraction": fraction}
+        if rope.get("factor", 1.0) != 1.0:
+            keys[name]["scaling"] = {"name": "linear", "factor": rope["factor"]}
+    if "window" not in keys["layer_pattern"]:
+        del keys["window_rope"]
+    if config.get("num_kv_shared_layers"):
+        width = 2 * config["intermediate_size"] if config.get("use_double_wide_mlp") else "auto"
+        keys["key_value_sharing"] = {"layers": config["num_kv_shared_layers"], "mlp_width": width}
+    if config.get("enable_moe_block"):
+        keys["moe"] = {
+            "experts": config["num_experts"],
+            "experts_per_token": config["top_k_experts"],
+            "expert_width": config["moe_intermediate_size"],
+            "auxiliary_loss": config.get("router_aux_loss_coef", 0.001),
+            "beside_mlp": True,
+            "scaled_router": True,
+        }
     return keys
 
 
@@ -653,7 +750,12 @@ FAMILIES: dict[str, ConfigFormat] = {
     for family in (
         ConfigFormat("llama", "LlamaForCausalLM", _write_llama, _read_llama),
         ConfigFormat("mistral", "MistralForCausalLM", _write_mistral, _read_mistral),
-        ConfigFormat("qwen2", "Qwen2ForCausalLM", _write_qwen, _read_qwen2),
+        ConfigFormat(
+            "qwen2",
+            "Qwen2ForCausalLM",
+            _write_qwen,
+            lambda config: _read_qwen(config) | {"bias": {"query_key_value": True}},
+        ),
         ConfigFormat("qwen3", "Qwen3ForCausalLM", _write_qwen3, _read_qwen3),
         ConfigFormat("olmo2", "Olmo2ForCausalLM", _write_olmo2, _read_olmo2, epsilon=1e-5),
         ConfigFormat("olmo3", "Olmo3ForCausalLM", _write_olmo3, _read_olmo3, epsilon=1e-5),
@@ -663,6 +765,7 @@ FAMILIES: dict[str, ConfigFormat] = {
         ConfigFormat("gpt_oss", "GptOssForCausalLM", _write_gpt_oss, _read_gpt_oss, epsilon=1e-5),
         ConfigFormat("gemma2", "Gemma2ForCausalLM", _write_gemma2, _read_gemma2, is_tied=True),
         ConfigFormat("gemma3_text", "Gemma3ForCausalLM", _write_gemma3, _read_gemma3, is_tied=True),
+        ConfigFormat("gemma4_text", "Gemma4ForCausalLM", _write_gemma4, _read_gemma4, is_tied=True),
         ConfigFormat("deepseek_v2", "DeepseekV2ForCausalLM", _write_deepseek_v2, _read_deepseek_v2),
         ConfigFormat(
             "deepseek_v3",

@@ -32,17 +32,26 @@ from experiments.model.config import (
     DecoderConfig,
     DecoderTrainerConfig,
     LayerKind,
+    Sharing,
     Stage,
     mup_rate_factor,
 )
 from experiments.model.config_json import read_model_keys
 from experiments.model.delta_net import GatedDeltaNet, count_rule_bytes, count_rule_flops
-from experiments.model.embedding import EmbeddingNoise, embed, evaluated_loss_sum_of, loss_sum_of, unembed
+from experiments.model.embedding import (
+    EmbeddingNoise,
+    LayerEmbeddings,
+    embed,
+    evaluated_loss_sum_of,
+    loss_sum_of,
+    unembed,
+)
 from experiments.model.huggingface import DecoderFiles
 from experiments.model.layers import (
     INIT_STDDEV,
     Dense,
     GatedMLP,
+    activate,
     constrain_stream,
     rematerialised,
     save_stream,
@@ -81,30 +90,60 @@ class Block(nn.Module):
     precision: ComputePrecision
     is_sparse: bool = False
     row_attention: ContextParallelMethod = "auto"
+    sharing: Sharing = "none"
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: jax.Array, info: SequenceInfo, cache: Any
+        self, x_BxTxD: jax.Array, info: SequenceInfo, cache: Any, embedding_BxTxP: jax.Array | None = None
     ) -> tuple[jax.Array, tuple[Cache | None, Statistics]]:
-        """Return the stream after the layer, the new cache, and statistics of experts (empty for an MLP)."""
-        config, stddev = self.config, residual_stddev(self.config)
-        form = Attention if config.latent is None else LatentAttention
-        attention: nn.Module = form(config, self.kind, self.precision, self.row_attention, name="attention")
+        """Return the stream after the layer, the new cache, and statistics of experts (empty for an MLP).
+
+        `embedding_BxTxP` is the embedding of each token for this layer, if layers have such.
+        """
+        config, stddev, norm = self.config, residual_stddev(self.config), self._norm
+        attention: nn.Module
         if self.kind == "linear":
             attention = GatedDeltaNet(config, self.precision, name="delta_net")
-        y_BxTxD, cache = attention(self._norm("attention_norm", "pre", x_BxTxD), info, cache)
-        x_BxTxD += self._norm("attention_post_norm", "post", y_BxTxD)
+        elif config.latent is not None:
+            attention = LatentAttention(config, self.kind, self.precision, self.row_attention, name="attention")
+        else:
+            form = (self.kind, self.precision, self.row_attention, self.sharing)
+            attention = Attention(config, *form, name="attention")
+        y_BxTxD, cache = attention(norm("attention_norm", "pre", x_BxTxD), info, cache)
+        x_BxTxD += norm("attention_post_norm", "post", y_BxTxD)
         x_BxTxD = save_stream(x_BxTxD)
 
-        h_BxTxD = self._norm("mlp_norm", "pre", x_BxTxD)
+        h_BxTxD = norm("mlp_norm", "pre", x_BxTxD)
+        moe = config.moe if self.is_sparse else None
         statistics: Statistics = {}
-        if config.moe is not None and self.is_sparse:
-            moe = MixtureOfExperts(config.moe, config.expert_width, config.mlp, stddev, *self.precision, name="moe")
-            y_BxTxD, statistics = moe(h_BxTxD, info.real)
-        else:
-            options = (config.mlp_width, config.mlp, stddev, config.bias.mlp, *self.precision, config.hidden_stddev)
+        if moe is None or moe.beside_mlp:
+            width = config.get_mlp_width(self.sharing)
+            options = (width, config.mlp, stddev, config.bias.mlp, *self.precision, config.hidden_stddev)
             y_BxTxD = GatedMLP(*options, name="mlp")(h_BxTxD)
-        x_BxTxD += self._norm("mlp_post_norm", "post", y_BxTxD)
+        if moe is not None:
+            router_input = None
+            if moe.scaled_router:
+                router_input = make_norm("router_norm", config, self.precision)(x_BxTxD)
+                router_input = router_input.astype(jnp.float32) * config.width**-0.5
+            layer = MixtureOfExperts(moe, config.expert_width, config.mlp, stddev, *self.precision, name="moe")
+            if moe.beside_mlp:
+                z_BxTxD, statistics = layer(norm("moe_norm", "pre", x_BxTxD), info.real, router_input)
+                y_BxTxD = norm("mlp_own_norm", "post", y_BxTxD) + norm("moe_post_norm", "post", z_BxTxD)
+            else:
+                y_BxTxD, statistics = layer(h_BxTxD, info.real, router_input)
+        x_BxTxD += norm("mlp_post_norm", "post", y_BxTxD)
+
+        if embedding_BxTxP is not None:
+            # As in `ExtraPrediction`, each device projects its own positions of the stream.
+            P, D = embedding_BxTxP.shape[-1], config.width
+            gate = Dense(P, ("embed", "latent"), config.hidden_stddev, *self.precision, False, name="embedding_gate")
+            project = Dense(D, ("latent", "embed"), stddev, *self.precision, False, name="embedding_out")
+            gate_BxTxP = gate(constrain_stream(x_BxTxD))
+            y_BxTxD = project(activate(config.mlp, gate_BxTxP, embedding_BxTxP))
+            x_BxTxD += make_norm("embedding_post_norm", config, self.precision)(y_BxTxD)
+        if config.layer_scale:
+            init = with_axes(nn.initializers.ones, "layer_scale")
+            x_BxTxD *= self.param("layer_scale", init, (1,), self.precision.params).astype(x_BxTxD.dtype)
         return constrain_stream(x_BxTxD), (cache, statistics)
 
     def _norm(self, name: str, place: str, x_BxTxD: jax.Array) -> jax.Array:
@@ -121,19 +160,27 @@ class PatternRepetition(nn.Module):
     memory: MemoryConfig
     is_in_line: bool
     is_sparse: bool
+    sharing: Sharing = "none"
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: jax.Array, info: SequenceInfo, caches: Mapping[str, Cache] | None
+        self, x_BxTxD: jax.Array, info: SequenceInfo, inputs: tuple[Mapping[str, Cache] | None, jax.Array | None]
     ) -> tuple[jax.Array, tuple[dict[str, Cache] | None, dict[str, Statistics]]]:
-        """Return the stream, and by layer the new caches and the statistics."""
+        """Return the stream, and by layer the new caches and the statistics.
+
+        `inputs` are the caches by layer, and the embeddings of tokens for each layer (layers, B, T, P). Layers that
+        give their keys and values return them as caches.
+        """
+        caches, embeddings = inputs
         block = rematerialised(Block, self.memory.remat, is_in_line=self.is_in_line)
         results = {}
-        for name, kind in zip(list_layer_names(self.kinds), self.kinds, strict=True):
-            options = (self.is_sparse, self.memory.row_attention)
+        for number, (name, kind) in enumerate(zip(list_layer_names(self.kinds), self.kinds, strict=True)):
+            options = (self.is_sparse, self.memory.row_attention, self.sharing)
             layer = block(self.config, kind, self.precision, *options, name=name)
-            x_BxTxD, results[name] = layer(x_BxTxD, info, None if caches is None else caches[name])
-        new = None if caches is None else {name: cache for name, (cache, _) in results.items()}
+            own = () if embeddings is None else (embeddings[number],)
+            x_BxTxD, results[name] = layer(x_BxTxD, info, None if caches is None else caches[name], *own)
+        has_caches = caches is not None or self.sharing == "gives"
+        new = {name: cache for name, (cache, _) in results.items()} if has_caches else None
         return x_BxTxD, (new, {name: statistics for name, (_, statistics) in results.items()})
 
 
@@ -240,7 +287,7 @@ class Decoder(nn.Module):
         # Sines and cosines are computed once per kind of layer, and not in each layer.
         ropes = {kind: config.get_rope(kind) for kind in config.layer_pattern}
         rotations = {
-            kind: None if rope is None else rotation_at(positions, rope, config.rotary_size)
+            kind: None if rope is None else rotation_at(positions, rope, config.get_rotary_size(kind))
             for kind, rope in ropes.items()
         }
         info = SequenceInfo(rotations, segments, _find_real_tokens(tokens_BxT, targets, segments), start, count)
@@ -251,12 +298,27 @@ class Decoder(nn.Module):
             scale = math.sqrt(config.width) if config.embedding_scale == "sqrt_width" else config.embedding_scale
             x_BxTxD = x_BxTxD * jnp.asarray(scale, x_BxTxD.dtype)
         embeddings_BxTxD = x_BxTxD
-        new_cache, statistics = {}, {}
+        layer_embeddings_LxBxTxP = None
+        if config.layer_embedding_width is not None:
+            sizes = self.vocabulary_size, config.layers, config.layer_embedding_width
+            norm = config.norm_epsilon, config.norm_offset
+            embed_layers = LayerEmbeddings(*sizes, *norm, self.param_dtype, self.compute_dtype, name="layer_embeddings")
+            layer_embeddings_LxBxTxP = embed_layers(tokens_BxT, x_BxTxD)
+        new_cache, statistics, first = {}, {}, 0
         for stage in config.stages:
-            stage_cache = None if cache is None else cache[stage.name]
+            stage_cache, own = None if cache is None else cache[stage.name], None
+            shape = stage.repeats, len(stage.kinds)
+            if layer_embeddings_LxBxTxP is not None:
+                own = layer_embeddings_LxBxTxP[first : first + math.prod(shape)]
+                own = own.reshape(*shape, *own.shape[1:])
+            first += math.prod(shape)
             with use_matmul_type(self.matmul):
-                x_BxTxD, results = self._make_layers(stage)(x_BxTxD, info, stage_cache)
+                x_BxTxD, results = self._make_layers(stage)(x_BxTxD, info, (stage_cache, own))
             new_cache[stage.name], statistics[stage.name] = results
+            if stage.sharing == "gives":
+                # Of several layers of one kind the last one gives; the stage has one repetition.
+                given = jax.tree.map(lambda leaf: leaf[0], list(results[0].values()))
+                info = info._replace(given=dict(zip(stage.kinds, given, strict=True)))
 
         x_BxTxD = make_norm("final_norm", config, ComputePrecision(self.param_dtype, self.compute_dtype))(x_BxTxD)
         extra_KxBxTxD, is_training = None, targets is not None and not deterministic
@@ -330,7 +392,7 @@ class Decoder(nn.Module):
         """Return an empty cache for `batch` sequences of at most `length` tokens."""
         return {
             stage.name: {
-                name: make_cache(self.config, kind, (stage.repeats, batch, length), dtype)
+                name: make_cache(self.config, kind, stage.sharing, (stage.repeats, batch, length), dtype)
                 for name, kind in zip(list_layer_names(stage.kinds), stage.kinds, strict=True)
             }
             for stage in self.config.stages
@@ -346,6 +408,7 @@ class Decoder(nn.Module):
             self.memory,
             is_in_line or len(stage.kinds) > 1,  # several layers of one repetition are unrolled inside of the loop
             stage.is_sparse,
+            stage.sharing,
             name=stage.name,
         )
 
@@ -476,11 +539,17 @@ class PretrainDecoder(BaseTrainer):
         an upper bound: no implementation skips other documents.
         """
         config, memory, length = self.config.model, self.config.memory, self.config.data.tokens_per_example
-        # A window longer than the sequence is full attention.
+        # A window longer than the sequence is full attention. Keys of wider heads count by their width.
         kinds = config.trained_kinds
-        windows = [min(config.get_window(kind) or length, length) for kind in kinds if kind != "linear"]
-        keys = [window - window**2 / (2 * length) for window in windows] + [0.0] * kinds.count("linear")
-        has_post_norm = config.norm != "pre"  # its gradient needs the result of the layer's last matmul
+        windows = [(min(config.get_window(kind) or length, length), kind) for kind in kinds if kind != "linear"]
+        keys = [
+            (window - window**2 / (2 * length)) * (config.get_head_size(kind) / config.head_size)
+            for window, kind in windows
+        ] + [0.0] * kinds.count("linear")
+        # Embeddings of layers are projected before the layers, which do not repeat it.
+        last: float = config.width * (config.layer_embedding_width or 0)
+        if not config.needs_last_result:
+            last += config.mean_hidden_width * config.width
         flops = compute_transformer_flops(
             layers=config.num_trained_layers,
             layer_parameters=config.layer_matmul_parameters,
@@ -489,7 +558,7 @@ class PretrainDecoder(BaseTrainer):
             value_width=config.heads * config.value_size,
             attended_keys=sum(keys) / len(keys),
             remat=memory.remat,
-            last_parameters=0 if has_post_norm else config.mean_hidden_width * config.width,
+            last_parameters=last,
             state_flops=0 if config.linear is None else config.linear_share * count_rule_flops(config.linear),
             matmul=self.config.precision.matmul,
             quantised_parameters=config.quantised_parameters,
@@ -501,8 +570,8 @@ class PretrainDecoder(BaseTrainer):
         """Return the FLOPs of routed experts that are recomputed although a layer's other matmuls are not.
 
         This happens with `dots`, because no plain matmul makes the results of experts, and with `none` where tokens are
-        exchanged in rounds. The matrices out of the hidden layer are recomputed only if a norm after them needs the
-        result and the policy does not save it.
+        exchanged in rounds. The matrices out of the hidden layer are recomputed only if what follows needs their result
+        and the policy does not save it.
         """
         config, memory, sizes = self.config.model, self.config.memory, train_setup.mesh_sizes
         moe = config.moe
@@ -511,7 +580,7 @@ class PretrainDecoder(BaseTrainer):
         is_in_rounds = sizes["expert"] > 1 and (moe.capacity_factor is None or sizes["sequence"] > 1)
         if memory.remat == "none" and not is_in_rounds:
             return 0.0
-        matrices = config.num_input_matrices + (memory.remat == "dots" and config.norm != "pre")
+        matrices = config.num_input_matrices + (memory.remat == "dots" and config.needs_last_result)
         parameters = moe.experts_per_token * matrices * config.expert_width * config.width
         return 2.0 * (config.num_trained_layers - moe.dense_layers) * parameters
 
@@ -531,9 +600,20 @@ class PretrainDecoder(BaseTrainer):
         )
         query, values = config.heads * config.head_size, config.heads * config.value_size
         keys = config.key_heads * (config.head_size + config.value_size)
+        own_keys = float(keys)
+        layers = {layer: count for layer, count in config.trained_layers.items() if layer[0] != "linear"}
+        if latent is None and layers:
+            # The mean over layers: full layers may have other heads, and some layers no keys of their own.
+            number, wide_query, wide_keys, wide_own_keys = sum(layers.values()), 0, 0, 0
+            for (kind, sharing), count in layers.items():
+                wide_query += count * config.heads * config.get_head_size(kind)
+                wide_keys += count * 2 * config.get_key_heads(kind) * config.get_head_size(kind)
+                wide_own_keys += count * config.count_key_value_heads(kind, sharing) * config.get_head_size(kind)
+            query = values = round(wide_query / number)
+            keys, own_keys = round(wide_keys / number), wide_own_keys / number
         # With gates also these, and the result that they are applied to.
         has_gate, working = config.attention_gate, 0.0
-        projected, mixed = float(query + keys + has_gate * query), float(values + has_gate * values)
+        projected, mixed = query + own_keys + has_gate * query, float(values + has_gate * values)
         if config.linear is not None:
             # The mean over layers; a linear layer keeps its result before the norm and after it, both in float32.
             share, width = config.linear_share, config.linear.value_width
@@ -543,6 +623,12 @@ class PretrainDecoder(BaseTrainer):
             working = count_rule_bytes(config.linear) / tensor
         latents = 0 if latent is None else (latent.query_rank or 0) + latent.cached_width
         norms = {"pre": 2, "post": 2, "both": 4}[config.norm]
+        if moe is not None and moe.beside_mlp:
+            norms += {"pre": 1, "post": 2, "both": 3}[config.norm]
+        if config.layer_embedding_width is not None:
+            # The embeddings of all layers exist at once, as rows, projections and sums.
+            norms, itemsize = norms + 1, jnp.dtype(self.config.precision.compute).itemsize
+            working += 3 * config.layers * config.layer_embedding_width * itemsize / tensor
         hidden, matrices = config.mean_hidden_width, config.num_input_matrices
         experts = NO_EXPERTS
         if moe is not None:

@@ -12,7 +12,12 @@ Left to the partitioner it would be one for each chunk.
 
 NEFTune. Noise on embeddings in training (Jain et al., 2023, arXiv 2310.05914).
 
-Shape legend: B batch, T sequence, N = BT tokens, V vocabulary, D width.
+Embeddings of layers (Gemma 4). A token has a second embedding with a part for each layer. The table is as wide as all
+parts together, so here the tokens travel instead of the rows: each device looks its columns up for the tokens of all
+devices that share the width of the table, and an all-to-all gives each its own tokens.
+
+Shape legend: B batch, T sequence, N = BT tokens, V vocabulary, D width, L layers, P width of a layer's embedding,
+G devices that share the width of a table, W = LP.
 """
 
 import functools
@@ -26,8 +31,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from experiments.model.layers import (
+    INIT_STDDEV,
+    Dense,
+    RMSNorm,
     constrain,
     constrain_stream,
     flatten_tokens,
@@ -36,6 +45,7 @@ from experiments.model.layers import (
     num_devices,
     replicate_per_device,
     split_axes,
+    with_axes,
     with_scattered_gradient,
 )
 from experiments.model.platform import reduce_scatters_only_rows, sorts_before_summing
@@ -109,6 +119,74 @@ def lookup(table_VxD: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
     own = PartitionSpec(batch_axes, position_axes)
     run = jax.shard_map(lookup_own, in_specs=(PartitionSpec(axes), own), out_specs=own)
     return run(replicate_per_device(table_VxD, table_spec, axes), tokens_BxT)
+
+
+class LayerEmbeddings(nn.Module):
+    """A further embedding of each token for each layer: a row of a table plus the projection of its first embedding.
+
+    The row is multiplied by the square root of its width, the projection is normalised, and the sum of the two is
+    divided by the square root of two.
+    """
+
+    vocabulary_size: int
+    layers: int
+    width: int
+    epsilon: float
+    has_norm_offset: bool
+    param_dtype: DTypeLike
+    compute_dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, tokens_BxT: jax.Array, x_BxTxD: jax.Array) -> jax.Array:
+        """Return the embeddings (L, B, T, P) of tokens, whose first ones are `x`."""
+        L, P, types = self.layers, self.width, (self.param_dtype, self.compute_dtype)
+        init = with_axes(nn.initializers.normal(INIT_STDDEV), "vocab", "embed")
+        table_VxW = self.param("embedding", init, (self.vocabulary_size, L * P), self.param_dtype)
+        rows_BxTxW = constrain_stream(lookup_columns(table_VxW.astype(self.compute_dtype), tokens_BxT))
+        project = Dense(L * P, ("embed", "latent"), INIT_STDDEV, *types, has_bias=False, name="projection")
+        y_BxTxW = constrain_stream(project(x_BxTxD) * jnp.asarray(x_BxTxD.shape[-1] ** -0.5, self.compute_dtype))
+        norm = RMSNorm(self.epsilon, "latent", self.has_norm_offset, *types, name="norm")
+        shape = (*tokens_BxT.shape, L, P)
+        rows_BxTxLxP = (rows_BxTxW * jnp.asarray(math.sqrt(P), self.compute_dtype)).reshape(shape)
+        sum_BxTxLxP = (norm(y_BxTxW.reshape(shape)) + rows_BxTxLxP) * jnp.asarray(2**-0.5, self.compute_dtype)
+        return jnp.moveaxis(sum_BxTxLxP, 2, 0)
+
+
+def lookup_columns(table_VxW: jax.Array, tokens_BxT: jax.Array) -> jax.Array:
+    """Return `lookup` of a table that is too wide to be gathered: (B, T, W)."""
+    table_spec = make_partition_spec(table_VxW.shape, "vocab", "embed")
+    token_spec = make_partition_spec(tokens_BxT.shape, "batch", "sequence")
+    if table_spec is None or token_spec is None:
+        return table_VxW[tokens_BxT]
+    (vocab_axes, width_axes), (batch_axes, position_axes) = map(split_axes, table_spec), map(split_axes, token_spec)
+    use = get_kernel_use()
+    is_sorted = sorts_before_summing() and use.is_allowed(KERNEL)
+    take_rows = take_rows_sorted if is_sorted else operator.getitem
+    # Along the axes of the width all devices must have different tokens, which are gathered.
+    if not set(width_axes) <= {*batch_axes, *position_axes} or set(vocab_axes) & {*batch_axes, *position_axes}:
+        return constrain(table_VxW, "vocab", "embed_act")[tokens_BxT]
+
+    # Over these axes the gradient of the columns is all-reduced.
+    others = tuple(axis for axis in (*batch_axes, *position_axes) if axis not in width_axes)
+
+    def look_up_own(table_VxC: jax.Array, tokens_bxt: jax.Array) -> jax.Array:
+        if is_sorted:
+            use.record(_make_case(table_VxC))
+        table_VxC = jax.lax.pcast(table_VxC, others, to="varying")
+        tokens_Gxbxt = jax.lax.all_gather(tokens_bxt, width_axes) if width_axes else tokens_bxt[None]
+        if vocab_axes:
+            tokens_Gxbxt = tokens_Gxbxt - jax.lax.axis_index(vocab_axes) * table_VxC.shape[0]
+        is_own_Gxbxt = (tokens_Gxbxt >= 0) & (tokens_Gxbxt < table_VxC.shape[0])
+        rows_GxbxtxC = take_rows(table_VxC, jnp.where(is_own_Gxbxt, tokens_Gxbxt, 0))
+        if vocab_axes:
+            rows_GxbxtxC = jax.lax.psum(jnp.where(is_own_Gxbxt[..., None], rows_GxbxtxC, 0), vocab_axes)
+        if width_axes:
+            rows_GxbxtxC = jax.lax.all_to_all(rows_GxbxtxC, width_axes, 0, 3, tiled=True)
+        return rows_GxbxtxC[0]
+
+    own = PartitionSpec(batch_axes, position_axes)
+    run = jax.shard_map(look_up_own, in_specs=(PartitionSpec(vocab_axes, width_axes), own), out_specs=own)
+    return run(table_VxW, tokens_BxT)
 
 
 @jax.custom_vjp

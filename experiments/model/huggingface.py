@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from experiments.model.config import DecoderConfig, LayerKind
+from experiments.model.config import DecoderConfig, LayerKind, Stage
 from experiments.model.config_json import FAMILIES, ConfigFormat, ExtraFiles, Json, find_text_config, parse_config_json
 from experiments.model.moe import BALANCE
 from runner.errors import InvalidError
@@ -89,10 +89,29 @@ _STACKED_EXPERTS = {
     "up_bias": ("gate_up_proj_bias", 1),
     "down_bias": ("down_proj_bias", None),
 }
-# Names in models that also read images: prefixes of the decoder, and the parts for images.
+# Embeddings of layers, and the parts of a layer that read them: leaf -> tensor, and whether it is transposed.
+_LAYER_EMBEDDINGS = {
+    "layer_embeddings.embedding": ("model.embed_tokens_per_layer", False),
+    "layer_embeddings.projection.kernel": ("model.per_layer_model_projection", True),
+    "layer_embeddings.norm.scale": ("model.per_layer_projection_norm", False),
+}
+_LAYER_EMBEDDING = {
+    "embedding_gate.kernel": ("per_layer_input_gate", True),
+    "embedding_out.kernel": ("per_layer_projection", True),
+    "embedding_post_norm.scale": ("post_per_layer_input_norm", False),
+}
+_BESIDE_MLP_NORMS = {  # of layers that have experts beside an MLP, as in Gemma 4
+    "mlp_own_norm": "post_feedforward_layernorm_1",
+    "moe_norm": "pre_feedforward_layernorm_2",
+    "moe_post_norm": "post_feedforward_layernorm_2",
+}
+_KEY_VALUE_PARTS = ("k_proj", "v_proj", "k_norm", "v_norm")
+# Names in models that also read images or hear: prefixes of the decoder, and the parts for these.
 _TEXT_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.": ""}
 _IMAGE_PARTS = tuple(
-    f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector", "visual")
+    f"{prefix}{part}."
+    for prefix in ("", "model.")
+    for part in ("vision_tower", "multi_modal_projector", "visual", "embed_vision", "audio_tower", "embed_audio")
 )
 
 
@@ -110,18 +129,21 @@ class DecoderFiles(Family):
         ]
         if not self._config.tied_embedding:
             pieces.append(TensorPiece("lm_head.weight", "head"))
+        if self._config.layer_embedding_width is not None:
+            for leaf, (tensor, is_matrix) in _LAYER_EMBEDDINGS.items():
+                pieces.append(TensorPiece(f"{tensor}.weight", leaf, transpose=is_matrix))
         layer = 0
         for stage in self._config.stages:
             for repeat in range(stage.repeats):
                 for number, kind in enumerate(stage.kinds):
                     module = f"{stage.name}.layer_{number}"
-                    pieces += self._list_layer_pieces(f"model.layers.{layer}", module, repeat, kind, stage.is_sparse)
+                    pieces += self._list_layer_pieces(f"model.layers.{layer}", module, repeat, kind, stage)
                     layer += 1
         stage, form = self._config.extra_stage, self._extra_files
         for repeat in range(stage.repeats):
             names = _EXTRA_FILES[form or "layers"]
             tensors = "mtp.layers.0" if form == "mtp" else f"model.layers.{layer + repeat}"
-            extra = self._list_layer_pieces(tensors, f"{stage.name}.layer_0", repeat, stage.kinds[0], stage.is_sparse)
+            extra = self._list_layer_pieces(tensors, f"{stage.name}.layer_0", repeat, stage.kinds[0], stage)
             extra += [
                 TensorPiece(tensor.format(tensors), f"{stage.name}.{part}", (repeat,), part.endswith("kernel"))
                 for part, tensor in names.items()
@@ -180,6 +202,11 @@ class DecoderFiles(Family):
         )
         if is_extra and not (self._config.extra_predictions and self._extra_files):
             return None  # decoding one token at a time does not need them
+        # Published files also have the keys and values that no layer reads.
+        sharing, part = self._config.key_value_sharing, tensor.split(".self_attn.")[-1].partition(".")[0]
+        takes = sharing is not None and layer is not None and int(layer[1]) >= self._config.layers - sharing.layers
+        if takes and part in _KEY_VALUE_PARTS:
+            return None
         return None if is_repeated or tensor.endswith(".rotary_emb.inv_freq") else tensor
 
     @functools.cached_property
@@ -194,7 +221,7 @@ class DecoderFiles(Family):
         return [name for name in FAMILIES if not self._compare(self._make_config_json(FAMILIES[name]))]
 
     def _list_layer_pieces(
-        self, tensors: str, leaves: str, index: int, kind: LayerKind, is_sparse: bool
+        self, tensors: str, leaves: str, index: int, kind: LayerKind, stage: Stage
     ) -> list[TensorPiece]:
         """Return the pieces of one layer.
 
@@ -203,9 +230,10 @@ class DecoderFiles(Family):
             leaves: prefix of the layer's parameters.
             index: place of the layer in the stacked parameters.
             kind: kind of the layer.
-            is_sparse: True if the layer has experts instead of an MLP.
+            stage: stage that the layer belongs to.
         """
-        config, has_gate = self._config, self._config.mlp != "squared_relu"
+        config, has_gate, is_sparse = self._config, self._config.mlp != "squared_relu", stage.is_sparse
+        has_mlp = not is_sparse or (config.moe is not None and config.moe.beside_mlp)
         attention_norms: dict[str, str] = {}
         pieces = []
         if kind == "linear":
@@ -231,20 +259,47 @@ class DecoderFiles(Family):
             matmuls = _LATENT_QUERY_MATMULS[has_query_latent] | _LATENT_MATMULS | _OUT_MATMUL | _MLP_MATMULS
             attention_norms = _KEY_VALUE_LATENT_NORM | (_QUERY_LATENT_NORM if has_query_latent else {})
         for part, tensor in matmuls.items():
-            if (part == "mlp.gate" and not has_gate) or (is_sparse and part.startswith("mlp.")):
+            if (part == "mlp.gate" and not has_gate) or (part.startswith("mlp.") and not has_mlp):
+                continue
+            if part == "attention.value" and config.has_keys_as_values(kind):
+                continue
+            if stage.sharing == "takes" and part in ("attention.key", "attention.value"):
                 continue
             pieces.append(TensorPiece(f"{tensors}.{tensor}.weight", f"{leaves}.{part}.kernel", (index,), True))
-            if _has_bias(config, part):
+            has_bias = config.bias.attention_out if part == "attention.out" else config.bias.query_key_value
+            if part.startswith("mlp."):
+                has_bias = config.bias.mlp
+            elif config.latent is not None and not part.endswith(("_down", ".out")):
+                has_bias = False
+            if has_bias:
                 pieces.append(TensorPiece(f"{tensors}.{tensor}.bias", f"{leaves}.{part}.bias", (index,)))
         if config.attention_sinks and kind != "linear":
             pieces.append(TensorPiece(f"{tensors}.self_attn.sinks", f"{leaves}.attention.sinks", (index,)))
+        if stage.sharing == "takes":
+            attention_norms = {part: tensor for part, tensor in attention_norms.items() if part != "attention.key_norm"}
         for part, tensor in (_NORMS[config.norm] | attention_norms).items():
             pieces.append(TensorPiece(f"{tensors}.{tensor}.weight", f"{leaves}.{part}.scale", (index,)))
+        if config.layer_embedding_width is not None:
+            for part, (tensor, is_matrix) in _LAYER_EMBEDDING.items():
+                pieces.append(TensorPiece(f"{tensors}.{tensor}.weight", f"{leaves}.{part}", (index,), is_matrix))
+        if config.layer_scale:
+            pieces.append(TensorPiece(f"{tensors}.layer_scalar", f"{leaves}.layer_scale", (index,)))
         if not is_sparse:
             return pieces
 
         moe = config.moe
         assert moe is not None, "a sparse layer has experts"
+        if moe.beside_mlp:
+            for part, tensor in _BESIDE_MLP_NORMS.items():
+                pieces.append(TensorPiece(f"{tensors}.{tensor}.weight", f"{leaves}.{part}.scale", (index,)))
+            pieces.append(TensorPiece(f"{tensors}.router.scale", f"{leaves}.router_norm.scale", (index,)))
+            pieces.append(TensorPiece(f"{tensors}.router.per_expert_scale", f"{leaves}.moe.expert_scale", (index,)))
+            pieces.append(TensorPiece(f"{tensors}.router.proj.weight", f"{leaves}.moe.router", (index,), True))
+            tensors, leaves, width = f"{tensors}.experts", f"{leaves}.moe", config.expert_width
+            pieces.append(TensorPiece(f"{tensors}.gate_up_proj", f"{leaves}.gate", (index,), True, (1, 0, width)))
+            pieces.append(TensorPiece(f"{tensors}.gate_up_proj", f"{leaves}.up", (index,), True, (1, width, 2 * width)))
+            pieces.append(TensorPiece(f"{tensors}.down_proj", f"{leaves}.down", (index,), True))
+            return pieces
         block, names = _EXPERTS[moe.bias or config.latent is not None or config.query_key_norm is not None]
         shared = "shared_expert" if moe.shared_gate else "shared_experts"
         router, tensors, leaves = "router" if moe.bias else "gate", f"{tensors}.{block}", f"{leaves}.moe"
@@ -291,6 +346,7 @@ class DecoderFiles(Family):
             "tie_word_embeddings": config.tied_embedding,
             "attention_dropout": 0.0,
             "use_cache": True,
+            **({} if config.layer_embedding_width is None else {"vocab_size_per_layer_input": self._vocabulary_size}),
             # Without these keys a family would fill in the ids of its own tokenizer.
             **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         } | family.write(config)
@@ -309,18 +365,10 @@ class DecoderFiles(Family):
         ]
 
 
-def _has_bias(config: DecoderConfig, part: str) -> bool:
-    if part.startswith("mlp."):
-        return config.bias.mlp
-    if config.latent is not None and not part.endswith(("_down", ".out")):
-        return False
-    return config.bias.attention_out if part == "attention.out" else config.bias.query_key_value
-
-
 def _canonicalise(config: DecoderConfig) -> Json:
     """Return everything that the result depends on, with `auto` resolved: equal for configs that compute the same."""
     same = ["layers", "width", "heads", "mlp_width", "mlp", "norm", "norm_epsilon", "norm_offset", "query_key_norm"]
-    same += ["attention_gate"]
+    same += ["attention_gate", "value_norm", "layer_embedding_width", "layer_scale"]
     kinds = config.layer_kinds
     scale = 1 / math.sqrt(config.head_size) if config.query_scale == "auto" else config.query_scale
     embedding = math.sqrt(config.width) if config.embedding_scale == "sqrt_width" else config.embedding_scale
@@ -335,6 +383,10 @@ def _canonicalise(config: DecoderConfig) -> Json:
     return {key: getattr(config, key) for key in same} | {
         "key_value_heads": config.key_heads,
         "head_dim": config.head_size,
+        "full_heads": "full" in kinds
+        and [config.get_head_size("full"), config.get_key_heads("full"), config.has_keys_as_values("full")],
+        "key_value_sharing": config.key_value_sharing
+        and [config.key_value_sharing.layers, config.get_mlp_width("takes")],
         "latent": config.latent and config.latent.model_dump(),
         "linear": config.linear and config.linear.model_dump(),
         "bias": config.bias.model_dump(),

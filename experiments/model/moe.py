@@ -64,6 +64,16 @@ class MoeConfig(FrozenModel):
         default=False, description="Multiply the shared experts' result by the sigmoid of a projection of the token."
     )
     dense_layers: NonNegativeInt = Field(default=0, description="Number of first layers with an MLP instead.")
+    beside_mlp: bool = Field(
+        default=False,
+        description="Layers have an MLP too. Each of the two has norms of its own, and their results are added "
+        "(Gemma 4).",
+    )
+    scaled_router: bool = Field(
+        default=False,
+        description="The router reads the stream through a norm of its own, divided by the square root of its width, "
+        "and a learned number for each expert multiplies its gate after all else (Gemma 4).",
+    )
     gate: Literal["softmax", "sigmoid"] = Field(
         default="softmax", description="Function that turns the router's scores into gates."
     )
@@ -231,8 +241,15 @@ class MixtureOfExperts(nn.Module):
     compute_dtype: DTypeLike = jnp.float32
 
     @nn.compact
-    def __call__(self, x_BxTxD: jax.Array, real_BxT: jax.Array) -> tuple[jax.Array, Statistics]:
+    def __call__(
+        self, x_BxTxD: jax.Array, real_BxT: jax.Array, router_input_BxTxD: jax.Array | None = None
+    ) -> tuple[jax.Array, Statistics]:
         """Return the output (B, T, D) and statistics of the tokens that are `real`.
+
+        Args:
+            x_BxTxD: input.
+            real_BxT: True for tokens that are not padding.
+            router_input_BxTxD: input of the router; None: the same.
 
         Returns:
             The output, and a dictionary. `loss_B`: for each sequence the weighted auxiliary loss plus the weighted
@@ -244,7 +261,8 @@ class MixtureOfExperts(nn.Module):
         router_DxE = self._param("router", INIT_STDDEV, (D, config.experts), ("embed", "expert"))
         router_DxE = _replicate(router_DxE)
         # In float32: rounding could change which expert is chosen.
-        logits_BxTxE = jnp.einsum("btd,de->bte", x_BxTxD.astype(jnp.float32), router_DxE.astype(jnp.float32))
+        routed_BxTxD = (x_BxTxD if router_input_BxTxD is None else router_input_BxTxD).astype(jnp.float32)
+        logits_BxTxE = jnp.einsum("btd,de->bte", routed_BxTxD, router_DxE.astype(jnp.float32))
         if config.bias:
             router_bias_E = _replicate(self._param("router_bias", 0.0, (config.experts,), ("expert",)))
             logits_BxTxE += router_bias_E.astype(jnp.float32)
@@ -256,6 +274,13 @@ class MixtureOfExperts(nn.Module):
             bias_E = self.variable(BALANCE, "bias", init, None, (config.experts,), jnp.float32).value
             bias_E = _replicate(bias_E)
         routing = (_route_per_device if _is_sharded() else route)(logits_BxTxE, bias_E, real_BxT, config)
+        if config.scaled_router:
+            init = with_axes(nn.initializers.ones, "expert")
+            scale_E = _replicate(self.param("expert_scale", init, (config.experts,), self.param_dtype))
+            # A sum over experts: a gather would have a scatter as its gradient.
+            is_expert_BxTxKxE = routing.experts[..., None] == jnp.arange(config.experts)
+            scales_BxTxK = jnp.sum(jnp.where(is_expert_BxTxKxE, scale_E.astype(jnp.float32), 0.0), axis=-1)
+            routing = routing._replace(weights=routing.weights * scales_BxTxK)
 
         # The matrices into the hidden layer, (E, D, F), and at the end the one out of it, (E, F, D).
         shape = (config.experts, D, self.expert_width)

@@ -67,6 +67,31 @@ def _gemma3(
     return base | windows | {"rope": rope, "query_key_norm": "head", "vocabulary_size": 262_208} | others
 
 
+def _gemma4(
+    *sizes: int,
+    windows: int = 5,
+    window: int = 512,
+    keys: int | None = None,
+    sharing: Keys | None = None,
+    **others: Any,
+) -> Keys:
+    """Return the keys of a Gemma 4 model, of whose layers `windows` come before each full one.
+
+    `keys` are the heads of full layers whose keys are also values; with `sharing` layers have embeddings of their own.
+    """
+    full: Keys = {"head_dim": 512}
+    if keys is not None:
+        full |= {"key_value_heads": keys, "keys_as_values": True}
+    heads = {"head_dim": 256, "full_heads": full, "query_scale": 1.0, "query_key_norm": "head", "value_norm": True}
+    ropes = {"rope": {"theta": 1_000_000.0, "fraction": 0.25, "proportional": True}, "window_rope": {"theta": 10_000.0}}
+    pattern = {"layer_pattern": ["window"] * windows + ["full"], "window": window}
+    norms = {"norm": "both", "norm_epsilon": 1e-6, "layer_scale": True, "logit_softcap": 30.0}
+    embedding: Keys = {"tied_embedding": True, "embedding_scale": "sqrt_width", "vocabulary_size": 262_144}
+    if sharing is not None:
+        embedding |= {"layer_embedding_width": 256, "key_value_sharing": sharing}
+    return _sizes(*sizes) | {"mlp": "geglu"} | heads | ropes | pattern | norms | embedding | others
+
+
 def _olmo2(*sizes: int) -> Keys:
     norms = {"norm": "post", "norm_epsilon": 1e-6, "query_key_norm": "whole"}
     return _sizes(*sizes) | norms | {"rope": {"theta": 500_000.0}, "vocabulary_size": 100_352}
@@ -211,6 +236,18 @@ PRESETS: dict[str, Keys] = {
     "gemma3_4b": _gemma3(34, 2560, 8, 4, 10_240),
     "gemma3_12b": _gemma3(48, 3840, 16, 8, 15_360),
     "gemma3_27b": _gemma3(62, 5376, 32, 16, 21_504, head_dim=128, query_scale_width=168),
+    "gemma4_e2b": _gemma4(35, 1536, 8, 1, 6144, windows=4, sharing={"layers": 20, "mlp_width": 12_288}),
+    "gemma4_e4b": _gemma4(42, 2560, 8, 2, 10_240, sharing={"layers": 18}),
+    "gemma4_31b": _gemma4(60, 5376, 32, 16, 21_504, window=1024, keys=4),
+    "gemma4_26b_a4b": _gemma4(
+        *(30, 2816, 16, 8, 2112),
+        window=1024,
+        keys=2,
+        moe={
+            **{"experts": 128, "experts_per_token": 8, "expert_width": 704},
+            **{"beside_mlp": True, "scaled_router": True},
+        },
+    ),
     "olmo2_1b": _olmo2(16, 2048, 16, 16, 8192),
     "olmo2_7b": _olmo2(32, 4096, 32, 32, 11_008),
     "olmo2_13b": _olmo2(40, 5120, 40, 40, 13_824),

@@ -96,6 +96,11 @@ class Rope(FrozenModel):
     fraction: PositiveFloat = Field(
         default=1.0, le=1.0, description="Share of a head that is rotated: its first elements."
     )
+    proportional: bool = Field(
+        default=False,
+        description="`fraction` is the share of the pairs of a whole head, those with the shortest wavelengths, and "
+        "not a smaller head at its beginning (Gemma 4).",
+    )
 
     def resolve(self) -> "Rope":
         """Return the same rotary positions with `auto` resolved to nine digits."""
@@ -152,7 +157,12 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
 
 def rotation_at(positions_BxT: jax.Array, rope: Rope, head_dim: int) -> Rotation:
     """Return the cosines and sines at these positions, float32; `head_dim` is the width that `rope` is a part of."""
-    radians_F, factor = frequencies(rope, round(rope.fraction * head_dim))
+    if rope.proportional:
+        radians_F, factor = frequencies(rope, head_dim)
+        # The other pairs turn by no angle, so that a kernel can still rotate whole heads.
+        radians_F = np.where(np.arange(head_dim // 2) < round(rope.fraction * head_dim) // 2, radians_F, np.float32(0))
+    else:
+        radians_F, factor = frequencies(rope, round(rope.fraction * head_dim))
     angles_BxTx1xF = (positions_BxT[..., None].astype(jnp.float32) * radians_F)[:, :, None]
     return Rotation(jnp.cos(angles_BxTx1xF) * factor, jnp.sin(angles_BxTx1xF) * factor)
 

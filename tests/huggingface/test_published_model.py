@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import string
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,8 @@ from runner.storage import LocalStore
 from tests.support.job_process import Attempt, Job, link_peers
 
 ROOT = Path(__file__).resolve().parents[2]
-FAMILIES = sorted((ROOT / "tests/experiments/hugging_face/fixtures").iterdir())
+FIXTURES = ROOT / "tests/experiments/hugging_face/fixtures"
+FAMILIES = sorted(FIXTURES.iterdir())
 GPT2 = ROOT / "tests/huggingface/gpt2"
 LLAMA = ROOT / "tests/experiments/hugging_face/fixtures/llama"
 
@@ -194,6 +198,50 @@ def test_a_killed_run_ends_alike_without_the_directory(llama: Path, data: Path, 
     shutil.rmtree(llama)
     assert "continues with the model that it has recorded" in killed.finish().output
     assert killed.outcome() == whole.outcome()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("is_adapter", [False, True], ids=["full", "adapter"])
+@pytest.mark.parametrize("family", ["gemma4", "gpt_oss", "olmo3", "qwen3_5", "qwen3_next"])
+def test_a_killed_run_on_packed_documents_ends_alike_and_generates_in_transformers(
+    family: str, is_adapter: bool, tmp_path: Path
+) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    # As many characters as the models have ids, so that `sample` excludes none of them.
+    generator, letters = np.random.default_rng(0), list(f"{string.ascii_letters}{string.digits}-")
+    for number in range(300):
+        words = ["".join(generator.choice(letters, 3)) for _ in range(generator.integers(2, 25))]
+        (tmp_path / f"{number:03}.txt").write_text(" ".join(words))
+    spec = make_spec(FIXTURES / family, tmp_path / "*.txt")
+    data = {"source": str(tmp_path / "*.txt"), "tokenizer": "characters", "packing": "documents", "sequence_length": 64}
+    spec["config"] |= {"data": data, "memory": {"loss_chunk_positions": 16, "remat": "layers"}}
+    spec["config"]["train"]["total_steps"] = 20
+    if is_adapter:
+        spec["config"]["adapter"] = {"rank": 4, "targets": ["*.query", "*.attention.out"]}
+    path = tmp_path / "start.yaml"
+    path.write_text(json.dumps(spec))
+    whole, killed = (Job(str(path), tmp_path / name) for name in ("whole", "killed"))
+    whole.finish()
+    attempt = killed.start()
+    attempt.wait_until(killed.committed, "a commit")
+    attempt.kill()
+    assert killed.newest() < 20
+    killed.finish()
+    assert killed.outcome() == whole.outcome()
+
+    # The same greedy text, from our cached decode and from the exported directory.
+    assert run_command(["export", str(tmp_path / "killed"), "-o", str(tmp_path / "out")]) == 0
+    command = [sys.executable, "-m", "runner", "sample", str(tmp_path / "killed")]
+    command += ["--prompt", "abc de", "--tokens", "40", "--temperature", "0"]
+    ours = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told.values()), told
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    prompt = torch.tensor([tokenizer("abc de")["input_ids"]])
+    # Without a mask `generate` would leave out the space, whose id is that of the padding.
+    options = {"attention_mask": torch.ones_like(prompt), "eos_token_id": None, "pad_token_id": 0}
+    found = model.generate(prompt, **options, max_new_tokens=40, do_sample=False)
+    assert tokenizer.decode(found[0]) == ours.removesuffix("\n")
 
 
 @pytest.mark.soak

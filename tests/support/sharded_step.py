@@ -99,6 +99,22 @@ HYBRID = {
     "rope": {"fraction": 0.5},
     "moe": EXPERTS | {"shared_experts": 1, "shared_gate": True, "shared_width": 32},
 }
+SHARING = {
+    "layers": 6,
+    "layer_pattern": ["window", "full"],
+    "window": 5,
+    "head_dim": 8,
+    "full_heads": {"head_dim": 12, "key_value_heads": 2, "keys_as_values": True},
+    "key_value_sharing": {"layers": 2, "mlp_width": 128},
+    "layer_embedding_width": 16,
+    "layer_scale": True,
+    "norm": "both",
+    "query_key_norm": "head",
+    "value_norm": True,
+    "rope": {"fraction": 0.5, "proportional": True},
+    "query_scale": 0.5,
+}
+BESIDE = {"norm": "both", "moe": EXPERTS | {"expert_width": 32, "beside_mlp": True, "scaled_router": True}}
 FURTHER = {"extra_predictions": 2, "extra_prediction_weight": 1.0}
 SINKS = {"attention_sinks": True, "mlp": "clamped_swiglu", "moe": EXPERTS | {"bias": True}}
 JOB_KINDS = {
@@ -113,6 +129,8 @@ JOB_KINDS = {
     "sparse": JobKind(PretrainDecoder, {"moe": EXPERTS | SIGMOID | GROUPS}, {"memory.remat": "dots"}),
     "sparse, with capacity": JobKind(PretrainDecoder, {"moe": EXPERTS | {"capacity_factor": 1.0}}, PACKED),
     "sinks": JobKind(PretrainDecoder, SINKS | FURTHER, PACKED),
+    "sharing": JobKind(PretrainDecoder, SHARING, PACKED),
+    "sharing, with experts": JobKind(PretrainDecoder, SHARING | BESIDE, PACKED),
     # Large matrices make the gradients of a delta rule sensitive to rounding: a factor of 3 to some 1e-3.
     "linear": JobKind(PretrainDecoder, HYBRID, PACKED, frozenset({"sequence"}), 1.0),
     "int8": JobKind(PretrainGPT, {}, {"precision.matmul": "int8", "memory.remat": "dots"}, **FLIPS),

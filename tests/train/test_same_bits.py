@@ -11,7 +11,6 @@ import pytest
 
 from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
-from runner.errors import InvalidError
 from runner.trainer import BaseTrainer
 from tests.support import same_bits
 from tests.support.sharded_step import JOB_KINDS, make_changes
@@ -38,6 +37,20 @@ FEATURES: dict[str, tuple[type, dict[str, Any]]] = {
     "documents": (PretrainGPT, {"config.data.packing": "documents", "config.model.dropout": 0.1}),
     "decoder": (PretrainDecoder, DECODER),
     "experts": (PretrainDecoder, DECODER | {"config.model.moe": EXPERTS}),
+    # Two routers in one pattern divide by the same number of tokens.
+    "experts, two layers in a pattern": (
+        PretrainDecoder,
+        DECODER
+        | {"config.model.moe": EXPERTS, "config.model.layers": 2, "config.model.layer_pattern": ["full", "window"]}
+        | {"config.model.window": 5},
+    ),
+    "linear": (
+        PretrainDecoder,
+        DECODER
+        | {"config.model.layers": 2, "config.model.layer_pattern": ["linear", "full"]}
+        | {"config.model.linear": {"key_heads": 1, "value_heads": 2, "key_head_dim": 4, "value_head_dim": 4}}
+        | {"config.data.packing": "documents"},
+    ),
     "sinks": (
         PretrainDecoder,
         DECODER
@@ -52,13 +65,6 @@ FEATURES: dict[str, tuple[type, dict[str, Any]]] = {
         {"config.optimizer.name": "schedule_free_adamw", "config.schedule": {"name": "constant", "warmup_steps": 1}},
     ),
 }
-
-
-def test_linear_layers_are_refused(tmp_path: Path) -> None:
-    linear = {"key_heads": 1, "value_heads": 2, "key_head_dim": 4, "value_head_dim": 4}
-    model = {"config.model.layer_pattern": ["linear"], "config.model.linear": linear}
-    with pytest.raises(InvalidError, match=r"same_bits_devices=8: linear layers .* do not give the same bits"):
-        make_gpt(tmp_path / "run", PretrainDecoder, **JOB | DECODER | model)
 
 
 @pytest.mark.soak
@@ -82,7 +88,7 @@ def test_a_job_moved_between_meshes_is_bit_identical(feature: str, tmp_path: Pat
         pytest.param(
             "window", False, id="window on one and eight devices, compiled in little time", marks=pytest.mark.soak
         ),
-        *(pytest.param(kind, True, id=kind, marks=pytest.mark.soak) for kind in JOB_KINDS if kind != "linear"),
+        *(pytest.param(kind, True, id=kind, marks=pytest.mark.soak) for kind in JOB_KINDS),
     ],
 )
 def test_steps_on_one_two_and_eight_devices_are_bit_identical(

@@ -41,6 +41,24 @@ LINEAR_ATTENTION = {
 }
 SHARED_EXPERT = EXPERTS | {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}
 
+GEMMA4 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 5,
+    "global_head_dim": 12,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 3.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 100.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+}
+PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
+KEYS_AS_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 12}
+
+GEMMA4_TYPES = ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["full_attention"]
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rope_scaling": LLAMA3 | ORIGINAL, **THETA}),
     "mistral": ("mistral", {"sliding_window": 5}),
@@ -56,6 +74,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         {"sliding_window": 5, "sliding_window_pattern": 2, "num_hidden_layers": 5, "rope_scaling": LINEAR},
     ),
+    "gemma4": ("gemma4_text", GEMMA4 | PER_LAYER | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}),
     "smollm3": ("smollm3", {"num_hidden_layers": 4}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": ("qwen3_moe", DENSE_FIRST | {"norm_topk_prob": True}),
@@ -143,6 +162,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5-tied": (
         "qwen3_5_text",
         LINEAR_ATTENTION | {"layer_types": ["linear_attention", "full_attention"], "tie_word_embeddings": True},
+    ),
+    # Like 31B, 26B-A4B and E4B.
+    "gemma4-keys_as_values": ("gemma4_text", GEMMA4 | KEYS_AS_VALUES),
+    "gemma4-experts": ("gemma4_text", GEMMA4 | KEYS_AS_VALUES | GEMMA4_EXPERTS),
+    "gemma4-shared": (
+        "gemma4_text",
+        GEMMA4 | PER_LAYER | {"num_kv_shared_layers": 3, "num_hidden_layers": 7, "layer_types": GEMMA4_TYPES},
+    ),
+    "gemma4-full": (
+        "gemma4_text",
+        GEMMA4 | {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "attention_bias": True},
     ),
     "gemma3-softcap": ("gemma3_text", {"final_logit_softcapping": 2.0, "num_hidden_layers": 7, "sliding_window": 3}),
 }

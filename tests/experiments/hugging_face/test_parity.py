@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from experiments.model.config import DecoderConfig
 from experiments.model.config_json import FAMILIES, parse_config_json
 from experiments.model.decoder import Decoder
 from experiments.model.huggingface import DecoderFiles
+from experiments.model.presets import PRESETS
 from runner.checkpoint.leaves import flatten_with_names
 from runner.errors import InvalidError
 from runner.huggingface.mapping import match_tensors
@@ -41,7 +43,7 @@ def stack_params(tensors, files):
         if piece.part is not None:
             axis, start, stop = piece.part
             tensor = tensor[(*[slice(None)] * axis, slice(start, stop, piece.step))]
-        slices.setdefault(piece.leaf, {})[piece.index] = tensor.T if piece.transpose else tensor
+        slices.setdefault(piece.leaf, {})[piece.index] = np.swapaxes(tensor, -1, -2) if piece.transpose else tensor
     assert left == set()
     params = {}
     for leaf, found in slices.items():
@@ -137,14 +139,25 @@ def test_a_hybrid_that_transformers_would_compute_otherwise_is_not_exported(name
         parse_config(config.model_copy(update=update)).config()
 
 
-@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_the_text_part_of_a_multimodal_model_is_imported(prefix, tmp_path):
-    text = json.loads((FIXTURES / "gemma3" / "config.json").read_text())
-    tensors = load_file(FIXTURES / "gemma3" / "model.safetensors")
-    images = {f"vision_tower.{name}": np.zeros(2, np.float32) for name in "abc"}
-    nested = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()} | images
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        ("gemma3", "language_model.model."),
+        ("gemma3", "model.language_model."),
+        ("gemma4", "model.language_model."),
+    ],
+)
+def test_the_text_part_of_a_multimodal_model_is_imported(name, prefix, tmp_path):
+    text = json.loads((FIXTURES / name / "config.json").read_text())
+    tensors = load_file(FIXTURES / name / "model.safetensors")
+    others = [f"vision_tower.{part}" for part in "abc"]
+    if name == "gemma4":
+        # Published files have keys and values of the last layers too, which no layer reads.
+        others += [f"{prefix}layers.5.self_attn.{part}.weight" for part in ("k_proj", "v_proj", "k_norm")]
+    nested = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
+    nested |= {name: np.zeros(2, np.float32) for name in others}
     save_file(nested, tmp_path / "model.safetensors")
-    config = {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 8}}
+    config = {"model_type": name, "text_config": text, "vision_config": {"hidden_size": 8}}
     (tmp_path / "config.json").write_text(json.dumps(config))
 
     files = parse_config(parse_config_json(config))
@@ -167,6 +180,68 @@ def test_omitted_keys_of_gemma3_have_their_defaults():
     assert (config.heads, config.key_heads, config.head_size, config.window) == (8, 4, 256, 1024)
     assert config.layer_kinds[4:7] == ["window", "full", "window"]
     assert config.tied_embedding
+
+
+GEMMA4_PATTERN = ["sliding_attention"] * 5 + ["full_attention"]
+GEMMA4_ROPES = {
+    "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+}
+# The text_config of each published model, as transformers before 5.2 wrote it; what is left out has its default.
+GEMMA4 = {
+    "e2b": {
+        **{"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35, "num_key_value_heads": 1},
+        **{"layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7, "num_kv_shared_layers": 20},
+        **{"use_double_wide_mlp": True, "num_global_key_value_heads": None, "enable_moe_block": False},
+    },
+    "e4b": {
+        **{"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 42, "num_key_value_heads": 2},
+        **{"layer_types": GEMMA4_PATTERN * 7, "num_kv_shared_layers": 18, "use_double_wide_mlp": False},
+    },
+    "31b": {
+        **{"hidden_size": 5376, "intermediate_size": 21_504, "num_hidden_layers": 60, "num_key_value_heads": 16},
+        **{"layer_types": GEMMA4_PATTERN * 10, "num_global_key_value_heads": 4, "attention_k_eq_v": True},
+        **{"num_attention_heads": 32, "sliding_window": 1024, "hidden_size_per_layer_input": 0},
+    },
+    "26b_a4b": {
+        **{"hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30, "num_key_value_heads": 8},
+        **{"layer_types": GEMMA4_PATTERN * 5, "num_global_key_value_heads": 2, "attention_k_eq_v": True},
+        **{"num_attention_heads": 16, "sliding_window": 1024, "hidden_size_per_layer_input": 0},
+        **{"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+    },
+}
+
+
+@pytest.mark.parametrize("name", [name for name in GEMMA4 if f"gemma4_{name}" in PRESETS])
+def test_published_files_of_gemma4_describe_the_presets(name):
+    text = {"model_type": "gemma4_text", "final_logit_softcapping": 30.0, "rope_parameters": GEMMA4_ROPES}
+    text |= {"use_bidirectional_attention": "vision"} | GEMMA4[name]
+    config = DecoderConfig(preset=f"gemma4_{name}")
+    assert DecoderFiles(config, 262_144, 64).differences({"model_type": "gemma4", "text_config": text}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention: all is not supported"),
+        ({"vocab_size_per_layer_input": 60}, "vocab_size_per_layer_input: 60 is not supported; needs vocab_size, 64"),
+        ({"per_layer_config": {"1": {"head_dim": 12}}}, "per_layer_config: full layers must be alike"),
+        ({"per_layer_config": {"0": {"head_dim": 12}}}, "per_layer_config: full layers must be alike"),
+        ({"per_layer_config": {"1": {"sliding_window": 9}}}, "per_layer_config: full layers must be alike"),
+        ({"num_kv_shared_layers": 5}, "key_value_sharing.layers=5 leaves none of layers=6 of the kind full"),
+        ({"num_kv_shared_layers": "two"}, "key_value_sharing.layers: Input should be a valid integer"),
+        ({"hidden_size_per_layer_input": -1}, "layer_embedding_width: Input should be greater than 0"),
+        ({"enable_moe_block": True}, "moe.experts: Input should be a valid integer"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "rope: dynamic scaling is not supported"),
+        ({"rope_parameters": [1]}, "a value has the wrong type, or contradicts another one"),
+        ({"hidden_activation": "relu"}, "mlp: activation relu is not supported"),
+    ],
+)
+def test_a_file_of_gemma4_that_the_decoder_cannot_be_is_refused_by_its_key(changes, message):
+    found = json.loads((FIXTURES / "gemma4" / "config.json").read_text())
+    with pytest.raises(InvalidError, match=re.escape(message)) as error:
+        parse_config_json(found | changes)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.soak

@@ -28,7 +28,7 @@ def make_model(name: str) -> Any:
                 # Some gates and ups of GPT-OSS exceed the limit, to which they are clamped.
                 parameter += (3.0 if name.endswith("gate_up_proj_bias") else 0.2) * torch.randn(parameter.shape)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # is initialised to zeros too
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):  # are initialised to zeros and ones
                 buffer += 0.2 * torch.randn(buffer.shape)
     return model
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments.model import platform
-from experiments.model.embedding import embed, take_rows_sorted
+from experiments.model.embedding import embed, lookup_columns, take_rows_sorted
 from runner.parallel.mesh import make_mesh, use_sharding_rules
 from tests.support.tiny_jobs import format_mesh
 
@@ -25,6 +25,8 @@ MESHES = [
     {"tensor": 2},
     {"data": 2, "tensor": 2},
 ]
+# The second is for tables that are too wide to be gathered.
+LOOKUPS = {"rows": embed, "columns": lookup_columns}
 TOKENS = {
     "one token": np.full((4, 512), 7),
     "few tokens": np.random.default_rng(0).choice([0, 1, 5, V - 1], (4, 512), p=[0.9, 0.05, 0.04, 0.01]),
@@ -39,11 +41,11 @@ def gpu_form(monkeypatch):
     monkeypatch.setattr(platform, "platform", lambda: "gpu")
 
 
-def trace_gradient(sizes, tokens_BxT, dtype):
+def trace_gradient(sizes, tokens_BxT, dtype, form="rows"):
     """Trace the function from a table and a gradient of embeddings to the gradient of the table."""
 
     def pull_back(table_VxD, gradient_BxTxD):
-        return jax.vjp(lambda table: embed(table, jnp.asarray(tokens_BxT)), table_VxD)[1](gradient_BxTxD)[0]
+        return jax.vjp(lambda table: LOOKUPS[form](table, jnp.asarray(tokens_BxT)), table_VxD)[1](gradient_BxTxD)[0]
 
     mesh = make_mesh(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
     shapes = jax.ShapeDtypeStruct((V, D), dtype), jax.ShapeDtypeStruct((*tokens_BxT.shape, D), dtype)
@@ -51,14 +53,14 @@ def trace_gradient(sizes, tokens_BxT, dtype):
         return jax.jit(pull_back).trace(*shapes)
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(("form", "tokens"), [*(("rows", tokens) for tokens in TOKENS), ("columns", "few tokens")])
 @pytest.mark.parametrize("sizes", MESHES, ids=format_mesh)
-def test_the_gradient_of_a_lookup_is_the_sum_over_equal_tokens(sizes, tokens, gpu_form):
+def test_the_gradient_of_a_lookup_is_the_sum_over_equal_tokens(form, sizes, tokens, gpu_form):
     tokens_BxT = TOKENS[tokens]
     gradient_BxTxD = np.random.default_rng(2).normal(size=(*tokens_BxT.shape, D)).astype(np.float32)
     expected_VxD = np.zeros((V, D))
     np.add.at(expected_VxD, tokens_BxT, gradient_BxTxD)
-    compiled = trace_gradient(sizes, tokens_BxT, jnp.float32).lower().compile()
+    compiled = trace_gradient(sizes, tokens_BxT, jnp.float32, form).lower().compile()
     table = jax.device_put(jnp.zeros((V, D)), compiled.input_shardings[0][0])
     got_VxD = compiled(table, jax.device_put(gradient_BxTxD, compiled.input_shardings[0][1]))
     np.testing.assert_allclose(got_VxD, expected_VxD, rtol=1e-5, atol=2e-4)

@@ -204,6 +204,14 @@ ATTENTION = {
     "grouped": {},
     "latent": {"key_value_heads": "auto", "latent": LATENT},
     "latent, queries not": {"key_value_heads": "auto", "latent": LATENT | {"query_rank": None}},
+    "shared": {  # like Gemma 4
+        "layer_pattern": ["no_rope", "full"],
+        "full_heads": {"head_dim": 12, "key_value_heads": 1, "keys_as_values": True},
+        "key_value_sharing": {"layers": 1, "mlp_width": 64},
+        "layer_embedding_width": 6,
+        "layer_scale": True,
+        "moe": {"dense_layers": 0, "beside_mlp": True, "scaled_router": True},
+    },
 }
 
 
@@ -211,6 +219,7 @@ ATTENTION = {
     ("attention", "remat"),
     [
         ("latent", "layers"),
+        ("shared", "layers"),
         *(pytest.param(name, remat, marks=SOAK) for name in ATTENTION for remat in ("none", "dots", "layers")),
     ],
 )
@@ -219,12 +228,9 @@ def test_the_formula_counts_every_form_of_attention_and_active_experts(attention
 
     The formula excludes masked scores, which no implementation skips in such a short sequence.
     """
-    changes = {
-        "config.model": SIZES
-        | {"moe": MODELS["capacity"]["moe"] | {"shared_experts": 1}, "vocabulary_size": V}
-        | ATTENTION[attention],
-        "config.memory.remat": remat,
-    }
+    keys = SIZES | {"vocabulary_size": V} | ATTENTION[attention]
+    keys["moe"] = MODELS["capacity"]["moe"] | {"shared_experts": 1} | keys.get("moe", {})
+    changes = {"config.model": keys, "config.memory.remat": remat}
     job = make_gpt(tmp_path / "run", PretrainDecoder, **changes)
     model = job.model()
     tokens_BxT, weight_BxT = jnp.zeros((1, 16), jnp.int32), jnp.ones((1, 16))
@@ -238,7 +244,8 @@ def test_the_formula_counts_every_form_of_attention_and_active_experts(attention
     config = job.config.model
     score, value = (2 * config.heads * width for width in (config.head_size, config.value_size))
     again = score if remat == "none" else 2 * score + value
-    hidden = 3 * 8 * (3 * (score + value) + again)
+    widths = sum(config.get_head_size(kind) for kind in config.layer_kinds) / config.head_size  # of all layers
+    hidden = widths * 8 * (3 * (score + value) + again)
     assert executed == pytest.approx(flops.per_token + flops.recomputed_per_token + hidden, rel=1e-12)
 
 
