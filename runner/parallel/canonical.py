@@ -137,12 +137,8 @@ class _JaxprBuilder:
         name, params = equation.primitive.name, equation.params
         if name in _ELEMENTWISE:
             operands = [self._broadcast(equation, atom) for atom in operands]
-        divisor = operands[1] if name == "div" else None
-        if (
-            isinstance(divisor, Var)
-            and divisor in self._broadcasts
-            and jax.numpy.issubdtype(divisor.aval.dtype, np.inexact)
-        ):
+        is_broadcast = name == "div" and isinstance(operands[1], Var) and operands[1] in self._broadcasts
+        if is_broadcast and jax.dtypes.issubdtype(_get_aval(operands[1]).dtype, np.inexact):
             return self._multiply_by_reciprocal(equation, operands)
         key = _make_key(equation, operands)
         if key in self._known and not equation.effects and name not in _IMPURE:
@@ -176,9 +172,9 @@ class _JaxprBuilder:
 
         value = convert(broadcast.invars[0], wide_type)
         one = Literal(np.asarray(1, wide_type), _get_aval(value).update(shape=(), sharding=None, weak_type=False))
-        reciprocal = self._bind(equation, lax.div_p, [one, value], [_get_aval(value)], equation.params)
+        (reciprocal,) = self._bind(equation, lax.div_p, [one, value], [_get_aval(value)], equation.params)
         shape = _get_aval(operands[1]).update(dtype=wide_type)
-        copies = self._bind(equation, lax.broadcast_in_dim_p, reciprocal, [shape], broadcast.params)
+        copies = self._bind(equation, lax.broadcast_in_dim_p, [reciprocal], [shape], broadcast.params)
         # Parameters of a product differ between versions of JAX.
         params = jax.make_jaxpr(lax.mul)(1.0, 1.0).eqns[0].params
         factors = [convert(operands[0], wide_type), *copies]
