@@ -452,7 +452,9 @@ def _compute_statistics(
     def average(values_BxT: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(real_BxT, values_BxT, 0.0), axis=1) / num_tokens_B
 
-    share_BxE = load_BxE / (config.experts_per_token * num_tokens_B[:, None])
+    # Not a division: XLA turns one by a broadcast value into such a product only if nothing else uses the value, as
+    # other layers do, and programs for one device and for several would differ.
+    share_BxE = load_BxE * (1.0 / (config.experts_per_token * num_tokens_B))[:, None]
     balance_BxT = config.experts * jnp.sum(routing.gates * share_BxE[:, None], axis=-1)
     z_BxT = jnp.square(jax.nn.logsumexp(logits_BxTxE, axis=-1))
     entropy_BxT = -jnp.sum(jax.scipy.special.xlogy(routing.gates, routing.gates), axis=-1)

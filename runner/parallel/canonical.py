@@ -2,14 +2,12 @@
 
 XLA inlines calls and merges equal operations before its SPMD partitioner, that is, for programs of several devices. The
 program of a single device reaches the algebraic simplifier as it is, and some rules of the simplifier ask how many
-users an operation has. A canonicalised jaxpr has every call inlined and every operation once, so it reaches the
-simplifier in the same form on any number of devices.
+users an operation has. For example, it turns a division by a broadcast sum into a multiplication by 1 / sum if nothing
+else uses the broadcast. A softmax and its gradient share one, so their last bits differed between one and two devices.
+A canonicalised jaxpr has every call inlined and every operation once, so it reaches the simplifier in the same form on
+any number of devices.
 
-That is not enough for divisions by a broadcast value, such as those of a softmax by its sum. The simplifier turns one
-into a multiplication by the reciprocal if nothing else uses the broadcast. Whether it sees the other users depends on
-the order in which it visits them, so the losses of two routers in one layer pattern, which divide by the same number of
-tokens, differed in the last bit between one device and eight. A canonicalised jaxpr multiplies by the reciprocal in all
-cases. The rest of the arithmetic does not change: operations and their order are those of the function.
+The arithmetic does not change: operations and their order are those of the function.
 """
 
 import functools
@@ -91,8 +89,6 @@ class _JaxprBuilder:
         self._known: dict[Any, list[Var]] = {}
         # The slices from which an array was stacked, so that slicing it again returns them.
         self._slices: dict[Atom, Sequence[Atom]] = {}
-        # The operations that have made copies of an array's elements.
-        self._broadcasts: dict[Atom, JaxprEqn] = {}
 
     def inline(self, jaxpr: Jaxpr, inputs: Sequence[Atom], names: Any) -> list[Atom]:
         """Add the equations of `jaxpr` and return the atoms of its outputs.
@@ -137,9 +133,6 @@ class _JaxprBuilder:
         name, params = equation.primitive.name, equation.params
         if name in _ELEMENTWISE:
             operands = [self._broadcast(equation, atom) for atom in operands]
-        is_broadcast = name == "div" and isinstance(operands[1], Var) and operands[1] in self._broadcasts
-        if is_broadcast and jax.dtypes.issubdtype(_get_aval(operands[1]).dtype, np.inexact):
-            return self._multiply_by_reciprocal(equation, operands)
         key = _make_key(equation, operands)
         if key in self._known and not equation.effects and name not in _IMPURE:
             return self._known[key]
@@ -151,37 +144,7 @@ class _JaxprBuilder:
         results = [Var(each.aval) for each in equation.outvars]
         self.equations.append(equation.replace(invars=operands, outvars=results, params=params))
         self._known[key] = results
-        is_copied = _get_aval(results[0]).size > _get_aval(operands[0]).size if name == "broadcast_in_dim" else False
-        if is_copied and not isinstance(operands[0], Literal):
-            self._broadcasts[results[0]] = self.equations[-1]
         return results
-
-    def _multiply_by_reciprocal(self, equation: JaxprEqn, operands: list[Atom]) -> list[Var]:
-        """Return the result of a division by a broadcast value, as a product; 16-bit values are multiplied in float32.
-
-        A reciprocal that is rounded to 16 bits would double the error of the result.
-        """
-        broadcast, result = self._broadcasts[operands[1]], _get_aval(equation.outvars[0])
-        wide_type = result.dtype if result.dtype.itemsize > 2 else np.dtype(np.float32)
-
-        def convert(atom: Atom, dtype: Any) -> Atom:
-            aval = _get_aval(atom).update(dtype=dtype, weak_type=False)
-            params = {"new_dtype": dtype, "weak_type": False, "sharding": None}
-            is_same = dtype == _get_aval(atom).dtype
-            return atom if is_same else self._bind(equation, lax.convert_element_type_p, [atom], [aval], params)[0]
-
-        value = convert(broadcast.invars[0], wide_type)
-        one = Literal(np.asarray(1, wide_type), _get_aval(value).update(shape=(), sharding=None, weak_type=False))
-        (reciprocal,) = self._bind(equation, lax.div_p, [one, value], [_get_aval(value)], equation.params)
-        shape = _get_aval(operands[1]).update(dtype=wide_type)
-        copies = self._bind(equation, lax.broadcast_in_dim_p, [reciprocal], [shape], broadcast.params)
-        # Parameters of a product differ between versions of JAX.
-        params = jax.make_jaxpr(lax.mul)(1.0, 1.0).eqns[0].params
-        factors = [convert(operands[0], wide_type), *copies]
-        (product,) = self._bind(equation, lax.mul_p, factors, [result.update(dtype=wide_type)], params)
-        final = convert(product, result.dtype)
-        assert isinstance(final, Var)
-        return [final]
 
     def _unroll(self, equation: JaxprEqn, operands: Sequence[Atom]) -> list[Atom]:
         """Return the results of a scan whose iterations are inlined one after the other."""
