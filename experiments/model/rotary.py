@@ -213,15 +213,13 @@ def rotate_by_matmul(x_BxTxNxH: jax.Array, rotation: Rotation) -> jax.Array:
     return (x_BxTxNxH.astype(jnp.float32) * cos + other_BxTxNxH * sin).astype(x_BxTxNxH.dtype)
 
 
-def _rotate_by_matmul_forward(x_BxTxNxH: jax.Array, rotation: Rotation) -> tuple[jax.Array, Rotation]:
-    return rotate_by_matmul(x_BxTxNxH, rotation), rotation
-
-
 def _rotate_by_matmul_backward(rotation: Rotation, dy_BxTxNxH: jax.Array) -> tuple[jax.Array, None]:
     return rotate_by_matmul(dy_BxTxNxH, Rotation(rotation.cos, -rotation.sin)), None
 
 
-rotate_by_matmul.defvjp(_rotate_by_matmul_forward, _rotate_by_matmul_backward)
+rotate_by_matmul.defvjp(
+    lambda x_BxTxNxH, rotation: (rotate_by_matmul(x_BxTxNxH, rotation), rotation), _rotate_by_matmul_backward
+)
 
 
 def _make_case(x_BxTxNxH: jax.Array) -> KernelCase:
