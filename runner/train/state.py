@@ -301,9 +301,15 @@ def sharded_init(model: nn.Module, key: jax.Array, *args: Any, mesh: Mesh, **kwa
         (variables, shardings), without logical axis boxes.
     """
     shardings = compute_variable_shardings(jax.eval_shape(lambda key: model.init(key, *args, **kwargs), key), mesh)
+
+    def init(key: jax.Array) -> Any:
+        # Without rules Flax adds no constraints. The constraint of an axis that is sharded here and not by the rules
+        # would have every device compute the whole array, in other fusions and with other last bits.
+        with nn.logical_axis_rules(()):
+            return nn.unbox(model.init(key, *args, **kwargs))
+
     with use_sharding_rules(mesh):
-        init = jax.jit(lambda key: nn.unbox(model.init(key, *args, **kwargs)), out_shardings=shardings)
-        return init(key), shardings
+        return jax.jit(init, out_shardings=shardings)(key), shardings
 
 
 def make_state(model: nn.Module, key: jax.Array, tx: Any, *args: Any, **kwargs: Any) -> TrainState:

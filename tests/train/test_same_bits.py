@@ -4,13 +4,17 @@ tests/test_values.py does the same for values of every key, and tests/survival/t
 move to one device.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
+from runner.parallel.mesh import AXES
 from runner.trainer import BaseTrainer
 from tests.support import same_bits
 from tests.support.sharded_step import JOB_KINDS, make_changes
@@ -65,6 +69,22 @@ FEATURES: dict[str, tuple[type, dict[str, Any]]] = {
         {"config.optimizer.name": "schedule_free_adamw", "config.schedule": {"name": "constant", "warmup_steps": 1}},
     ),
 }
+
+
+@pytest.mark.parametrize(
+    "feature", [pytest.param(name, marks=[pytest.mark.soak] * (name != "linear")) for name in FEATURES]
+)
+def test_the_initial_state_is_bit_identical_on_every_mesh(feature: str, tmp_path: Path) -> None:
+    job_class, changes = FEATURES[feature]
+
+    def compute_leaves(mesh: dict[str, int]) -> list[bytes]:
+        changed = JOB | changes | {"topology.mesh": dict.fromkeys(AXES, 1) | mesh}
+        job = make_gpt(tmp_path / "run", job_class, **changed)
+        setup = job.setup_builder.build(jax.devices()[: math.prod(mesh.values())])
+        return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(setup.init_state())]
+
+    on_one, *others = map(compute_leaves, ({"data": 1}, WHOLE, FIRST, THEN))
+    assert others == [on_one] * len(others)
 
 
 @pytest.mark.soak
