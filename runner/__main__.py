@@ -4,10 +4,11 @@ From here to the training loop: `runner.cli.app` parses the command line, `runne
 job, `RestoreableJob.__call__` in `runner/job.py` claims the directory and restores, and `BaseTrainer.run` in
 `runner/trainer.py` is the loop.
 
-The process first requests transparent huge pages (2 MiB) from the C library. XLA allocates the memory of a CPU step
-anew in each step, and the kernel faults it in; with 4 KiB pages this is a tenth of the step. The C library requests
-larger pages only if its environment says so when the process starts, so the process is executed again. The bits of a
-run do not depend on it, and the process needs hardly more memory.
+The process first sets options of the C library's memory allocator, which it reads only from the environment and only
+when a process starts. So the process is executed again. XLA allocates the memory of a CPU step anew in each step, and
+the kernel clears every page of it: with pages of 4 KiB this takes a fifth of the step. Transparent huge pages (2 MiB)
+halve that. On hosts without accelerators all threads share one heap, so that a job can keep the memory of a step for
+the next one (`runner.process.keep_freed_memory`). The bits of a run do not depend on these options.
 """
 
 import importlib
@@ -19,46 +20,54 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # such as `always [madvise] never`
-_TUNABLES, _TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
-_MIN_GLIBC = (2, 35)
+_VARIABLE, _MIN_GLIBC = "GLIBC_TUNABLES", (2, 35)
+_HUGE_PAGES = {"glibc.malloc.hugetlb": 1}
+_ONE_HEAP = {"glibc.malloc.arena_max": 1}
+_ACCELERATORS = ("accel*", "vfio/*", "nvidia*", "kfd")  # devices of TPUs, and of NVIDIA and AMD GPUs
 
 
 def main() -> int:
     """Run the command line of this process and return its exit code."""
-    # The process starts again with huge pages before it imports anything else, which would otherwise be imported twice.
-    restart_with_huge_pages()
+    # The process starts again before it imports anything else, which would otherwise be imported twice.
+    restart_with_allocator_options()
     return int(importlib.import_module("runner.cli.app").run_program())
 
 
-def restart_with_huge_pages() -> None:
-    """Execute the same command again, with the same process id, with transparent huge pages enabled.
+def restart_with_allocator_options() -> None:
+    """Execute the same command again, with the same process id, with options of the allocator in its environment.
 
-    Returns without effect if they are enabled already or cannot be: on other systems, where the kernel gives them to
-    every process or to none, and where the user has set the tunable. Call it before anything else is started.
+    Returns without effect if they are set already, on other systems, and where they would change nothing. Call it
+    before anything else is started.
     """
-    if not _MODES.exists():
-        return
-    variables = add_huge_page_tunable(os.environ, " ".join(platform.libc_ver()), _MODES.read_text())
+    modes = _MODES.read_text() if _MODES.exists() else ""
+    has_accelerator = any(next(Path("/dev").glob(name), None) for name in _ACCELERATORS)
+    has_only_cpus = os.environ.get("JAX_PLATFORMS") == "cpu" or not has_accelerator
+    variables = add_allocator_options(os.environ, " ".join(platform.libc_ver()), modes, has_only_cpus)
     if variables is not None and sys.executable:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], variables)
 
 
-def add_huge_page_tunable(variables: Mapping[str, str], c_library: str, modes: str) -> dict[str, str] | None:
-    """Return the environment with the request for huge pages, or None if that would change nothing.
+def add_allocator_options(
+    variables: Mapping[str, str], c_library: str, modes: str, has_only_cpus: bool
+) -> dict[str, str] | None:
+    """Return the environment with options of the allocator, or None if they would change nothing.
 
     Args:
-        variables: environment of the process.
+        variables: environment of the process. If it has an option for huge pages, no option is added.
         c_library: name and version, such as `glibc 2.36`.
-        modes: content of the kernel's file, with the active mode in brackets.
+        modes: content of the kernel's file of huge pages, with the active mode in brackets; empty if there is none.
+        has_only_cpus: True if the process computes on no accelerator.
     """
-    given = variables.get(_TUNABLES, "")
+    given = variables.get(_VARIABLE, "")
     version = re.fullmatch(r"glibc (\d+)\.(\d+).*", c_library)
-    # Only in the mode `madvise` does the request of a process decide.
-    if _TUNABLE in given or "[madvise]" not in modes or version is None:
+    if version is None or (int(version[1]), int(version[2])) < _MIN_GLIBC or any(name in given for name in _HUGE_PAGES):
         return None
-    if (int(version[1]), int(version[2])) < _MIN_GLIBC:
+    # Only in the mode `madvise` does the request of a process for huge pages decide.
+    if "[madvise]" not in modes and not has_only_cpus:
         return None
-    return {**variables, _TUNABLES: ":".join(filter(None, (given, f"{_TUNABLE}=1")))}
+    options = _HUGE_PAGES | (_ONE_HEAP if has_only_cpus else {})
+    added = (f"{name}={value}" for name, value in options.items() if name not in given)
+    return {**variables, _VARIABLE: ":".join(filter(None, (given, *added)))}
 
 
 if __name__ == "__main__":

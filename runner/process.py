@@ -35,6 +35,8 @@ _CONTAINER = Path("/sys/fs/cgroup")  # control groups of version 2; the first on
 _OWN_GROUP = Path("/proc/self/cgroup")
 _NUM_FAKED = re.compile(r"--xla_force_host_platform_device_count=\d+")
 _THREADS_PER_FAKED_DEVICE = 4
+_ONE_HEAP = "glibc.malloc.arena_max=1"  # as `runner.__main__` sets it
+_MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # parameters of mallopt
 _PORTS = range(20_000, 30_000)  # below the ephemeral ports that systems assign to connections
 
 
@@ -95,6 +97,24 @@ def read_free_memory_bytes() -> int | None:
     except (OSError, ValueError):
         return None
     return min(free, default=None)
+
+
+def keep_freed_memory(num_bytes: int) -> bool:
+    """Let this process keep freed memory, if it has one heap and there is room; return True if it does from now on.
+
+    XLA allocates the temporaries of each step on a CPU anew, and the kernel clears all pages that a process was given:
+    for a GPT of 10.7M parameters a tenth of the step. A heap that never shrinks holds them for the next step. While
+    one step ends and the next one begins there may be two sets of them.
+
+    Args:
+        num_bytes: temporaries of a step, on all devices of this process.
+    """
+    allocator = ctypes.CDLL(None) if _ONE_HEAP in os.environ.get("GLIBC_TUNABLES", "") else None
+    free = read_free_memory_bytes()
+    # What is kept may take half of the free memory.
+    if allocator is None or free is None or 2 * (2 * num_bytes) > free:
+        return False
+    return bool(allocator.mallopt(_MMAP_MAX, 0) and allocator.mallopt(_TRIM_THRESHOLD, -1))
 
 
 def _read_limit(group: Path) -> int | None:

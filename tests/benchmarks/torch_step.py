@@ -5,11 +5,22 @@ in two processes that run alternately. The script prints the median of the ratio
 
     python -m tests.benchmarks.torch_step [--torch-python PYTHON] [--eager] [--rounds 6] [--steps 5]
 
-Layers are unrolled on both sides. Results with two threads: with AVX-512 0.53 s per step, torch 2.15 0.82 s. On an AMD
-EPYC without AVX-512 1.2 s, torch 2.13 eager 1.1 to 1.2 s: ratio 1.04 and 1.05, compiled 1.06 twice; without huge pages
-of 2 MiB (GLIBC_TUNABLES=glibc.malloc.hugetlb=0) 1.22. Single operations relative to torch: attention with its gradients
-1.15 to 1.4; weight gradients 1.06 to 1.24, the most for the MLP's output projection; other matmuls of 384 x 384 up to
-1.26, those of the MLP 0.97 to 1.08.
+Layers are unrolled on both sides. Results with two threads, ratios of pairs:
+
+| CPU | torch | seconds of a step, ours and torch's | ratio |
+|---|---|---|---|
+| AVX-512 | 2.15 compiled | 0.53, 0.82 | 0.65 |
+| AMD EPYC with AVX-512, in a virtual machine | 2.13 eager | 0.92 to 1.00, 1.02 to 1.11 | 0.90, 0.91, 0.93, 0.93 |
+| the same, memory not kept (see below) | 2.13 eager | 1.2 to 1.3, 0.98 to 1.09 | 1.10 to 1.27 |
+| AMD EPYC without AVX-512, memory not kept | 2.13 eager | 1.2, 1.1 to 1.2 | 1.04, 1.05 |
+
+"Not kept" is GLIBC_TUNABLES=glibc.malloc.hugetlb=1. In the second and third row the hypervisor takes free pages back, so that each page that the kernel clears costs ten
+times as much as on other machines; the temporaries of a step are 670 MB. Without huge pages of 2 MiB
+(GLIBC_TUNABLES=glibc.malloc.hugetlb=0) the last row is 1.22. Single operations relative to torch: attention with its
+gradients 1.15 to 1.4; weight gradients 1.06 to 1.24, the most for the MLP's output projection; other matmuls of
+384 x 384 up to 1.26, those of the MLP 0.97 to 1.08. Tried without gain beyond noise (2%): weight gradients and
+gradients of activations as products with explicitly transposed operands, which XLA computes by YNNPACK instead of
+Eigen; other YNNPACK fusion types; no scheduling of operations side by side.
 """
 
 import argparse

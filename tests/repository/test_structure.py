@@ -25,7 +25,7 @@ def test_each_import_by_string_has_a_reason(structure: Structure) -> None:
     reasons = {
         "experiments/model/platform.py": "the kernels of other platforms",
         "runner/__init__.py": "public classes, without jax until their first use",
-        "runner/__main__.py": "the command line, after the process has re-executed itself with huge pages",
+        "runner/__main__.py": "the command line, after the process has executed itself again with allocator options",
         "runner/cli/app.py": "the implementations of commands, most of which import jax",
         "runner/spec/imports.py": "the user's job class, and packages of extras, such as pyarrow",
         "runner/metrics/writers.py": "wandb, whose import takes a second",

@@ -13,7 +13,7 @@ import os
 import jax
 
 from runner import BaseTrainer
-from runner.__main__ import restart_with_huge_pages
+from runner.__main__ import restart_with_allocator_options
 from runner.accelerator import add_deterministic_flags
 from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.parallel.mesh import read_peak_memory_bytes
@@ -61,7 +61,7 @@ def serve(job: SlicedTrainer, connection: WorkerConnection) -> None:
 
 
 def main() -> None:
-    restart_with_huge_pages()
+    restart_with_allocator_options()
     connection = WorkerConnection()
     parser = argparse.ArgumentParser()
     parser.add_argument("spec")
