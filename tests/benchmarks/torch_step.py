@@ -14,9 +14,9 @@ Layers are unrolled on both sides. Results with two threads, ratios of pairs:
 | the same, memory not kept (see below) | 2.13 eager | 1.2 to 1.3, 0.98 to 1.09 | 1.10 to 1.27 |
 | AMD EPYC without AVX-512, memory not kept | 2.13 eager | 1.2, 1.1 to 1.2 | 1.04, 1.05 |
 
-"Not kept" is GLIBC_TUNABLES=glibc.malloc.hugetlb=1. In the second and third row the hypervisor takes free pages back, so
-that each page that the kernel clears costs ten times as much as on other machines; the temporaries of a step are 670
-MB. Compiled torch takes 1.17 s on that machine, and the ratio is 0.83. Without huge pages of 2 MiB
+"Not kept" is GLIBC_TUNABLES=glibc.malloc.hugetlb=1. In the second and third row the hypervisor takes free pages back,
+so that each page that the kernel clears costs ten times as much as on other machines; the temporaries of a step are
+670 MB. Compiled torch takes 1.17 s on that machine, and the ratio is 0.83. Without huge pages of 2 MiB
 (GLIBC_TUNABLES=glibc.malloc.hugetlb=0) the last row is 1.22. Single operations relative to torch: attention with its
 gradients 1.15 to 1.4; weight gradients 1.06 to 1.24, the most for the MLP's output projection; other matmuls of
 384 x 384 up to 1.26, those of the MLP 0.97 to 1.08. Tried without gain beyond noise (2%): weight gradients and
