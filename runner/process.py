@@ -107,7 +107,7 @@ def keep_freed_memory(num_bytes: int) -> bool:
     one step ends and the next one begins there may be two sets of them.
 
     Args:
-        num_bytes: temporaries of a step, on all devices of this process.
+        num_bytes: temporaries of a step, on the devices of all processes on this machine.
     """
     allocator = ctypes.CDLL(None) if _ONE_HEAP in os.environ.get("GLIBC_TUNABLES", "") else None
     free = read_free_memory_bytes()

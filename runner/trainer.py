@@ -45,7 +45,7 @@ from runner.metrics.rows import Row
 from runner.metrics.window import SpikeError
 from runner.optim.groups import get_default_multiplier
 from runner.parallel.mesh import LogicalAxisRule, build_logical_axis_rules, read_device_memory_bytes
-from runner.process import keep_freed_memory, report_faulty_host
+from runner.process import keep_freed_memory, read_machine_id, report_faulty_host
 from runner.run.attempt import IncidentRecorder
 from runner.run.events import ROLL_BACK_FOLDER
 from runner.run.fence import RunIdentity
@@ -938,7 +938,9 @@ class BaseTrainer(RestoreableJob):
         self.compiled = self.stage.compile(self._limit_bytes, known)
         validate_same_program(self.compiled.digest, hosts)
         if jax.default_backend() == "cpu":
-            keep_freed_memory(self.compiled.memory.temporaries * jax.local_device_count())
+            machine = read_machine_id()
+            num_devices = hosts.gather(machine).count(machine) * jax.local_device_count()
+            keep_freed_memory(self.compiled.memory.temporaries * num_devices)
         examples = self.compiled.layout.micro_batch_examples
         given: JsonObject = {"compiler_options": dict(self.compiled.options)} if self.compiled.options else {}
         # Pages that read only files learn of it here.

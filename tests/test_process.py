@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -142,3 +143,23 @@ def test_free_memory_is_that_of_the_tightest_control_group(own, expected, tmp_pa
         (tmp_path / name / "memory.current").write_text(f"{current}\n")
         (tmp_path / name / "memory.stat").write_text(f"anon 7\ninactive_file {files}\n")
     assert process.read_free_memory_bytes() == expected
+
+
+@pytest.mark.parametrize(
+    ("tunables", "free", "is_kept"),
+    [
+        ("glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1", 4000, True),
+        ("glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1", 3999, False),  # twice the memory would be above half of it
+        ("glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1", None, False),
+        ("glibc.malloc.hugetlb=1", 4000, False),  # memory of other heaps goes back anyway
+        ("", 4000, False),
+    ],
+)
+def test_freed_memory_is_kept_if_there_is_one_heap_and_room(tunables, free, is_kept, monkeypatch):
+    calls = []
+    allocator = SimpleNamespace(mallopt=lambda *given: not calls.append(given))
+    monkeypatch.setattr(process.ctypes, "CDLL", lambda _: allocator)
+    monkeypatch.setattr(process, "read_free_memory_bytes", lambda: free)
+    monkeypatch.setenv("GLIBC_TUNABLES", tunables)
+    assert process.keep_freed_memory(1000) is is_kept
+    assert calls == ([(-4, 0), (-1, -1)] if is_kept else [])
