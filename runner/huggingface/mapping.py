@@ -214,7 +214,7 @@ def match_tensors(
     # The parts of a shared tensor cannot be located in a shorter one.
     shared = {piece.tensor for piece in pieces if piece.part is not None}
     notes = _describe_skipped_parts(published, skipped)
-    notes += [f"{CONFIG_FILE}: its key {key} is ignored" for key in rule.ignored_config_keys]
+    notes += [f"{CONFIG_FILE}: its key {key} is ignored" for key in dict.fromkeys(rule.ignored_config_keys)]
     for line in family.differences(drop_config_keys(published.config, rule.ignored_config_keys)):
         key = f"config.{line.partition(':')[0]}"
         (notes if is_allowed(key) else problems).append(f"{CONFIG_FILE}: {line}")
