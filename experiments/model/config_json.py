@@ -7,7 +7,7 @@ A file with a key that the family does not declare is refused, since such a key 
 declare the keys: those that are read, those without effect on the decoder, and those whose values are limited.
 
 To add a family, write a pair of functions, `_write_<family>` and `_read_<family>`, for the keys that are not common to
-all families, and add a `ConfigFormat` to `FAMILIES`.
+all families, and add a `ConfigFormat` with these keys to `FAMILIES`.
 """
 
 import json
