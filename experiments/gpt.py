@@ -24,6 +24,7 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveInt, model_val
 
 from experiments.model.attention import cached_attention, causal_attention
 from experiments.model.config import validate_axes
+from experiments.model.config_json import describe_unknown_keys
 from experiments.model.embedding import EmbeddingNoise, evaluated_loss_sum_of, lookup, loss_sum_of, unembed
 from experiments.model.layers import (
     INIT_STDDEV,
@@ -296,6 +297,10 @@ _DEFAULTS = {
     "add_cross_attention": False,
 }
 _SYNONYMS = {"gelu_pytorch_tanh": "gelu_new"}
+# Further keys, which have no effect, or one that shapes of tensors show: of sizes, precision and heads.
+_OTHER_KEYS = {"vocab_size", "n_layer", "n_embd", "n_positions", "n_ctx", "n_inner", "reorder_and_upcast_attn"}
+_OTHER_KEYS |= {f"summary_{name}" for name in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")}
+_KEYS = _DEFAULTS.keys() | _OTHER_KEYS | {"model_type", "n_head"}
 
 
 @dataclass(frozen=True)
@@ -345,7 +350,8 @@ class GPT2Files(Family):
         # Sizes that show in the shapes of tensors are compared there; the number of heads does not.
         needed = {"model_type": "gpt2", "n_head": self.heads, **_DEFAULTS}
         found = {key: config.get(key, _DEFAULTS.get(key)) for key in needed}
-        return [
+        unknown = describe_unknown_keys(config, "gpt2", _KEYS, {}) if found["model_type"] == "gpt2" else ""
+        return [unknown] * bool(unknown) + [
             f"{key}: got {found[key]!r}, the model needs {value!r}"
             for key, value in needed.items()
             if _SYNONYMS.get(str(found[key]), found[key]) != value
@@ -372,6 +378,8 @@ class PretrainGPT(BaseTrainer):
         if config.get("model_type") != "gpt2":
             kind = str(config.get("model_type"))[:60]
             raise InvalidError(f"model_type: got {kind!r}, {cls.__name__} trains models of gpt2")
+        if unknown := describe_unknown_keys(config, "gpt2", _KEYS, {}):
+            raise InvalidError(unknown)
         names = {"layers": "n_layer", "heads": "n_head", "width": "n_embd", "vocabulary_size": "vocab_size"}
         if missing := [name for name in names.values() if name not in config]:
             raise InvalidError(f"{missing[0]}: is missing from config.json")

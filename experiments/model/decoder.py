@@ -465,7 +465,7 @@ class PretrainDecoder(BaseTrainer):
     @classmethod
     def read_published_model(cls, config: Mapping[str, Any]) -> JsonObject:
         """Return the keys of `config.model` that the config.json of any known family describes."""
-        return read_model_keys(config)
+        return read_model_keys(dict(config))
 
     @classmethod
     def learning_rate_multiplier(cls, parameter: Parameter) -> float:

@@ -177,7 +177,8 @@ class DecoderFiles(Family):
 
         The vocabulary and the presence of a head are left to the tensors, which show them.
         """
-        name, differences = find_text_config(config).get("model_type"), self._compare(config)
+        content = dict(config)
+        name, differences = find_text_config(content).get("model_type"), self._compare(content, is_own=False)
         if not differences or name not in FAMILIES or name in self._families:
             return differences
         families = " or ".join(self._families) or "no such family"
@@ -351,10 +352,10 @@ class DecoderFiles(Family):
             **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         } | family.write(config)
 
-    def _compare(self, config: Mapping[str, Any]) -> list[str]:
-        """Return how the decoder of a config.json differs from this one."""
+    def _compare(self, config: Json, *, is_own: bool = True) -> list[str]:
+        """Return how the decoder of a config.json, by default one written here, differs from this one."""
         try:
-            theirs = _canonicalise(parse_config_json(config))
+            theirs = _canonicalise(parse_config_json(config, is_own=is_own))
         except InvalidError as error:
             return [str(error)]
         ours = _canonicalise(self._config)

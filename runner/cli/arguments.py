@@ -362,6 +362,14 @@ class SpecFromArguments:
         ),
     ] = None
     is_lora: Annotated[bool, typer.Option("--lora", help="Train a LoRA adapter beside the frozen weights.")] = False
+    ignored_config_keys: Annotated[
+        list[str],
+        typer.Option(
+            "--ignore-config-key",
+            metavar="NAME",
+            help="Key to leave out of config.json, as checkpoint.init_from.ignored_config_keys does; repeatable.",
+        ),
+    ] = field(default_factory=list)
     output: Annotated[
         str | None, typer.Option("-o", "--output", metavar="FILE", help="Spec to write. Default: standard output.")
     ] = None

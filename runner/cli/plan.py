@@ -18,7 +18,7 @@ from runner.console import finish_output, say, write_text
 from runner.data.source_files import find_corpus, find_source
 from runner.errors import EXIT_DONE, InvalidError
 from runner.huggingface.assets import TOKENIZER, unnest_config
-from runner.huggingface.safetensors import CONFIG_FILE, read_config_json
+from runner.huggingface.safetensors import CONFIG_FILE, drop_config_keys, read_config_json
 from runner.job import RestoreableJob
 from runner.plan import checks
 from runner.plan.figures import format_amount
@@ -96,25 +96,26 @@ def write_spec_from(arguments: SpecFromArguments) -> int:
     path = None if arguments.output is None else local_directory(arguments.output)
     if path is not None and (path.exists() or not path.parent.is_dir()):
         raise InvalidError(f"--output {arguments.output}: needs a new name in a directory that exists")
-    for given in (arguments.source, arguments.output or "", arguments.data or ""):
+    for given in (arguments.source, arguments.output or "", arguments.data or "", *arguments.ignored_config_keys):
         if not given.isprintable():
             raise InvalidError(f"{given!r}: has characters that a comment cannot show; use another name")
-    config = read_config_json(arguments.source)
+    config = drop_config_keys(read_config_json(arguments.source), arguments.ignored_config_keys)
     data = arguments.data
     is_text = False
     if data is not None and not is_class_path(data):
         is_text = bool(_TEXT.search(data)) or (find_corpus(data) is None and not find_source(data).holds_tokens)
-    # The first job that takes the model; the first one's reason if none does.
-    job_name, problem, model = "", "", JsonObject()
+    # The first job that takes the model; if none does, the reason of the one that knows its family.
+    job_name, problems, model = "", list[str](), JsonObject()
     for name in _JOBS:
         job_class: type[BaseTrainer] = load_job_class(parse_document(f"job: {name}", arguments.source), BaseTrainer)
         try:
             job_name, model = name, job_class.read_published_model(config) or {}
             break
         except InvalidError as error:
-            problem = problem or f"{arguments.source}/{CONFIG_FILE}: {error}"
+            problems.append(str(error))
     if not job_name:
-        raise InvalidError(problem)
+        problem = min(problems, key=lambda each: each.startswith("model_type:"))
+        raise InvalidError(f"{arguments.source}/{CONFIG_FILE}: {problem}")
     size = model.get("vocabulary_size")
     if data is None and type(size) is int and size < _NUM_BYTES:
         raise InvalidError(
@@ -234,6 +235,7 @@ class SpecText:
             return dump_yaml(value, default_flow_style=True, width=sys.maxsize).splitlines()[0]
 
         arguments, candidate, source = self.arguments, self.candidate, self.arguments.source
+        initial: JsonObject = {"path": source, "ignored_config_keys": arguments.ignored_config_keys}
         kind = "lora" if arguments.is_lora else "continued"
         title = "A LoRA adapter for" if arguments.is_lora else "Continued pretraining of"
         base = re.sub(r"[^A-Za-z0-9._-]+", "_", source.rstrip("/").rpartition("/")[2]).strip("._-") or "model"
@@ -295,8 +297,9 @@ class SpecText:
             f"  # {mesh_note}.",
             f"  mesh: {quote(mesh)}",
             "checkpoint:",
-            "  # The weights, once, and the model: config.model is left out, so its config.json counts.",
-            f"  init_from: {quote(source)}",
+            "  # The weights, once, and the model: config.model is left out, so its config.json counts"
+            f"{', without the keys that are named' if arguments.ignored_config_keys else ''}.",
+            f"  init_from: {quote(initial if arguments.ignored_config_keys else source)}",
             "  every_steps: 100  # what an interruption may cost",
             "  keep_last: 2",
             "logging: {every_steps: 10}",

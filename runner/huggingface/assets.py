@@ -12,7 +12,7 @@ the published weights are used, since they have special tokens and settings that
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import tokenizers
@@ -27,7 +27,7 @@ from runner.data.open_source import TextTokens, open_source
 from runner.data.source_files import find_corpus, find_source
 from runner.data.tokenizers import TOKENIZER_FILES, parse_tokenizer
 from runner.errors import DataError, InvalidError
-from runner.huggingface.safetensors import CONFIG_FILE
+from runner.huggingface.safetensors import CONFIG_FILE, drop_config_keys
 from runner.records import Key
 from runner.run.layout import FORMAT, DamagedRecordError, read_record
 from runner.spec import InitFromConfig, is_class_path
@@ -244,8 +244,12 @@ class BaseAssets:
     files: Mapping[str, bytes]
 
 
-def read_base_assets(path: str) -> BaseAssets | None:
+def read_base_assets(path: str, ignored_config_keys: Sequence[str] = ()) -> BaseAssets | None:
     """Return the assets of the weights at `path`; None if that is no directory of published weights.
+
+    Args:
+        path: directory or URL.
+        ignored_config_keys: keys to leave out of `config.json`.
 
     Raises:
         InvalidError: A file is damaged.
@@ -255,6 +259,7 @@ def read_base_assets(path: str) -> BaseAssets | None:
     config = _read_optional_object(store, CONFIG_FILE)
     if config is None:
         return None
+    config = drop_config_keys(config, ignored_config_keys)
     every = unnest_config(config)
     ids = {key: every[key] for key in _IDS if every.get(key) is not None}
     return BaseAssets(path, config, ids, _read_optional_object(store, GENERATION_CONFIG) or {}, read_files(store))
@@ -387,7 +392,7 @@ def find_assets(data: DataConfig | None, rule: InitFromConfig | None) -> ExportA
             path, earlier.config, earlier.list_ids(), earlier.generation, earlier.tokenizer.files
         )
     else:
-        base = read_base_assets(directory)
+        base = read_base_assets(directory, rule.ignored_config_keys)
     return ExportAssets(tokenizer) if base is None else _combine(tokenizer, base)
 
 

@@ -45,6 +45,7 @@ from runner.huggingface.safetensors import (
     PublishedTensor,
     PublishedWeights,
     TensorLocation,
+    drop_config_keys,
     has_published_weights,
     open_published_weights,
     read_config_json,
@@ -324,17 +325,17 @@ def complete_model(
         return document
     with document.errors_at("checkpoint.init_from"):
         try:
-            config = read_config_json(rule.path)
+            config = drop_config_keys(read_config_json(rule.path), rule.ignored_config_keys)
+            try:
+                values = read_model(config)
+            except InvalidError as error:
+                raise InvalidError(f"{rule.path}/{CONFIG_FILE}: {error}") from error
         except (InvalidError, StorageError) as error:
             recorded = _read_recorded_model(document, spec)
             if recorded is None:
                 raise
             warn(f"checkpoint.init_from: {error}; the run continues with the model that it has recorded")
             return document.fill_in(MODEL, recorded, INIT_FROM)
-        try:
-            values = read_model(config)
-        except InvalidError as error:
-            raise InvalidError(f"{rule.path}/{CONFIG_FILE}: {error}") from error
     return document if values is None else document.fill_in(MODEL, values, INIT_FROM)
 
 
@@ -503,7 +504,7 @@ def _open_published_store(rule: InitFromConfig) -> Store | None:
         if rule.weights != PARAMS:
             raise InvalidError(f"weights: nothing reads it: {rule.path}, in Hugging Face's layout, has no averages")
         return store
-    for key in ("allow_missing", "rename"):
+    for key in ("allow_missing", "rename", "ignored_config_keys"):
         if getattr(rule, key):
             raise InvalidError(
                 f"{key}: nothing reads it: {rule.path} is not in Hugging Face's layout, and all weights of a run are "

@@ -15,7 +15,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from runner.errors import InvalidError
-from runner.huggingface.safetensors import CONFIG_FILE, DTYPES, PublishedTensor, PublishedWeights, QuantisedTensor
+from runner.huggingface.safetensors import (
+    CONFIG_FILE,
+    DTYPES,
+    PublishedTensor,
+    PublishedWeights,
+    QuantisedTensor,
+    drop_config_keys,
+)
 from runner.spec import InitFromConfig
 from runner.storage import JsonObject
 
@@ -207,7 +214,8 @@ def match_tensors(
     # The parts of a shared tensor cannot be located in a shorter one.
     shared = {piece.tensor for piece in pieces if piece.part is not None}
     notes = _describe_skipped_parts(published, skipped)
-    for line in family.differences(published.config):
+    notes += [f"{CONFIG_FILE}: its key {key} is ignored" for key in dict.fromkeys(rule.ignored_config_keys)]
+    for line in family.differences(drop_config_keys(published.config, rule.ignored_config_keys)):
         key = f"config.{line.partition(':')[0]}"
         (notes if is_allowed(key) else problems).append(f"{CONFIG_FILE}: {line}")
     sources: dict[str, PublishedTensor | None] = {}

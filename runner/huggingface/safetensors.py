@@ -8,6 +8,7 @@ A safetensors file begins with eight bytes, little-endian, with the length of it
 end of the file.
 """
 
+import copy
 import json
 import math
 from collections import Counter
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from runner.console import escape_unprintable
-from runner.errors import InvalidError
+from runner.errors import InvalidError, suggest_nearest
 from runner.storage import FileInfo, JsonObject, Store, Version, WrongKindError, open_store, parse_json
 
 CONFIG_FILE = "config.json"
@@ -476,6 +477,34 @@ def read_config_json(where: str) -> JsonObject:
             "keys yourself"
         )
     return _read_object(store, CONFIG_FILE)
+
+
+def drop_config_keys(config: JsonObject, names: Sequence[str]) -> JsonObject:
+    """Return the content of a `config.json` without some keys.
+
+    Args:
+        config: the content.
+        names: the keys, in a section SECTION.KEY. Those of a nested `text_config` are named without it.
+
+    Raises:
+        InvalidError: The file has no such key.
+    """
+    config = copy.deepcopy(config)
+    for name in dict.fromkeys(names):
+        *sections, key = name.split(".")
+        holders, near = [], set[str]()
+        for holder in (config, config.get("text_config")):
+            for section in sections:
+                holder = holder.get(section) if isinstance(holder, dict) else None
+            if isinstance(holder, dict):
+                near |= holder.keys()
+                holders += [holder] if key in holder else []
+        if not holders:
+            hint = suggest_nearest(key, sorted(near), "".join(f"{section}." for section in sections))
+            raise InvalidError(f"{CONFIG_FILE} has no key {_shorten(name)} to ignore{hint}")
+        for holder in holders:
+            del holder[key]
+    return config
 
 
 def _read_object(store: Store, name: str) -> JsonObject:

@@ -174,6 +174,11 @@ class InitFromConfig(FrozenModel):
         description="Patterns (*, ?) of tensors, in Hugging Face's names, that may be missing or have another shape, "
         "and of keys of config.json (config.KEY) that may differ.",
     )
+    ignored_config_keys: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=[],
+        description="Keys of config.json that the model's family does not know, or not with their value, to read the "
+        "file without; in a section SECTION.KEY.",
+    )
     rename: dict[str, str | None] = Field(
         default={},
         description="The model's name for a tensor, by its name in the files or by the first parts of its dotted name; "

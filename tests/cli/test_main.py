@@ -57,7 +57,7 @@ OPTIONS = {
     ("checkpoints", "copy"): "",
     ("verify-resume",): "--set --steps --kills --processes --devices-per-process --seed",
     ("schema",): "",
-    ("spec-from",): "--topology --data --lora -o --output",
+    ("spec-from",): "--topology --data --lora --ignore-config-key -o --output",
     ("metrics",): "--csv -o --output",
     ("profile",): "--steps",
 }

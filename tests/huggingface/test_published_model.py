@@ -18,8 +18,12 @@ from experiments.gpt import PretrainGPT
 from experiments.model.config_json import parse_config_json
 from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer
+from runner.checkpoint.leaves import flatten_with_names
 from runner.cli.app import run_command
 from runner.errors import InvalidError, RunnerError, StorageError
+from runner.huggingface.assets import find_assets
+from runner.huggingface.mapping import match_tensors
+from runner.huggingface.safetensors import open_published_weights
 from runner.plan.checks import Findings, check_weights, open_job
 from runner.plan.prediction import SINGLE_DEVICE, build_abstract
 from runner.process import make_placements
@@ -129,6 +133,7 @@ BAD_DIRECTORIES: dict[str, tuple[Callable[[Path], object], str]] = {
     "torn config.json": (lambda source: (source / "config.json").write_text("{"), "config.json cannot be read"),
     "unknown family": (change_config(model_type="lama"), "did you mean llama?"),
     "family of a wrong type": (change_config(model_type=["llama"]), "model_type: got"),
+    "unknown key": (change_config(attention_multiplier=0.5), "config.json: attention_multiplier: unknown key of llama"),
     "missing key": (change_config(hidden_size=None), "hidden_size: is missing"),
     "missing vocabulary": (change_config(vocab_size=None), "vocab_size: is missing"),
     "contradictory keys": (change_config(num_key_value_heads=3), "heads=4 does not divide over key_value_heads=3"),
@@ -169,6 +174,60 @@ def test_a_store_that_is_away_is_retried_until_the_run_has_begun(data: Path, mon
     recorded = job.spec.model_copy(update={"config": job.config.model_dump(mode="json")})
     LocalStore(Path(spec["directory"])).write("spec.yaml", dump_spec(recorded).encode())
     assert read_trajectory(make_job(spec)) == read_trajectory(job)
+
+
+@pytest.mark.parametrize("source", [LLAMA, GPT2], ids=lambda path: path.name)
+@pytest.mark.parametrize("is_written", [False, True], ids=["model left out", "model written"])
+def test_ignored_keys_are_read_as_absent_and_named(is_written: bool, source: Path, data: Path, tmp_path: Path) -> None:
+    job_class = PretrainGPT if source == GPT2 else PretrainDecoder
+    model = make_job(make_spec(source, data, job=job_class), job_class).config.model
+    other = shutil.copytree(source, tmp_path / "other")
+    change_config(attention_multiplier=0.5, scales={"norm": 2.0, "other": 1.0})(other)
+    spec = make_spec(other, data, model.model_dump(mode="json") if is_written else None, job_class)
+
+    def check(*ignored: str) -> list[str]:
+        spec["checkpoint"]["init_from"] = {"path": str(other), "ignored_config_keys": list(ignored)}
+        findings = Findings()
+        job = open_job(parse_document(json.dumps(spec, indent=1), "start.yaml"), findings)
+        if isinstance(job, BaseTrainer):
+            check_weights(job, build_abstract(job.setup_builder, SINGLE_DEVICE).abstract_state, findings)
+            assert job.config.model == model
+        return findings.problems
+
+    (problem,) = check()
+    assert "attention_multiplier: unknown key of" in problem
+    assert "scales: unknown key of" in problem
+    (problem,) = check("attention_multiplier", "scales.norm")
+    assert "attention_multiplier" not in problem
+    (problem,) = check("attention_multiplier", "sclaes")
+    assert "config.json has no key sclaes to ignore; did you mean scales?" in problem
+    assert check("attention_multiplier", "scales", "scales") == []
+    job = make_job(spec, job_class)
+    rule, mapping = job.spec.checkpoint.initial_weights, job.family()
+    assert rule is not None
+    assert mapping is not None
+    # What an export takes over from the weights depends on it.
+    recorded = find_assets(None, rule).config
+    assert recorded is not None
+    assert mapping.differences(recorded) == []
+    weights = job.weights(build_abstract(job.setup_builder, SINGLE_DEVICE).abstract_state)
+    shapes = {name: leaf.shape for name, leaf in flatten_with_names(weights).items()}
+    notes = match_tensors(open_published_weights(str(other)), mapping, shapes, rule).notes
+    assert notes == tuple(f"config.json: its key {key} is ignored" for key in ("attention_multiplier", "scales"))
+
+
+def test_a_run_that_began_with_an_unknown_key_goes_on(
+    llama: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = make_spec(llama, data)
+    job = make_job(spec)
+    recorded = job.spec.model_copy(update={"config": job.config.model_dump(mode="json")})
+    change_config(attention_multiplier=0.5)(llama)
+    with pytest.raises(InvalidError, match="attention_multiplier: unknown key"):
+        make_job(spec)
+    LocalStore(Path(spec["directory"])).write("spec.yaml", dump_spec(recorded).encode())
+    assert read_trajectory(make_job(spec)) == read_trajectory(job)
+    assert "continues with the model that it has recorded" in capsys.readouterr().err
 
 
 def test_a_class_that_reads_no_config_json_needs_the_model(data: Path) -> None:
@@ -282,6 +341,19 @@ def test_a_written_spec_starts_from_the_directory(data: Path, tmp_path: Path) ->
     assert text.count("#") > 12
 
 
+@pytest.mark.parametrize("source", [LLAMA, GPT2], ids=lambda path: path.name)
+def test_a_written_spec_names_the_ignored_keys(source: Path, data: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(source, tmp_path / "other")
+    change_config(attention_multiplier=0.5, scales={"norm": 2.0})(other)
+    words = [str(other), "--data", str(data), "--ignore-config-key"]
+    with pytest.raises(InvalidError, match=r"config.json: scales: unknown key of .* --ignore-config-key scales"):
+        run_command(["spec-from", *words, "attention_multiplier"])
+    _, job = write_spec(tmp_path, *words, "attention_multiplier", "--ignore-config-key", "scales")
+    rule = job.spec.checkpoint.initial_weights
+    assert rule is not None
+    assert (rule.path, rule.ignored_config_keys) == (str(other), ["attention_multiplier", "scales"])
+
+
 @pytest.mark.parametrize("name", ["*.txt", "lines.jsonl"])
 def test_a_written_spec_tokenises_text_first(name: str, llama: Path, tmp_path: Path) -> None:
     words = {word: index for index, word in enumerate(["<unk>", "<s>", "</s>", "a", "b"])}
@@ -330,6 +402,7 @@ def test_a_written_spec_trains_and_resumes_to_the_same_bits(data: Path, tmp_path
 
 BAD_COMMANDS: dict[str, tuple[list[str], str]] = {
     "no directory": (["{tmp}/nowhere", "--data", "{data}"], "no such directory"),
+    "no key to ignore": (["{llama}", "--ignore-config-key", "mlp_bais"], "no key mlp_bais .* did you mean mlp_bias"),
     "no weights": (["{tmp}", "--data", "{data}"], "no config.json is here"),
     "few ids": (["{llama}"], "give --data SOURCE"),
     "text, no tokenizer": (["{llama}", "--data", __file__], "tokenise.tokenizer: .*tokenizer.json: does not exist"),

@@ -79,8 +79,10 @@ def test_a_valid_spec_is_read_with_defaults(tmp_path: Path) -> None:
             for given, message in {
                 "5": ": got 5, needs text or a mapping",
                 "{allow_missing: [a]}": ": missing key path",
-                "{path: x, alow: [a]}": ".alow: unknown key; choose from path, weights, allow_missing, rename",
+                "{path: x, alow: [a]}": ".alow: unknown key; choose from path, weights, allow_missing, "
+                "ignored_config_keys, rename",
                 "{path: x, rename: {a: 3}}": ".rename.a: got 3, needs text",
+                "{path: x, ignored_config_keys: a}": ".ignored_config_keys: got 'a' (text), needs a list",
             }.items()
         ),
         (edit_spec("mesh: {data: auto, fsdp: 1}", "mesh: 8"), "specs/x.yaml:6: topology.mesh: got 8, needs a mapping"),
