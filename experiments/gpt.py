@@ -465,3 +465,7 @@ class PretrainGPT(BaseTrainer):
     def search_space(self) -> dict[str, tuple[Any, ...]]:
         """Return the memory options that `plan --search` may vary."""
         return list_memory_choices(self.config.data.tokens_per_example)
+
+    def final_choices(self) -> dict[str, tuple[Any, ...]]:
+        """Return the layer loops between which `plan --search` chooses: unrolled layers take long to compile."""
+        return {"config.model.layer_loop": ("scan", "unroll")}

@@ -325,6 +325,13 @@ class BaseTrainer(RestoreableJob):
         """Return the values by dotted key that `plan --search` varies besides mesh and micro-batch; none by default."""
         return {}
 
+    def final_choices(self) -> dict[str, tuple[Any, ...]]:
+        """Return the values by dotted key that `plan --search` varies for the best candidate alone; none by default.
+
+        All others are compiled with the first value of each key, which should compile fast.
+        """
+        return {}
+
     # Step, batch and loop.
 
     @classmethod

@@ -7,13 +7,14 @@
    traced once and resharded for each mesh, so some thousand predictions take seconds.
 3. Compile the spec as it is and the best few, drop those that do not fit, and rank the rest by the compiled program: by
    the compiler's estimates of its ops where it writes them (`profile`), else by the roofline.
+4. Compile the best of them with the settings of `BaseTrainer.final_choices` too, which take long to compile.
 """
 
 import functools
 import itertools
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -150,7 +151,8 @@ class Search:
 
     def list_variants(self) -> list[JobVariant]:
         """Return the job under each choice of its settings."""
-        space = self.open_job([]).search_space()
+        job = self.open_job([])
+        space = job.search_space() | {key: values[:1] for key, values in job.final_choices().items()}
         variants = []
         # A choice may change the FLOPs, for example by recomputation, so the job is opened anew for each.
         for values in itertools.product(*space.values()):
@@ -200,7 +202,8 @@ class Search:
         fitting = [prediction for prediction in predictions if prediction.needed_bytes <= limit_bytes]
         if not predictions:
             return None
-        choices = tuple((key, functools.reduce(getattr, key.split(".")[1:], job.config)) for key in job.search_space())
+        keys = job.search_space() | job.final_choices()
+        choices = tuple((key, functools.reduce(getattr, key.split(".")[1:], job.config)) for key in keys)
         return Candidate(mesh, choices, (fitting or predictions[-1:])[0], is_spec=True)
 
     def compile_best(
@@ -259,6 +262,16 @@ class Search:
         smallest = min(candidates, key=lambda candidate: candidate.prediction.needed_bytes, default=None)
         if not compiled and smallest is not None and smallest not in dropped:
             compile_candidate(smallest)
+        tried = [each.candidate for each in compiled]
+        others = (each for each in compiled if not each.candidate.is_spec)
+        best = min(others, key=lambda each: each.rank_seconds, default=None)
+        final = self.open_job([]).final_choices() if best is not None else {}
+        for values in itertools.product(*final.values()):
+            if best is not None and time.monotonic() < end_seconds:
+                choices = dict(best.candidate.choices) | dict(zip(final, values, strict=True))
+                candidate = replace(best.candidate, choices=tuple(choices.items()))
+                if all(candidate.settings != each.settings for each in tried):
+                    compile_candidate(candidate)
         return sorted(compiled, key=lambda candidate: candidate.rank_seconds), list(dropped.values())
 
 

@@ -1,6 +1,7 @@
 """Candidate meshes, their predicted traffic, and the bounded search over them."""
 
 import math
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -207,6 +208,7 @@ def test_the_spec_as_it_is_is_a_candidate():
         "config.train.micro_batch_examples": 4,
         "config.memory.remat": "none",
         "config.memory.loss_chunk_positions": None,
+        "config.model.layer_loop": "scan",
     }
     # A layer waits for what goes over `tensor`, and for no gradient.
     assert start.rank[0] == start.prediction.times.step_seconds + start.prediction.exposed_seconds
@@ -224,6 +226,38 @@ def test_the_spec_as_it_is_is_a_candidate():
     without_choices = Search("specs/vit_nano.yaml", (words[0], "topology.mesh={data: 8}"))
     assert without_choices.make_start(accelerator, 16 * 2**30) is not None
     assert Search("specs/llama_nano.yaml", (words[0], "topology.mesh={data: 3}")).make_start(accelerator, 2**30) is None
+
+
+@pytest.mark.parametrize(("minutes", "unrolled"), [(9.0, 1), (0.0, 0)])
+def test_the_best_candidate_alone_is_compiled_with_final_choices(minutes, unrolled, monkeypatch):
+    accelerator = parse_accelerator("v5e-8")
+    assert accelerator is not None
+    found = Search("specs/llama_nano.yaml", ("topology.accelerator=v5e-8", "topology.mesh={data: auto, tensor: 2}"))
+    candidates = found.list_candidates(found.list_variants(), accelerator, 16 * 2**30)
+    assert {each.settings["config.model.layer_loop"] for each in candidates} == {"scan"}
+    compiled = []
+
+    def compile_program(builder, train_setup, machine, *, with_val):
+        """Pretend that the candidate which is compiled third is the fastest, and faster still with unrolled layers."""
+        loop, sizes = builder.config.model.layer_loop, train_setup.mesh_sizes
+        compiled.append((loop, sizes))
+        seconds = 1.0 if loop == "unroll" else 9.0 - len(compiled) if len(compiled) < 4 else 8.0
+        return SimpleNamespace(seconds=seconds, step=SimpleNamespace(memory=SimpleNamespace(needed=2**20)))
+
+    times = SimpleNamespace(step_seconds=0.5, bound="memory")
+    monkeypatch.setattr(search, "compile_program", compile_program)
+    monkeypatch.setattr(search.report, "make_roofline_section", lambda *_: (None, times))
+    monkeypatch.setattr(search, "forecast_step_seconds", lambda program, _: program.seconds)
+    machine = SimpleNamespace(devices=jax.devices(), hbm_bytes=16 * 2**30, is_faked=False)
+    start = found.make_start(accelerator, machine.hbm_bytes)
+    results, dropped = found.compile_best(candidates, machine, start, minutes)
+    assert dropped == []
+    assert [loop for loop, _ in compiled].count("unroll") == unrolled
+    if unrolled:
+        # After the spec as it is and three others.
+        assert compiled[4] == ("unroll", compiled[2][1])
+        assert results[0].candidate.settings["config.model.layer_loop"] == "unroll"
+        assert "config.model.layer_loop=unroll" in results[0].candidate.overrides
 
 
 def test_the_search_for_same_bits_keeps_micro_batch_and_order():
