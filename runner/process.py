@@ -102,18 +102,20 @@ def read_free_memory_bytes() -> int | None:
 def keep_freed_memory(num_bytes: int) -> bool:
     """Let this process keep freed memory, if it has one heap and there is room; return True if it does from now on.
 
-    XLA allocates the temporaries of each step on a CPU anew, and the kernel clears all pages that a process was given:
-    for a GPT of 10.7M parameters a tenth of the step. A heap that never shrinks holds them for the next step. While
-    one step ends and the next one begins there may be two sets of them.
+    XLA allocates the temporaries of each step on a CPU anew, and the kernel clears all pages that a process is given
+    (`tests.benchmarks.torch_step` has the cost). A heap that never shrinks holds them for the next step. It may hold
+    two sets of them, since a step can be started before the last one has ended.
 
     Args:
         num_bytes: temporaries of a step, on the devices of all processes on this machine.
     """
-    allocator = ctypes.CDLL(None) if _ONE_HEAP in os.environ.get("GLIBC_TUNABLES", "") else None
-    free = read_free_memory_bytes()
-    # What is kept may take half of the free memory.
-    if allocator is None or free is None or 2 * (2 * num_bytes) > free:
+    if _ONE_HEAP not in os.environ.get("GLIBC_TUNABLES", "").split(":"):
         return False
+    free = read_free_memory_bytes()
+    # Two sets may take half of the free memory.
+    if free is None or 4 * num_bytes > free:
+        return False
+    allocator = ctypes.CDLL(None)
     return bool(allocator.mallopt(_MMAP_MAX, 0) and allocator.mallopt(_TRIM_THRESHOLD, -1))
 
 

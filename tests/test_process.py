@@ -151,6 +151,7 @@ def test_free_memory_is_that_of_the_tightest_control_group(own, expected, tmp_pa
         ("glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1", 4000, True),
         ("glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1", 3999, False),  # twice the memory would be above half of it
         ("glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1", None, False),
+        ("glibc.malloc.hugetlb=1:glibc.malloc.arena_max=16", 4000, False),
         ("glibc.malloc.hugetlb=1", 4000, False),  # memory of other heaps goes back anyway
         ("", 4000, False),
     ],

@@ -894,3 +894,12 @@ def test_a_train_step_that_changes_the_state_type_is_rejected_before_compilation
     with pytest.raises(StateError, match=message):
         make_gpt(tmp_path / "run", Changing)()
     assert not (tmp_path / "run" / "attempts").exists()
+
+
+def test_a_job_on_cpus_keeps_the_memory_of_its_steps(tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setattr("runner.trainer.keep_freed_memory", kept.append)
+    job = make_gpt(tmp_path / "run")
+    job()
+    assert kept == [jax.local_device_count() * job.compiled.memory.temporaries]
+    assert kept[0] > 0

@@ -262,15 +262,15 @@ class Search:
         smallest = min(candidates, key=lambda candidate: candidate.prediction.needed_bytes, default=None)
         if not compiled and smallest is not None and smallest not in dropped:
             compile_candidate(smallest)
-        tried = [each.candidate for each in compiled]
-        others = (each for each in compiled if not each.candidate.is_spec)
-        best = min(others, key=lambda each: each.rank_seconds, default=None)
-        final = self.open_job([]).final_choices() if best is not None else {}
-        for values in itertools.product(*final.values()):
-            if best is not None and time.monotonic() < end_seconds:
-                choices = dict(best.candidate.choices) | dict(zip(final, values, strict=True))
-                candidate = replace(best.candidate, choices=tuple(choices.items()))
-                if all(candidate.settings != each.settings for each in tried):
+        others = [each for each in compiled if not each.candidate.is_spec]
+        if others:
+            best = min(others, key=lambda each: each.rank_seconds).candidate
+            tried = [each.candidate.settings for each in compiled]
+            final = self.open_job([]).final_choices()
+            for values in itertools.product(*final.values()):
+                choices = dict(best.choices) | dict(zip(final, values, strict=True))
+                candidate = replace(best, choices=tuple(choices.items()))
+                if candidate.settings not in tried and time.monotonic() < end_seconds:
                     compile_candidate(candidate)
         return sorted(compiled, key=lambda candidate: candidate.rank_seconds), list(dropped.values())
 
