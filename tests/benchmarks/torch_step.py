@@ -10,18 +10,19 @@ Layers are unrolled on both sides. Results with two threads, ratios of pairs:
 | CPU | torch | seconds of a step, ours and torch's | ratio |
 |---|---|---|---|
 | AVX-512 | 2.15 compiled | 0.53, 0.82 | 0.65 |
-| AMD EPYC with AVX-512, in a virtual machine | 2.13 eager | 0.92 to 1.00, 1.02 to 1.11 | 0.90, 0.91, 0.93, 0.93 |
-| the same, memory not kept (see below) | 2.13 eager | 1.2 to 1.3, 0.98 to 1.09 | 1.10 to 1.27 |
+| AMD EPYC with AVX-512, in a virtual machine | 2.13 eager | 0.94 to 1.00, 1.04 to 1.11 | 0.91, 0.93, 0.95 |
+| the same, memory not kept (see below) | 2.13 eager | 1.2 to 1.3, 0.98 to 1.09 | 1.10, 1.20, 1.23, 1.27 |
 | AMD EPYC without AVX-512, memory not kept | 2.13 eager | 1.2, 1.1 to 1.2 | 1.04, 1.05 |
 
-"Not kept" is GLIBC_TUNABLES=glibc.malloc.hugetlb=1. In the second and third row the hypervisor takes free pages back,
-so that each page that the kernel clears costs ten times as much as on other machines; the temporaries of a step are
-670 MB. Compiled torch takes 1.17 s on that machine, and the ratio is 0.83. Without huge pages of 2 MiB
-(GLIBC_TUNABLES=glibc.malloc.hugetlb=0) the last row is 1.22. Single operations relative to torch: attention with its
-gradients 1.15 to 1.4; weight gradients 1.06 to 1.24, the most for the MLP's output projection; other matmuls of
-384 x 384 up to 1.26, those of the MLP 0.97 to 1.08. Tried without gain beyond noise (2%): weight gradients and
-gradients of activations as products with explicitly transposed operands, which XLA computes by YNNPACK instead of
-Eigen; other YNNPACK fusion types; no scheduling of operations side by side.
+"Not kept" is GLIBC_TUNABLES=glibc.malloc.hugetlb=1. The temporaries of a step are 670 MB. In the second and third row
+the hypervisor takes free pages back: to write 125 MB takes 0.32 s in pages that were free for long, and 0.03 s in pages
+that were freed just before. So keeping memory may gain less on other machines. Compiled torch takes 1.17 s on that
+machine, and the ratio is 0.83. Without huge pages of 2 MiB (GLIBC_TUNABLES=glibc.malloc.hugetlb=0) the last row is
+1.22. Single operations relative to torch: attention with its gradients 1.15 to 1.4; weight gradients 1.06 to 1.24, the
+most for the MLP's output projection; other matmuls of 384 x 384 up to 1.26, those of the MLP 0.97 to 1.08. Tried
+without gain beyond noise (2%): weight gradients and gradients of activations as products with explicitly transposed
+operands, which XLA computes by YNNPACK instead of Eigen; other YNNPACK fusion types; no scheduling of operations side
+by side.
 """
 
 import argparse
