@@ -15,14 +15,16 @@ from them, over the hosts' network, and nothing is read from the durable directo
    this. If steps come faster than they can be sent, some are left out, the same ones on all hosts. A step that was sent
    is kept until the next one has been. If a holder cannot be reached twice in a row, a warning is printed.
 3. Each process serves one TCP port. A `put` stores a copy: under a temporary name, flushed, and renamed as a whole. A
-   `get` returns a part or a copy. A request begins with a token that process 0 draws at the start.
+   `get` returns a file of a part or of a copy. A request begins with a token that process 0 draws at the start.
 4. Before a restore, the processes gather which parts and copies they have, with the fingerprints of the states. A part
-   is ignored if a later attempt has resumed from an earlier step: a host that was away may still have such a part. Each
-   process fetches the part that it lacks of the newest step that can be completed. The restore then checks its bytes
-   and its bits like those of any other part.
+   is ignored if a later attempt has resumed from an earlier step: a host that was away may still have such a part. If
+   a process lacks its part of the newest step that can be completed, the restore reads that part from a holder, piece
+   by piece into memory, and checks its bytes and its bits like those of any other part. The process has a part on its
+   own disk again with the next fast save.
 """
 
 import contextlib
+import functools
 import hmac
 import ipaddress
 import json
@@ -50,7 +52,7 @@ from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, PeerLostError, format_error
 from runner.records import Key, validate_record
 from runner.spec import Trajectory, hash_record
-from runner.storage import JsonObject, LocalStore, compute_crc32c, encode_json, parse_number, read_json
+from runner.storage import JsonObject, LocalStore, compute_crc32c, encode_json, parse_json, parse_number
 from runner.storage.store import fsync, make_directory
 
 PART_FILE = "part.json"
@@ -64,6 +66,7 @@ _CHUNK_BYTES = 2**20
 _SOCKET_SECONDS = 120.0  # without progress, such as while a part is flushed, after which a transfer is given up
 _ROUND_SECONDS = 7 * 24 * 3600.0  # time to wait for a round
 _MAX_LINE_BYTES = 2**24
+_MAX_FILE_BYTES = 2**28  # of a part that is read from a holder; pieces have at most `PIECE_BYTES`
 _FILE_NAME = re.compile(r"([\w%.,=+@~-]+/)?[\w%.,=+@~-]+")
 
 
@@ -73,17 +76,20 @@ class FastTier:
     def __init__(self, directory: Path):
         self.directory = directory
         self.pinned_steps: set[int] = set()  # steps that are kept beside the newest: sent last, and being sent
+        self.remote_parts: dict[int, Callable[[str], bytes]] = {}  # step -> reads a file of the part from a holder
         self._store = LocalStore(directory)
 
     def list_parts(self, is_own: Callable[[Trajectory, int], bool], last_steps: Mapping[int, int]) -> dict[int, str]:
         """Return the fingerprint of the state, by step, of each whole part that this run can continue from.
+
+        `remote_parts` are included.
 
         Args:
             is_own: returns True for a trajectory, saved at a step, that this run continues.
             last_steps: by attempt, the lowest step from which a later attempt has resumed; its later parts are ignored.
         """
         found = {}
-        for step in self._list_present():
+        for step in {*self._list_present(), *self.remote_parts}:
             with contextlib.suppress(OSError, ValueError):
                 part, _ = self._read_part(step)
                 if is_own(part.identity, step) and step <= last_steps.get(part.attempt, step):
@@ -95,12 +101,16 @@ class FastTier:
 
     def _read_part(self, step: int) -> tuple[Manifest, JsonObject]:
         """Return the manifest of a part, and its whole record. Raises `ValueError` if it is damaged, or `OSError`."""
-        record = read_json(self._store, f"{step}/{PART_FILE}")
+        record = parse_json(self._read_file(step, PART_FILE))
         validate_record(record, _PART_KEYS, [_ATTACHMENTS])
         part = Manifest.from_json(record)
         if part.step != step or part.shards is None:
             raise ValueError(f"{PART_FILE} is of step {part.step} and stands in {step}, or names no shards")
         return part, record
+
+    def _read_file(self, step: int, name: str) -> bytes:
+        remote = self.remote_parts.get(step)
+        return self._store.read(f"{step}/{name}") if remote is None else remote(name)
 
     def write(self, manifest: Manifest, blocks: Blocks, attachments: dict[str, bytes]) -> None:
         """Write this process's part of a step, and delete all but the newest `NUM_KEPT_STEPS`. Raises `OSError`."""
@@ -137,20 +147,22 @@ class FastTier:
             OSError: it cannot be read.
         """
         part, _ = self._read_part(step)
-        arrays = read_blocks(lambda name: self._store.read(f"{step}/{name}"), part.files, part.shards or {}, leaves)
+        fetch = functools.partial(self._read_file, step)
+        arrays = read_blocks(fetch, part.files, part.shards or {}, leaves)
         return arrays, part
 
     def read_attachments(self, step: int) -> dict[str, bytes]:
         """Return the small files that were written with a step. Raises as `read` does."""
         _, record = self._read_part(step)
-        found = {name: self._store.read(f"{step}/{name}") for name in map(str, record[_ATTACHMENTS])}
+        found = {name: self._read_file(step, name) for name in map(str, record[_ATTACHMENTS])}
         for name, digest in record.get(_DIGESTS, {}).items():
             if name not in found or compute_crc32c(found[name]) != digest:
                 raise ValueError(f"{name} does not match its CRC-32C")
         return found
 
     def delete_after(self, step: int) -> None:
-        """Delete every step beyond `step`, and every part that was never whole."""
+        """Delete every step beyond `step`, and every part that was never whole; forget `remote_parts`."""
+        self.remote_parts = {}
         for name in self._store.list_names(""):
             if name.endswith(".tmp"):
                 shutil.rmtree(self.directory / name, ignore_errors=True)
@@ -406,18 +418,18 @@ class Replicas:
             self._waiting_step, self._written_step = None, -1
             self._changed.notify_all()
 
-    def fetch_missing(
+    def find_missing(
         self, is_own: Callable[[Trajectory, int], bool], last_steps: Mapping[int, int], first_step: int
     ) -> dict[int, list[int]]:
-        """Complete the newest step of which every process has a part or can get one. Called on every host.
+        """Set `remote_parts` of the newest steps that are complete only with parts of holders. Called on every host.
 
         Args:
             is_own: returns True for a trajectory, saved at a step, that this run continues.
             last_steps: as in `FastTier.list_parts`.
-            first_step: lowest step worth fetching.
+            first_step: lowest step worth restoring.
 
         Returns:
-            For each step that was completed, the processes that have fetched their part of it.
+            By step, the processes that have no part of it and read that of a holder.
         """
         everyone = range(self._hosts.num_processes)
         own = [[self._hosts.process_id, *part] for part in self._fast_tier.list_parts(is_own, last_steps).items()]
@@ -445,18 +457,15 @@ class Replicas:
 
         states = sorted({(step, digest) for _, step, digest in of_owner if step >= first_step}, reverse=True)
         complete = [state for state in states if all(list_sources(process, *state) for process in everyone)]
+        lacking: dict[int, list[int]] = {}
         for step, digest in complete[:NUM_KEPT_STEPS]:
-            missing = [process for process in everyone if (process, step, digest) not in present]
-            if not missing:
-                return {}
-            problem = None
-            if self._hosts.process_id in missing:
-                problem = self.fetch(step, list_sources(self._hosts.process_id, step, digest))
-                if problem is not None:
-                    warn(problem)
-            if not any(self._hosts.gather(problem is not None)):
-                return {step: missing}
-        return {}
+            lacking[step] = [process for process in everyone if (process, step, digest) not in present]
+            if not lacking[step]:
+                break
+            if self._hosts.process_id in lacking[step]:
+                sources = list_sources(self._hosts.process_id, step, digest)
+                self._fast_tier.remote_parts[step] = functools.partial(self.fetch, step, sources)
+        return {step: processes for step, processes in lacking.items() if processes}
 
     def delete_after(self, step: int) -> None:
         """Delete copies of steps beyond `step`, and those of processes for which this one is no holder any more."""
@@ -513,10 +522,16 @@ class Replicas:
         """Send this process's part of a step to one holder. Warns at the second failure in a row; never raises."""
         directory = self._fast_tier.directory / str(step)
         try:
-            files = _list_files(directory)
+            paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+            files = {path.relative_to(directory).as_posix(): path.stat().st_size for path in paths}
+            if not files:
+                raise ValueError(f"{directory}: there is no such part")
             request = {"kind": "put", "owner": self._hosts.process_id, "step": step, "files": files}
             with self.request(holder, request | {"generation": generation}) as stream:
-                _send_files(stream, directory, files)
+                for path in paths:
+                    with path.open("rb") as file:
+                        shutil.copyfileobj(file, stream, _CHUNK_BYTES)
+                stream.flush()
                 _read_answer(stream)
             self._num_failures[holder] = 0
         except Exception as error:  # noqa: BLE001 - a failed copy must not end the thread
@@ -537,22 +552,31 @@ class Replicas:
             _write_line(stream, request)
             yield stream
 
-    def fetch(self, step: int, sources: Sequence[tuple[int, int]]) -> str | None:
-        """Get this process's part of a step from one of `sources`. Returns the reason if all of them fail.
+    def fetch(self, step: int, sources: Sequence[tuple[int, int]], name: str) -> bytes:
+        """Return the content of a file of a part from the first of `sources` that has it.
 
         Args:
             step: the step.
-            sources: (holder, owner) of each part that this process can use.
+            sources: (holder, owner) of each part that this process can use as its own.
+            name: name of the file, relative to the part.
+
+        Raises:
+            OSError: all of them fail; the message says why.
         """
         problems = []
         for holder, owner in sources:
             try:
-                with self.request(holder, {"kind": "get", "owner": owner, "step": step}) as stream:
-                    _receive_part(stream, self._fast_tier.directory, step, _read_answer(stream)["files"])
-                return None
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                with self.request(holder, {"kind": "get", "owner": owner, "step": step, "file": name}) as stream:
+                    size = int(_read_answer(stream)["size"])
+                    if not 0 <= size <= _MAX_FILE_BYTES:
+                        raise ValueError(f"a file of a part cannot have {size:,} bytes")
+                    content = stream.read(size)
+                if len(content) != size:
+                    raise ValueError(f"the connection was closed in the middle of {name}")
+                return content
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 problems.append(f"process {holder}: {format_error(error)}")
-        return f"step {step} could not be fetched from a replica: {'; '.join(problems)}"
+        raise OSError(f"{name} cannot be fetched from a replica: {'; '.join(problems)}")
 
     # Serving.
 
@@ -575,9 +599,10 @@ class Replicas:
             own_directory = self._fast_tier.directory / str(step)
             if owner == self._hosts.process_id and own_directory.exists():
                 directory = own_directory
-            files = _list_files(directory)
-            _write_line(stream, {"error": None, "files": files})
-            _send_files(stream, directory, files)
+            with (directory / _validate_name(request["file"])).open("rb") as file:
+                _write_line(stream, {"error": None, "size": os.fstat(file.fileno()).st_size})
+                shutil.copyfileobj(file, stream, _CHUNK_BYTES)
+            stream.flush()
 
     @contextlib.contextmanager
     def hold_generation(self, generation: int) -> Iterator[None]:
@@ -602,8 +627,8 @@ class Replicas:
         return sorted(owner for owner in map(parse_number, names) if owner is not None)
 
 
-# Protocol: a request is the line of the token and a line of JSON, an answer a line of JSON. Files follow the line that
-# lists them, in its order.
+# Protocol: a request is the line of the token and a line of JSON, an answer a line of JSON. Files follow the line with
+# their sizes, in its order.
 
 
 def _write_line(stream: BinaryIO, record: JsonObject) -> None:
@@ -626,19 +651,11 @@ def _read_answer(stream: BinaryIO) -> JsonObject:
     return answer
 
 
-def _list_files(directory: Path) -> dict[str, int]:
-    """Return the size in bytes of each file of a part, by its name relative to the directory."""
-    paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
-    if not paths:
-        raise ValueError(f"{directory}: there is no such part")
-    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in paths}
-
-
-def _send_files(stream: BinaryIO, directory: Path, files: Mapping[str, int]) -> None:
-    for name in files:
-        with (directory / name).open("rb") as file:
-            shutil.copyfileobj(file, stream, _CHUNK_BYTES)
-    stream.flush()
+def _validate_name(name: Any) -> str:
+    """Return the name of a file of a part. Raises `ValueError` if it could lead out of the part's directory."""
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or {".", ".."} & set(name.split("/")):
+        raise ValueError(f"a part cannot contain a file {name!r}")
+    return name
 
 
 def _receive_part(
@@ -658,10 +675,7 @@ def _receive_part(
         guard: entered while the part is made visible; an error that it raises prevents that.
     """
     # What a peer sends is data: no name may lead out of the directory, and no size may fill the disk.
-    sizes = {str(name): int(size) for name, size in files.items()}
-    for name in sizes:
-        if not _FILE_NAME.fullmatch(name) or {".", ".."} & set(name.split("/")):
-            raise ValueError(f"a part cannot contain a file {name!r}")
+    sizes = {_validate_name(name): int(size) for name, size in files.items()}
     directory.mkdir(parents=True, exist_ok=True)
     if min(sizes.values(), default=0) < 0 or sum(sizes.values()) > shutil.disk_usage(directory).free:
         raise ValueError(f"{directory} has no room for a part of {sum(sizes.values()):,} bytes")

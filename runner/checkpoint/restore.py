@@ -148,7 +148,7 @@ def restore_newest(
     if replicas is not None:
         facts = hosts.agree(find_limits(store, durable_steps) if hosts.is_main else None)
         last_steps = {int(attempt): step for attempt, step in facts[0]}
-        fetched = replicas.fetch_missing(is_own, last_steps, facts[1])
+        fetched = replicas.find_missing(is_own, last_steps, facts[1])
     parts = hosts.gather([] if fast_tier is None else list(fast_tier.list_parts(is_own, last_steps).items()))
     # Parts of one step with other bits are not parts of one state.
     fast_steps = {step for step, _ in set.intersection(*({(step, bits) for step, bits in own} for own in parts))}

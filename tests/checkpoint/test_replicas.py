@@ -1,17 +1,19 @@
 """Copies of parts of the fast tier on other hosts: where they are placed, how they are sent, and what is refused."""
 
 import contextlib
+import io
 import json
+import re
 import shutil
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
-from runner.checkpoint import fast_tier as module
 from runner.checkpoint.fast_tier import FastTier, ProcessPlace, Replicas, choose_holders, open_fast_tier
 from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.restore import find_limits
@@ -104,11 +106,18 @@ def wait_for_copy(tmp_path: Path, step: int, owner: int = 0, holder: int = 1) ->
     return path
 
 
-def fetch_missing(found: list[Replicas], last_steps: dict[int, int] | None = None, first_step: int = 0) -> dict:
-    """Fetch on all processes at once."""
+def read_values(fast_tier: FastTier, step: int) -> list[int]:
+    """Return the values of the array in a part that `write_state` has written."""
+    leaf = jax.ShapeDtypeStruct((8,), np.int64, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    arrays, _ = fast_tier.read(step, {"a": leaf})
+    return [int(value) for value in arrays["a"]]
+
+
+def find_missing(found: list[Replicas], last_steps: dict[int, int] | None = None, first_step: int = 0) -> dict:
+    """Call `find_missing` on all processes at once."""
     with ThreadPoolExecutor(len(found)) as pool:
         (result, *others) = pool.map(
-            lambda each: each.fetch_missing(lambda *_: True, last_steps or {}, first_step), found
+            lambda each: each.find_missing(lambda *_: True, last_steps or {}, first_step), found
         )
     assert all(each == result for each in others)
     return result
@@ -123,21 +132,23 @@ def test_a_part_is_copied_and_comes_back(tmp_path):
         # The host of process 0 comes back empty.
         wait_for_copy(tmp_path, 7, 1, 0)
         (tmp_path / "0" / "7").rename(tmp_path / "lost")
-        assert first.fetch(7, [(1, 0)]) is None
-        assert read_part(tmp_path / "0", 7) == FILES
-        assert "there is no such part" in first.fetch(9, [(1, 0)])
+        assert {name: first.fetch(7, [(1, 0)], name) for name in FILES} == FILES
+        with pytest.raises(
+            OSError, match=r"rows cannot be .* replica: process 1: .*No such file.*; process 0: .*No such"
+        ):
+            first.fetch(9, [(1, 0), (0, 0)], "rows")
     assert not list(tmp_path.glob("**/*.tmp"))
 
 
 def test_a_slow_network_has_copies_of_the_same_steps_everywhere(tmp_path, monkeypatch):
-    send_files, sent_steps = module._send_files, set()
+    request, sent_steps = Replicas.request, set()
 
-    def send_slowly(stream, directory, files):
-        sent_steps.add(int(directory.name))
+    def send_slowly(replicas, process, record):
+        sent_steps.add(record["step"])
         time.sleep(0.2)
-        send_files(stream, directory, files)
+        return request(replicas, process, record)
 
-    monkeypatch.setattr(module, "_send_files", send_slowly)
+    monkeypatch.setattr(Replicas, "request", send_slowly)
     with open_processes(tmp_path, 3) as found:
         for step in range(1, 30):
             for process in (2, 0, 1):
@@ -205,10 +216,14 @@ def test_a_step_is_completed_if_each_process_can_get_its_part(lost, expected, tm
             wait_for_copy(tmp_path, 7, process, (process + 1) % 3)
         for process in lost:
             shutil.rmtree(tmp_path / str(process))
-        assert fetch_missing(found) == expected
-        assert all(
-            (tmp_path / str(process) / "7" / "part.json").exists() for process in range(3) if expected or not lost
-        )
+        assert find_missing(found) == expected
+        tiers = [replicas._fast_tier for replicas in found]
+        if expected or not lost:
+            assert [tier.list_parts(lambda *_: True, {}) for tier in tiers] == [{7: "f"}] * 3
+            # Each has its own part, wherever it was read from.
+            assert [read_values(tier, 7) for tier in tiers] == [[process] * 8 for process in range(3)]
+        tiers[0].delete_after(7)
+        assert tiers[0].list_parts(lambda *_: True, {}) == ({} if 0 in lost else {7: "f"})
 
 
 def test_hosts_that_have_changed_their_places_use_their_own_copies(tmp_path):
@@ -218,14 +233,16 @@ def test_hosts_that_have_changed_their_places_use_their_own_copies(tmp_path):
             # Each host has become the process of which it had copies.
             (tmp_path / str(process) / "copies" / str(process)).mkdir(parents=True)
             (tmp_path / str(process) / "7").rename(tmp_path / str(process) / "copies" / str(process) / "7")
-        assert fetch_missing(found) == {7: [0, 1, 2]}
+        assert find_missing(found) == {7: [0, 1, 2]}
+        assert [read_values(replicas._fast_tier, 7)[0] for replicas in found] == [0, 1, 2]
 
 
 def test_data_parallel_replicas_need_no_copies(tmp_path):
     with open_processes(tmp_path, 3, blocks="xxx") as found:
         write_state(tmp_path, 0, 7)
         write_state(tmp_path, 1, 9)
-        assert fetch_missing(found) == {7: [1, 2]}, "process 0 alone has the attachments"
+        assert find_missing(found) == {7: [1, 2]}, "process 0 alone has the attachments"
+        assert [read_values(replicas._fast_tier, 7)[0] for replicas in found] == [0, 0, 0]
 
 
 def test_parts_of_one_step_with_other_bits_are_not_combined(tmp_path):
@@ -236,7 +253,7 @@ def test_parts_of_one_step_with_other_bits_are_not_combined(tmp_path):
         (tmp_path / "0" / "copies").mkdir()
         write_state(tmp_path, 1, 5, "f")
         shutil.move(tmp_path / "1" / "5", tmp_path / "0" / "copies" / "1" / "5")
-        assert fetch_missing(found) == {5: [1]}
+        assert find_missing(found) == {5: [1]}
 
 
 def test_parts_behind_which_a_later_attempt_has_gone_back_do_not_count(tmp_path):
@@ -245,8 +262,8 @@ def test_parts_behind_which_a_later_attempt_has_gone_back_do_not_count(tmp_path)
             write_state(tmp_path, 1, step, attempt=attempt)
             write_state(tmp_path, 0, step, attempt=attempt)
             shutil.move(tmp_path / "0" / str(step), tmp_path / "1" / "copies" / "0" / str(step))
-        assert fetch_missing(found, {1: 50}) == {60: [0]}
-        assert fetch_missing(found, {1: 50, 2: 50}) == {}
+        assert find_missing(found, {1: 50}) == {60: [0]}
+        assert find_missing(found, {1: 50, 2: 50}) == {}
 
 
 def test_the_last_steps_of_attempts_follow_from_the_ledger(tmp_path):
@@ -269,27 +286,64 @@ def test_the_last_steps_of_attempts_follow_from_the_ledger(tmp_path):
 
 
 PUT = {"token": "token", "kind": "put", "owner": 0, "step": 3, "generation": 0}
-GET = {"token": "token", "kind": "get", "owner": 1, "step": 3}
-BAD_REQUESTS = {
-    "nothing": (b"", "the token is not"),
-    "no token": (b"\xff\xfe\n", "the token is not"),
-    "no request": (b"token\n", "the connection was closed"),
-    "no JSON": (b"token\n\xff\xfe\n", "codec can't decode"),
-    "a number": (b"token\n5\n", "the connection was closed"),
-    "a deep request": (b"token\n" + b"[" * 100_000 + b"\n", "recursion"),
-    "files that are no table": (PUT | {"files": [1]}, "attribute"),
-    "another token": (GET | {"token": "tokem"}, "the token is not"),
-    "an owner without copies here": (PUT | {"owner": 1, "files": {}}, "holds no copies for process 1"),
-    "a step that is no number": (PUT | {"step": "../3", "files": {}}, "invalid literal"),
-    "no files": (PUT, "files"),
-    "a step that is not there": (GET, "there is no such part"),
-    "a huge part": (PUT | {"files": {"a": 10**18}}, "has no room"),
-    "a negative size": (PUT | {"files": {"a": -1}}, "has no room"),
-    "an end in the middle": (PUT | {"files": {"a": 5}}, "was closed in the middle of a"),
-} | {
-    f"file {name}": (PUT | {"files": {name: 0}}, "cannot contain a file")
-    for name in ("../a", "..", ".", "/a", "pieces/../a", "pieces/..", "a/b/c", "a\x00", "", "pieces/")
+GET = {"token": "token", "kind": "get", "owner": 1, "step": 3, "file": "a"}
+BAD_REQUESTS = (
+    {
+        "nothing": (b"", "the token is not"),
+        "no token": (b"\xff\xfe\n", "the token is not"),
+        "no request": (b"token\n", "the connection was closed"),
+        "no JSON": (b"token\n\xff\xfe\n", "codec can't decode"),
+        "a number": (b"token\n5\n", "the connection was closed"),
+        "a deep request": (b"token\n" + b"[" * 100_000 + b"\n", "recursion"),
+        "files that are no table": (PUT | {"files": [1]}, "attribute"),
+        "another token": (GET | {"token": "tokem"}, "the token is not"),
+        "an owner without copies here": (PUT | {"owner": 1, "files": {}}, "holds no copies for process 1"),
+        "a step that is no number": (PUT | {"step": "../3", "files": {}}, "invalid literal"),
+        "no files": (PUT, "files"),
+        "a step that is not there": (GET, "No such file"),
+        "a file that is not named": ({key: GET[key] for key in GET if key != "file"}, "file"),
+        "a huge part": (PUT | {"files": {"a": 10**18}}, "has no room"),
+        "a negative size": (PUT | {"files": {"a": -1}}, "has no room"),
+        "an end in the middle": (PUT | {"files": {"a": 5}}, "was closed in the middle of a"),
+    }
+    | {
+        f"{kind} file {name!r}": (request, "cannot contain a file")
+        for name in ("../a", "..", ".", "/a", "pieces/../a", "pieces/..", "a/b/c", "a\x00", "", "pieces/")
+        for kind, request in (("put", PUT | {"files": {name: 0}}), ("get", GET | {"file": name}))
+    }
+    | {f"get file {name!r}": (GET | {"file": name}, "cannot contain a file") for name in (None, 1, ["a"], {})}
+)
+
+
+BAD_ANSWERS = {
+    "nothing": (b"", "the connection was closed"),
+    "no JSON": (b"x\n", "Expecting value"),
+    "no size": (b"{}\n", "size"),
+    "a size that is no number": (b'{"size": []}\n', "int()"),
+    "a negative size": (b'{"size": -1}\n', "cannot have -1 bytes"),
+    "a huge size": (b'{"size": 1000000000000}\n', "cannot have 1,000,000,000,000 bytes"),
+    "an end in the middle": (b'{"size": 3}\nab', "closed in the middle of rows"),
 }
+
+
+@pytest.mark.parametrize(("answer", "reason"), BAD_ANSWERS.values(), ids=BAD_ANSWERS)
+def test_after_a_bad_answer_the_next_holder_is_asked(answer, reason, tmp_path, monkeypatch):
+    with open_processes(tmp_path) as (first, _second):
+        write_part(tmp_path / "1" / "copies" / "0", 7)
+        request = first.request
+
+        @contextlib.contextmanager
+        def give_bad_answer(process, record):
+            if process == 1:
+                with request(process, record) as stream:
+                    yield stream
+            else:
+                yield io.BytesIO(answer)
+
+        monkeypatch.setattr(first, "request", give_bad_answer)
+        assert first.fetch(7, [(0, 0), (1, 0)], "rows") == FILES["rows"]
+        with pytest.raises(OSError, match=f"process 0: .*{re.escape(reason)}"):
+            first.fetch(7, [(0, 0)], "rows")
 
 
 @pytest.mark.parametrize(("request_", "reason"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
