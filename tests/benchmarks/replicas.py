@@ -1,40 +1,54 @@
-"""Restore from replicas of the fast tier, relative to a restore from own parts and from the durable directory.
+"""Restarts of a supervised job after faults that leave its fast tier whole, in part, or not at all.
 
-Processes of `specs/counter.yaml`, each with its own part of the array, are killed, and started again after nothing, the
-parts of the last process, or the whole fast tier were deleted. The script prints the median seconds of a restore by
-source with their ratios, and the seconds for which a fast save blocks the loop with and without replicas. With
-`--bucket` the durable directory is in an emulator of S3, each of whose requests takes so many milliseconds longer.
+Processes of `specs/counter.yaml`, each with its own part of the array, run under `launch local`. In turns one process
+is killed with -9, one is killed and its fast tier deleted, process 0 is killed and its fast tier deleted, and all are
+killed and all fast tiers deleted. For each fault the script prints the median seconds from the kill to the first new
+step with those of each phase, and the seconds of the restore relative to one from own parts. It also prints for how
+long a fast save blocks the loop with and without replicas. With `--bucket` the durable directory is in an emulator of
+S3, each of whose requests takes so many milliseconds longer, with `--bandwidth` through a link of limited bandwidth.
 
-    python -m tests.benchmarks.replicas [--megabytes 500] [--processes 2] [--rounds 3] [--bucket 20]
+    python -m tests.benchmarks.replicas [--megabytes 125] [--processes 4] [--rounds 5] [--bucket 20] [--bandwidth 200]
 """
 
 import argparse
 import contextlib
 import itertools
+import json
+import os
 import shutil
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.counter import Counter
+from experiments.counter import Counter, advance
+from runner.distributed.clock import TimeBucket
+from runner.history.goodput import START_BUCKETS, list_restarts
+from runner.history.reader import read_history
 from runner.storage import open_store, read_log
-from tests.benchmarks.restart import kill, spawn
 from tests.support.job_process import list_common_steps
 from tests.support.object_stores import Faults, route_stores_to, start_backend
 
-SOURCES = ("own parts", "a replica", "durable directory")
+_SCRATCH = "REPLICAS_SCRATCH"  # variable with a directory for the files of `ShardedCounter`
 _POLL_SECONDS = 0.2
-_STEP_SECONDS = 1.5  # time to send a part before the next one
+_STANDBY_SECONDS = 8  # age of an attempt when its standbys are started
+_DEADLINE_SECONDS = 300.0
 
 
 class ShardedCounter(Counter):
-    """Counter whose array is sharded over all devices, so that no process has the part of another."""
+    """Counter whose array is sharded over all devices, so that no process has the part of another.
+
+    After its first step each process writes a file with its id and the time.
+    """
 
     def abstract_state(self) -> Any:
         """Return the leaves with the array sharded."""
@@ -43,102 +57,194 @@ class ShardedCounter(Counter):
         sharding = NamedSharding(values.sharding.mesh, PartitionSpec("device"))
         return state | {"values": jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)}
 
+    def run(self) -> None:
+        """Take the first step, report it, and go on."""
+        self.state = jax.block_until_ready(advance(self.state))
+        self.step += 1
+        path = Path(os.environ[_SCRATCH]) / f"first.{jax.process_index()}"
+        path.with_suffix(".tmp").write_text(json.dumps({"pid": os.getpid(), "step": self.step, "time": time.time()}))
+        path.with_suffix(".tmp").replace(path)
+        super().run()
 
-def make_options(scratch: Path, megabytes: int, num_processes: int, num_replicas: int) -> list[str]:
-    """Return the options of a run whose parts have this size on each process."""
-    settings = {
-        "job": "tests.benchmarks.replicas:ShardedCounter",
-        "config.width": megabytes * 250_000 * num_processes,  # of four bytes
-        "config.total_steps": 10**6,
-        "config.step_seconds": _STEP_SECONDS,
-        "checkpoint.every_steps": 9,
-        "checkpoint.local_directory": scratch / "fast",
-        "checkpoint.local_every_steps": 2,
-        "checkpoint.local_replicas": num_replicas,
+
+class Fault(NamedTuple):
+    """A fault, and the source of the state that a restart has after it.
+
+    Attributes:
+        killed: processes that are killed; -1 is the last one, None all of them.
+        loses_fast_tier: True if their fast tiers are deleted.
+        source: `fast`, `replica` or `durable`.
+    """
+
+    killed: int | None
+    loses_fast_tier: bool
+    source: str
+
+
+FAULTS = {
+    "a process": Fault(-1, False, "fast"),
+    "a host with its fast tier": Fault(-1, True, "replica"),
+    "process 0 with its fast tier": Fault(0, True, "replica"),
+    "all hosts with their fast tiers": Fault(None, True, "durable"),
+}
+
+
+class Restart(NamedTuple):
+    """A measured restart.
+
+    Attributes:
+        fault: name of the fault.
+        total: seconds from the kill to the first new step.
+        phases: seconds of each phase until the first step began.
+        restore: seconds of the restore, part of `phases`.
+    """
+
+    fault: str
+    total: float
+    phases: dict[TimeBucket, float]
+    restore: float
+
+
+class SupervisedRun:
+    """A run under `launch local`, with the means to hurt it. Use as a context manager."""
+
+    def __init__(self, directory: str, scratch: Path, megabytes: int, num_processes: int, num_replicas: int):
+        self.directory, self.scratch = directory, scratch
+        self._num_processes, self._num_replicas = num_processes, num_replicas
+        settings = {
+            "directory": directory,
+            "job": "tests.benchmarks.replicas:ShardedCounter",
+            "config.width": megabytes * 250_000 * num_processes,  # of four bytes
+            "config.total_steps": 10**6,
+            "config.step_seconds": 1.5,  # time to send a part before the next one
+            "checkpoint.every_steps": 9,
+            "checkpoint.local_directory": scratch / "fast",
+            "checkpoint.local_every_steps": 2,
+            "checkpoint.local_replicas": num_replicas,
+        }
+        words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        command = [sys.executable, "-m", "launch", "local", "specs/counter.yaml", *words]
+        command += ["--processes", str(num_processes), "--standby-seconds", str(_STANDBY_SECONDS)]
+        variables = {_SCRATCH: str(scratch), "RUNNER_CACHE": str(scratch / "cache")}
+        self._log = (scratch / "log").open("wb")
+        self._launcher = subprocess.Popen(
+            command, env=os.environ | variables, stdout=self._log, stderr=subprocess.STDOUT
+        )
+
+    def __enter__(self) -> "SupervisedRun":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._launcher.send_signal(signal.SIGTERM)
+        self._launcher.wait()
+        self._log.close()
+
+    def list_events(self, event: str) -> list[dict[str, Any]]:
+        """Return the events of one kind."""
+        return [row for row in read_log(open_store(self.directory), "events") if row["event"] == event]
+
+    def read_first_step(self, process: int) -> dict[str, Any]:
+        """Return what a process has written after its first step; nothing if it has not."""
+        with contextlib.suppress(FileNotFoundError):
+            return json.loads((self.scratch / f"first.{process}").read_text())
+        return {}
+
+    def hurt(self, fault: Fault) -> float:
+        """Wait until the fault can be survived, cause it, and return the seconds to the first new step."""
+        began, fast = time.time(), self.scratch / "fast"
+        everyone = range(self._num_processes)
+        self._wait_for(lambda: time.time() > began + _STANDBY_SECONDS + 4 and self._is_ready())
+        killed = everyone if fault.killed is None else [everyone[fault.killed]]
+        pids = [self.read_first_step(process)["pid"] for process in killed]
+        killed_time = time.time()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for process in killed if fault.loses_fast_tier else ():
+            for path in fast.glob(f"*/{process}"):
+                shutil.rmtree(path)
+        self._wait_for(lambda: all(self.read_first_step(each).get("time", 0) > killed_time for each in everyone))
+        return max(self.read_first_step(each)["time"] for each in everyone) - killed_time
+
+    def _is_ready(self) -> bool:
+        """Return True if all have copies of a part beyond the last durable step, and none is being written now."""
+        fast = self.scratch / "fast"
+        steps = set(list_common_steps(fast, self._num_processes))
+        for process in range(self._num_processes) if self._num_replicas else ():
+            steps &= {int(path.name) for path in fast.glob(f"*/*/copies/{process}/*[0-9]")}
+        commits = [commit["step"] for commit in self.list_events("commit") if commit.get("tier") != "fast"]
+        return max(steps, default=0) > max(commits, default=10**6) and not list(fast.glob("**/*.tmp"))
+
+    def _wait_for(self, happens: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _DEADLINE_SECONDS
+        while not happens():
+            log = self.scratch / "log"
+            assert self._launcher.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(_POLL_SECONDS)
+
+
+def measure(run: SupervisedRun, num_rounds: int, faults: dict[str, Fault]) -> list[Restart]:
+    """Cause each fault `num_rounds` times, in turns."""
+    run._wait_for(lambda: bool(run.read_first_step(0)))
+    totals = [(name, run.hurt(faults[name])) for _, name in itertools.product(range(num_rounds), faults)]
+    run.hurt(Fault(-1, False, "fast"))  # so that the clock of the last measured attempt is complete
+    seconds_of = {
+        attempt.number: seconds for attempt, seconds in list_restarts(read_history(open_store(run.directory)).attempts)
     }
-    return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-
-
-def list_events(directory: str, event: str, attempt: int | None = None) -> list[dict[str, object]]:
-    """Return the events of one kind, of one attempt or of all."""
-    rows = read_log(open_store(directory), "events")
-    return [row for row in rows if row["event"] == event and attempt in (None, row["attempt"])]
-
-
-def measure(
-    directory: str, scratch: Path, megabytes: int, num_processes: int, num_replicas: int
-) -> tuple[dict[str, float], list[float]]:
-    """Return the seconds of a restore by source, and those for which fast saves blocked the loop."""
-    fast, cache = scratch / "fast", scratch / "cache"
-    options = make_options(scratch, megabytes, num_processes, num_replicas)
-    restores, blocked = dict[str, float](), list[float]()
-    sources = [source for source in SOURCES if num_replicas or source != "a replica"]
-    for attempt, source in enumerate(["", *sources], 1):
-        processes = spawn("specs/counter.yaml", directory, cache, num_processes, options)
-        while not list_events(directory, "init" if attempt == 1 else "restore", attempt):
-            time.sleep(_POLL_SECONDS)
-            assert all(process.poll() is None for process in processes)
-        if source:
-            (restore,) = list_events(directory, "restore", attempt)
-            tier = "durable" if source == "durable directory" else "fast"
-            assert (restore["tier"], "from_replicas" in restore) == (tier, source == "a replica"), restore
-            restores[source] = float(str(restore["seconds"]))
-        begun = max(list_common_steps(fast, num_processes), default=0) if source != "durable directory" else 0
-
-        def is_ready(begun: int = begun) -> bool:
-            steps = list_common_steps(fast, num_processes)
-            copies = [
-                {int(path.name) for path in fast.glob(f"*/*/copies/{process}/*[0-9]")}
-                for process in range(num_processes)
-            ]
-            newest = max(set(steps).intersection(*copies) if num_replicas else steps, default=0)
-            commits = [commit for commit in list_events(directory, "commit") if commit.get("tier") != "fast"]
-            durable = max((int(str(commit["step"])) for commit in commits), default=0)
-            return newest > max(begun + 2, durable) and durable > 0
-
-        while not is_ready():
-            time.sleep(_POLL_SECONDS)
-            assert all(process.poll() is None for process in processes)
-        kill(processes)
-        saves = list_events(directory, "save", attempt)
-        blocked += [float(str(save["blocked_seconds"])) for save in saves if save.get("tier") == "fast"]
-        following = [*sources, ""][attempt - 1]
-        if following == "a replica":
-            (host,) = fast.glob(f"*/{num_processes - 1}")
-            shutil.rmtree(host)
-        if following == "durable directory":
-            shutil.rmtree(fast)
-    return restores, blocked
+    restores = {restore["attempt"]: restore for restore in run.list_events("restore")}
+    found = []
+    for attempt, (name, total) in enumerate(totals, 2):
+        restore = restores[attempt]
+        source = "replica" if "from_replicas" in restore else restore["tier"]
+        assert source == faults[name].source, f"{name}: {restore}"
+        found.append(Restart(name, total, seconds_of[attempt], restore["seconds"]))
+    return found
 
 
 def main() -> None:
-    """Measure with and without replicas, in turns, and print the figures."""
+    """Measure with and without replicas, and print the figures."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--megabytes", type=int, default=500)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--megabytes", type=int, default=125, help="size of the part of each process")
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bucket", type=float, metavar="MS", help="latency of a bucket that holds the run")
+    parser.add_argument(
+        "--bandwidth", type=float, metavar="MB/S", help="bandwidth of that bucket for all hosts together"
+    )
     parsed = parser.parse_args()
-    restores: dict[str, list[float]] = {source: [] for source in SOURCES}
-    blocked: dict[int, list[float]] = {0: [], 1: []}
+    blocked, restarts = dict[int, list[float]](), list[Restart]()
     with contextlib.ExitStack() as stack:
         backend = None
         if parsed.bucket is not None:
             backend = stack.enter_context(start_backend("s3"))
             route_stores_to(stack.enter_context(pytest.MonkeyPatch.context()), backend)
-            backend.proxy.faults = Faults(latency_seconds=parsed.bucket / 1000)
-        for number, num_replicas in itertools.product(range(parsed.rounds), blocked):
+            bandwidth = parsed.bandwidth * 1e6 if parsed.bandwidth else None
+            backend.proxy.faults = Faults(latency_seconds=parsed.bucket / 1000, bytes_per_second=bandwidth)
+        for num_replicas in (0, 1):
+            faults = {name: fault for name, fault in FAULTS.items() if num_replicas or fault.source == "fast"}
             with tempfile.TemporaryDirectory() as scratch:
-                directory = f"{scratch}/run" if backend is None else backend.url(f"{number}-{num_replicas}")
-                found, seconds = measure(directory, Path(scratch), parsed.megabytes, parsed.processes, num_replicas)
-            blocked[num_replicas] += seconds
-            if num_replicas:
-                for source, value in found.items():
-                    restores[source].append(value)
-    own = statistics.median(restores["own parts"])
-    for source, values in restores.items():
-        median = statistics.median(values)
-        print(f"restore from {source}: {median:.2f} s, {median / own:.2f} of one from own parts ({values})")
+                directory = f"{scratch}/run" if backend is None else backend.url(f"run-{num_replicas}")
+                run = SupervisedRun(directory, Path(scratch), parsed.megabytes, parsed.processes, num_replicas)
+                with run:
+                    found = measure(run, parsed.rounds, faults)
+                    saves = [save for save in run.list_events("save") if save.get("tier") == "fast"]
+                blocked[num_replicas] = [save["blocked_seconds"] for save in saves]
+            restarts = found
+    own = statistics.median(restart.restore for restart in restarts if FAULTS[restart.fault].source == "fast")
+    for name, fault in FAULTS.items():
+        own_restarts = [restart for restart in restarts if restart.fault == name]
+        restores = [restart.restore for restart in own_restarts]
+        median = statistics.median(restores)
+        total = statistics.median(restart.total for restart in own_restarts)
+        print(
+            f"{name}: {total:.2f} s to a new step; restore ({fault.source}) {median:.2f} s, {median / own:.2f} of own"
+        )
+        phases = {
+            bucket.value: round(statistics.median(restart.phases[bucket] for restart in own_restarts), 2)
+            for bucket in (TimeBucket.GAP, *START_BUCKETS)
+        }
+        phases["end of the others, first step"] = round(total - sum(phases.values()), 2)
+        print(f"  {phases}, restores {restores}")
     for num_replicas, values in blocked.items():
         print(f"a fast save with {num_replicas} replicas blocks the loop for {statistics.median(values) * 1e3:.1f} ms")
 

@@ -547,6 +547,7 @@ class Faults:
         forbidden: respond to every request with 403.
         forbidden_writes: respond to every request other than GET and HEAD with 403.
         latency_seconds: delay before a request is handled.
+        bytes_per_second: bandwidth that the bodies of all requests and responses share; None for no limit.
         error_rate: respond with one of `error_statuses` and forward nothing.
         cut_upload_rate: close the connection in the middle of the request's body and forward nothing.
         cut_rate: forward the request, then close the connection: for a GET in the middle of the response's body,
@@ -558,6 +559,7 @@ class Faults:
     forbidden: bool = False
     forbidden_writes: bool = False
     latency_seconds: float = 0.0
+    bytes_per_second: float | None = None
     error_rate: float = 0.0
     error_statuses: tuple[int, ...] = (503, 429)
     cut_upload_rate: float = 0.0
@@ -582,6 +584,7 @@ class Proxy:
         self.server = server
         self._lock = threading.Lock()
         self._closed = False
+        self._link_free_at = 0.0  # when the transfers that were begun are over, by the monotonic clock
         self.reset()
         self._listener = _Listener(self)
         self.port = int(self._listener.server_address[1])
@@ -614,6 +617,13 @@ class Proxy:
             faults = Faults()
         return RequestFaults(self, faults, random.Random(f"{self.seed} {number} {method} {path}"))
 
+    def occupy_link(self, seconds: float) -> float:
+        """Reserve the link for the next transfer, which takes `seconds`, and return the time until it is over."""
+        with self._lock:
+            now = time.monotonic()
+            self._link_free_at = max(now, self._link_free_at) + seconds
+            return self._link_free_at - now
+
     def count(self, kind: str) -> None:
         """Count an injected fault."""
         with self._lock:
@@ -637,6 +647,11 @@ class RequestFaults:
         """Add the latency, if any."""
         if self._fires("latency", self._faults.latency_seconds > 0):
             time.sleep(self._faults.latency_seconds)
+
+    def wait_for_link(self, num_bytes: int) -> None:
+        """Wait for as long as the transfer of a body takes on the shared link, if its bandwidth is limited."""
+        if self._faults.bytes_per_second is not None:
+            time.sleep(self._proxy.occupy_link(num_bytes / self._faults.bytes_per_second))
 
     def is_upload_cut(self) -> bool:
         """Return True if the connection shall be closed in the middle of the request's body."""
@@ -687,8 +702,11 @@ class _Handler(QuietHandler):
             self._read(pieces, body, int(self.headers.get("Content-Length", 0)) // 2)
             return self._hang_up()
         self._read(pieces, body, math.inf)
+        faults.wait_for_link(len(body))
         status = faults.get_error_status(self.command)
         answer = proxy.server.error(status) if status else self._forward(path, bytes(body))
+        if self.command == "GET":
+            faults.wait_for_link(len(answer.body))
         if not status and faults.is_response_cut():
             if self.command == "GET":
                 self._reply(answer, len(answer.body) // 2)
