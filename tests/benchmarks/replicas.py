@@ -62,8 +62,9 @@ class ShardedCounter(Counter):
         self.state = jax.block_until_ready(advance(self.state))
         self.step += 1
         path = Path(os.environ[_SCRATCH]) / f"first.{jax.process_index()}"
-        path.with_suffix(".tmp").write_text(json.dumps({"pid": os.getpid(), "step": self.step, "time": time.time()}))
-        path.with_suffix(".tmp").replace(path)
+        temporary = path.with_name(f"{path.name}.tmp")
+        temporary.write_text(json.dumps({"pid": os.getpid(), "time": time.time()}))
+        temporary.replace(path)
         super().run()
 
 
