@@ -432,6 +432,7 @@ class Replicas:
             By step, the processes that have no part of it and read that of a holder.
         """
         everyone = range(self._hosts.num_processes)
+        self._fast_tier.remote_parts = {}
         own = [[self._hosts.process_id, *part] for part in self._fast_tier.list_parts(is_own, last_steps).items()]
         copies = [
             [owner, *part]

@@ -1,8 +1,10 @@
 """Copies of parts of the fast tier on other hosts: where they are placed, how they are sent, and what is refused."""
 
 import contextlib
+import functools
 import io
 import json
+import os
 import re
 import shutil
 import socket
@@ -283,6 +285,38 @@ def test_the_last_steps_of_attempts_follow_from_the_ledger(tmp_path):
     store.write("checkpoints/90/arrays.1/x", b"1")  # of a save that was interrupted
     limits, newest = find_limits(store, [70, 80, 90])
     assert (dict(limits), newest) == ({0: 0, 1: 50, 2: 70}, 80)
+
+
+DAMAGES = {
+    "missing": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "flipped": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+    "a directory": lambda path: (path.unlink(), path.mkdir()),
+    "too large": lambda path: os.truncate(path, 2**28 + 1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("file", ["part.json", "pieces/a.0.0", "rows"])
+def test_a_damaged_copy_is_not_restored(file, damage, tmp_path):
+    with open_processes(tmp_path) as found:
+        for process in (0, 1):
+            write_state(tmp_path, process, 7)
+        copy = tmp_path / "1" / "copies" / "0" / "7"
+        copy.parent.mkdir(parents=True)
+        (tmp_path / "0" / "7").rename(copy)
+        assert find_missing(found) == {7: [0]}
+        fast_tier = found[0]._fast_tier
+        assert read_values(fast_tier, 7) == [0] * 8
+        damage(copy / file)
+        if file == "part.json":
+            assert fast_tier.list_parts(lambda *_: True, {}) == {}
+        assert find_missing(found) == ({} if file == "part.json" else {7: [0]})
+        read = fast_tier.read_attachments if file == "rows" else functools.partial(read_values, fast_tier)
+        with pytest.raises((ValueError, OSError)):
+            read(7)
 
 
 PUT = {"token": "token", "kind": "put", "owner": 0, "step": 3, "generation": 0}

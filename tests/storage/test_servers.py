@@ -13,6 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -507,6 +508,16 @@ def test_latency_only_delays(backend, client, name):
     client.put(name, CONTENT)
     assert client.get(name) == CONTENT
     assert backend.proxy.fired == {"latency": len(backend.proxy.requests)}
+
+
+def test_requests_share_a_limited_bandwidth(backend, client, name):
+    backend.proxy.faults.bytes_per_second = 10 * len(CONTENT)
+    began = time.monotonic()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(client.put, [f"{name}/{number}" for number in range(3)], [CONTENT] * 3))
+    assert client.get(f"{name}/0") == CONTENT
+    assert time.monotonic() - began >= 0.4
+    assert not backend.proxy.fired
 
 
 def test_faults_apply_only_to_matching_requests(backend, client, name):
