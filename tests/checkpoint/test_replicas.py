@@ -143,11 +143,13 @@ def test_a_part_is_copied_and_comes_back(tmp_path):
 
 
 def test_a_slow_network_has_copies_of_the_same_steps_everywhere(tmp_path, monkeypatch):
-    request, sent_steps = Replicas.request, set()
+    request, sent_steps, written_steps = Replicas.request, set(), [0]
 
     def send_slowly(replicas, process, record):
+        """Send a part after two more steps have been written."""
         sent_steps.add(record["step"])
-        time.sleep(0.2)
+        while written_steps[-1] < min(record["step"] + 2, 29):
+            time.sleep(0.01)
         return request(replicas, process, record)
 
     monkeypatch.setattr(Replicas, "request", send_slowly)
@@ -157,6 +159,7 @@ def test_a_slow_network_has_copies_of_the_same_steps_everywhere(tmp_path, monkey
                 found[process]._fast_tier.write(Manifest(step=step, name=str(step)), {}, {})
                 found[process].send(step)
                 time.sleep(0.02)
+            written_steps.append(step)
         for process in range(3):
             wait_for_copy(tmp_path, 29, process, (process + 1) % 3)
         copies = [tmp_path / str((process + 1) % 3) / "copies" / str(process) for process in range(3)]

@@ -278,4 +278,4 @@ def test_more_replicas_than_other_processes_are_refused(tmp_path: Path) -> None:
     job = make_job(tmp_path).with_options("checkpoint.local_replicas=2")
     for attempt in job.start_processes(PROCESSES):
         attempt.expect(2)
-        assert "local_replicas: 2 needs at least 3 processes, and the job has 2" in attempt.output
+        assert "checkpoint.local_replicas=2: 2 needs at least 3 processes, and the job has 2" in attempt.output

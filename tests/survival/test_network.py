@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from runner.process import find_free_port
-from tests.support.job_process import Attempt, Job, make_uninterrupted_run
+from tests.support.job_process import Attempt, Job, kill_all_when, list_common_steps, make_uninterrupted_run
 
 pytestmark = pytest.mark.soak
 SPEC = "specs/counter.yaml"
@@ -26,10 +26,19 @@ def run(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True, text=True)
 
 
-class Network:
-    """Three hosts on one switch; host k has the address 10.77.0.(k+1), and its own name stands for it."""
+LOOPBACKS = {"IPv4": "127.0.0.1", "IPv6": "::1"}
+PREFIXES = {"IPv4": ("10.77.0.", 24), "IPv6": ("fd77::", 64)}
 
-    def __init__(self) -> None:
+
+class Network:
+    """Three hosts on one switch; the name of host k, `rhost{k}`, stands for its address, which ends with k + 1.
+
+    They have addresses of one family alone, but for the loopback.
+    """
+
+    def __init__(self, family: str) -> None:
+        prefix, num_bits = PREFIXES[family]
+        self.addresses = [f"{prefix}{host + 1}" for host in range(3)]
         assert os.geteuid() == 0, "needs root"
         assert shutil.which("ip") and shutil.which("ethtool"), "apt-get install iproute2 ethtool"  # noqa: PT018
         self.clear()
@@ -39,12 +48,14 @@ class Network:
             run("ip", "netns", "add", f"rhost{host}")
             run("ip", "link", "add", f"rport{host}", "type", "veth", "peer", "name", "eth0", "netns", f"rhost{host}")
             run("ip", "link", "set", f"rport{host}", "master", "rswitch", "up")
-            self.inside(host, "ip", "address", "add", f"10.77.0.{host + 1}/24", "dev", "eth0")
+            no_detection = ["nodad"] if family == "IPv6" else []
+            address = f"{self.addresses[host]}/{num_bits}"
+            self.inside(host, "ip", "address", "add", address, "dev", "eth0", *no_detection)
             for device in ("lo", "eth0"):
                 self.inside(host, "ip", "link", "set", device, "up")
             hosts = Path(f"/etc/netns/rhost{host}/hosts")
             hosts.parent.mkdir(parents=True, exist_ok=True)
-            hosts.write_text(f"127.0.0.1 localhost\n10.77.0.{host + 1} {os.uname().nodename}\n")
+            hosts.write_text(f"{LOOPBACKS[family]} localhost\n{self.addresses[host]} rhost{host}\n")
 
     def inside(self, host: int, *words: str) -> None:
         """Run a command on a host."""
@@ -109,33 +120,36 @@ def _carry(source: socket.socket, target: socket.socket, hold_seconds: float) ->
                 frames.put((time.monotonic() + hold_seconds, frame))
 
 
-@pytest.fixture
-def network() -> Iterator[Network]:
-    network = Network()
+@pytest.fixture(params=PREFIXES)
+def network(request: pytest.FixtureRequest) -> Iterator[Network]:
+    network = Network(request.param)
     yield network
     network.clear()
 
 
 class HostAttempt(Attempt):
-    """The command on one host of a network."""
+    """The command on one host of a network, under the name of that host."""
 
-    def __init__(self, job: Job, host: int, port: int):
+    def __init__(self, network: Network, job: Job, host: int, port: int):
         self.host = host
-        place = ["--coordinator", f"10.77.0.1:{port}", "--num-processes", "3", "--process-id", str(host)]
+        address = network.addresses[0]
+        coordinator = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        place = ["--coordinator", coordinator, "--num-processes", "3", "--process-id", str(host)]
         super().__init__(job, ["runner", *job.arguments, *place], job.devices)
 
     def _command(self, arguments: Sequence[str]) -> list[str]:
-        return ["ip", "netns", "exec", f"rhost{self.host}", *super()._command(arguments)]
+        named = ["unshare", "--uts", "sh", "-c", f'hostname rhost{self.host}; exec "$@"', "sh"]
+        return ["ip", "netns", "exec", f"rhost{self.host}", *named, *super()._command(arguments)]
 
 
-def start(job: Job) -> list[HostAttempt]:
+def start(network: Network, job: Job) -> list[HostAttempt]:
     port = find_free_port()
-    return [HostAttempt(job, host, port) for host in range(3)]
+    return [HostAttempt(network, job, host, port) for host in range(3)]
 
 
 def test_a_network_partition_is_reported_and_changes_no_bit(network, tmp_path):
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, PACE))
-    attempts = start(job)
+    attempts = start(network, job)
     attempts[0].wait_until(lambda: job.newest() >= 100, "step 100")
     network.cut(2)
     for attempt in attempts:
@@ -145,16 +159,40 @@ def test_a_network_partition_is_reported_and_changes_no_bit(network, tmp_path):
         assert "the job cannot continue: process 2" in attempt.output, attempt.report("does not name the lost host")
     assert "process 0 has not responded" in attempts[2].output
     network.heal(2)
-    for attempt in start(job.with_options("config.step_seconds=0")):
+    for attempt in start(network, job.with_options("config.step_seconds=0")):
         attempt.expect(0)
     assert job.events("restore")[-1]["step"] >= 100
+    assert job.result() == make_uninterrupted_run(SPEC, OPTIONS).result()
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_host_that_lost_its_fast_tier_reads_the_replica_of_another_host(network, lost, tmp_path):
+    fast = (f"checkpoint.local_directory={tmp_path / 'fast'}", "checkpoint.local_every_steps=3")
+    job = Job(SPEC, tmp_path / "run", (*OPTIONS, *fast, "checkpoint.local_replicas=1", PACE))
+    attempts = start(network, job)
+
+    def find_step() -> int:
+        """Return the newest step that all have, with a copy of the part of process 0, which others do not have."""
+        copies = {int(path.name) for path in (tmp_path / "fast").glob("*/1/copies/0/*[0-9]")}
+        return max(copies.intersection(list_common_steps(tmp_path / "fast", 3)), default=0)
+
+    kill_all_when(attempts, lambda: find_step() > max(60, job.newest()), "a copy beyond the durable step")
+    step = find_step()
+    assert "all copies of a part are on one host" not in attempts[0].output
+    (directory,) = (tmp_path / "fast").glob(f"*/{lost}")
+    assert (directory / "host").read_text() == f"rhost{lost}"
+    shutil.rmtree(directory)
+    for attempt in start(network, job.with_options("config.step_seconds=0")):
+        attempt.expect(0)
+    (restore,) = job.events("restore")
+    assert (restore["step"], restore["tier"], restore["from_replicas"]) == (step, "fast", [lost])
     assert job.result() == make_uninterrupted_run(SPEC, OPTIONS).result()
 
 
 def test_a_slow_host_is_named_as_a_straggler(network, tmp_path):
     job = Job(SPEC, tmp_path / "run", (*OPTIONS, PACE))
     with network.delay(1, 0.2):
-        attempts = start(job)
+        attempts = start(network, job)
         attempts[0].wait_until(lambda: job.events("straggler"), "a straggler")
         for attempt in attempts:
             attempt.expect(0, 900)
