@@ -1,8 +1,8 @@
 """Config of `BaseTrainer` jobs: model, data, optimizer, schedule, train, eval, precision, memory.
 
-It holds the keys below `config`, their defaults, and the rules between them. None of them depends on the hardware: how
-the global batch is split over devices follows from the topology. An experiment subclasses `ModelConfig` and declares
-`Config = TrainerConfig[GPTConfig]`. The descriptions of the fields become the reference in specs/README.md.
+This module defines the keys below `config`, their defaults, and the rules between them. None of the keys depends on the
+hardware; the topology determines how the global batch is split over devices. An experiment subclasses `ModelConfig` and
+declares `Config = TrainerConfig[GPTConfig]`. The descriptions of the fields become the reference in specs/README.md.
 """
 
 import math
@@ -76,7 +76,8 @@ STAGE_KEYS = (
 )
 
 
-# Sections below `config` that say which arrays the train state has, and their types; and keys in them that do not.
+# Sections below `config` that determine the arrays of the train state and their types, and the keys in them that do
+# not.
 _STATE_SECTIONS = ("model", "optimizer", "precision", "ema", "adapter", "noise_scale", "stability")
 _STATELESS_KEYS = (
     "optimizer.projection_every_steps",
@@ -293,7 +294,7 @@ class DataConfig(TokenSource):
         names = [source.name for source in self.mixture]
         if duplicates := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"mixture names {duplicates[0]} twice; give each source a name of its own")
-        # All of these names stand in keys of metrics, so they must differ.
+        # All of these names become parts of metric keys, so they must differ.
         taken = {*names, "train", "validation"}
         for name in self.validation:
             if name in taken or not re.fullmatch(SOURCE_NAME, name):
@@ -305,7 +306,7 @@ class DataConfig(TokenSource):
             raise ValueError(f"mixture has a source named {min(reserved)}, the name of a split; use another name")
         fields = type(self).model_fields
         given = [key for key in TokenSource.model_fields if getattr(self, key) != fields[key].default]
-        # Keys of a single source beside a mixture would be read by nobody.
+        # Nothing reads the keys of a single source if there is a mixture.
         if self.mixture and given:
             raise ValueError(f"got both {given[0]} and mixture; move {given[0]} into the sources of the mixture")
         if self.tokenizer == "characters" and (self.mixture or self.validation):
@@ -751,7 +752,7 @@ class SkipUpdateConfig(FrozenModel):
 
 
 class RollBackConfig(FrozenModel):
-    """Spikes of the loss that last: the run goes back to a checkpoint before them, and passes over their data."""
+    """Rollback on lasting loss spikes: the run returns to a checkpoint before the spike and skips its data."""
 
     after_steps: PositiveInt = Field(
         default=5,
@@ -901,7 +902,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         return locate_stages(self.train.global_batch_examples, self.data.units_per_example, self.stages[:num_stages])
 
     def find_stage(self, step: int) -> int:
-        """Return the number of the stage that makes the step after `step` completed ones; 0: the config itself."""
+        """Return the index of the stage that contains the step after `step` completed ones; 0 is the config itself."""
         return bisect([start.step for start in self.list_starts()[1:]], step) if self.stages else 0
 
     def count_units(self, step: int) -> int:
@@ -918,7 +919,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         return self.get_total_steps()
 
     def get_total_steps(self, num_stages: int | None = None) -> int:
-        """Return the steps of the run with its first `num_stages` stages alone, by default with all; see above."""
+        """Return `total_steps` of the run with only its first `num_stages` stages, by default with all of them."""
         total_steps, total_tokens = self.train.total_steps, self.train.total_tokens
         for stage in self.stages[:num_stages]:
             if isinstance(steps := stage.set.get("train.total_steps"), int):
@@ -938,13 +939,13 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     def resolve_epochs(self, num_examples: int) -> "TrainerConfig[ModelConfigType]":
         """Return the config with its epochs of `num_examples` training examples converted to `total_steps`.
 
-        The total is the smallest number of steps that takes each example as often as the spec says: epochs x examples
-        / global batch, rounded up. A config without epochs is returned as it is. Raises `InvalidError` if the schedule
-        does not fit into the total.
+        The total is the smallest number of steps that covers the given epochs: epochs x examples / global batch,
+        rounded up. A config without epochs is returned as it is. Raises `InvalidError` if the schedule does not fit
+        into the total.
         """
         if self.train.total_epochs is None:
             return self
-        # The decimal that the user wrote is exact, the nearest float is not: it could round up to one step too many.
+        # Computed with the decimal that the user wrote: the nearest float could round up to one step too many.
         examples = Fraction(str(self.train.total_epochs)) * num_examples
         steps = math.ceil(examples / self.train.global_batch_examples)
         train = self.train.model_copy(update={"total_epochs": None, "total_steps": steps})
@@ -997,9 +998,9 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         return {"config.stages": [[start, given] for start, given in zip(starts, values, strict=True)]}
 
     def explain_refusal(self, keys: Sequence[str], saved: Trajectory, step: int) -> str:
-        """Return what would allow a run to continue although these keys have changed; nothing if nothing would.
+        """Return advice on how a run can continue with these changed keys; empty if it cannot.
 
-        For keys that a stage may set it is the stage that gives them their new values from `step` on.
+        For keys that a stage may set, the advice is a stage that sets their new values from `step` on.
         """
         hint = super().explain_refusal(keys, saved, step)
         if all(key == "config.train.skip_steps" for key in keys):
@@ -1022,16 +1023,16 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         return f"{hint}to change this from step {step} on, leave the former values and set config.stages: {entry}"
 
     def list_fork_changes(self, keys: Sequence[str]) -> list[str]:
-        """Return the keys that a fork lists which changes these keys; nothing if they may change what the state has."""
+        """Return the keys to list in `fork_from.changes`; empty if these changes may alter the arrays of the state."""
         allowed = [*list_stage_keys(type(self.model)), *_STATELESS_KEYS]
         if any(is_below(key, _STATE_SECTIONS) and not is_below(key, allowed) for key in keys):
             return []
-        # Digests of the data, which follow from these keys, are known only once the data are read.
+        # Digests of the data follow from these keys, but are known only once the data are read.
         changes_data = any(key == "seed" or is_below(key, ("data",)) for key in keys)
         return [*keys, *(["config.data", *(["config.stages"] if self.stages else [])] if changes_data else [])]
 
     def list_stage_values(self, keys: Sequence[str], saved: Trajectory, step: int) -> Trajectory:
-        """Return what a stage sets that begins at `step` and gives these keys the values that they have here."""
+        """Return the `set` of a stage that begins at `step` and gives these keys their values in this config."""
         values: Trajectory = {}
         dumped = self.model_dump(mode="json", exclude_defaults=True)
         for key in keys:
@@ -1054,7 +1055,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
     @property
     def content_keys(self) -> frozenset[str]:
-        """Places of the training data, and options of a source that are paths: the data's fingerprint is compared."""
+        """Paths of the training data, including options that are paths; only the data's fingerprint is compared."""
         keys = {"data.source", "data.dtype", "data.mixture.source", "data.mixture.dtype"}
         sources: list[tuple[str, TokenSource]] = [("data", self.data)]
         for prefix, source in [*sources, *(("data.mixture", source) for source in self.data.mixture)]:
@@ -1091,7 +1092,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
     @model_validator(mode="after")
     def _expand_batch_ramp(self) -> "TrainerConfig[ModelConfigType]":
-        # It comes before the rules below, so that they see the batch of the first step.
+        # This comes before the rules below, so that they check the batch of the first step.
         ramp = self.train.batch_ramp
         if ramp is None:
             return self
@@ -1136,7 +1137,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
                 "8-bit matmuls; leave it out"
             )
         tokens = self.train.total_tokens
-        # Such a budget is rounded up to one step, far more than was asked for.
+        # Such a budget would be rounded up to one step, which is far more than the spec asks for.
         if tokens is not None and tokens < self.units_per_step:
             batch, length = self.train.global_batch_examples, self.data.sequence_length
             step = f"{batch} examples x {length} tokens = {self.units_per_step}"
