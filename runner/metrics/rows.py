@@ -3,9 +3,9 @@
 A row is one JSON object per logged step. A restart removes the rows beyond the checkpoint that it restores, so the
 readers of lines (`select_surviving`) keep each step once, in order.
 
-The fast tier keeps the newest rows, those that may not be durable yet, beside a state. This tail is a line `{"after":
-step of the row before them, "rows": how many}`, followed by the rows. An earlier version wrote it without that line;
-such a tail holds all rows of the run.
+The fast tier saves the newest rows, which may not be durable yet, with a state. This tail is a line `{"after": step of
+the row before them, "rows": how many}`, followed by the rows. An earlier version wrote it without that line; such a
+tail holds all rows of the run.
 
 Memory holds rows as encoded lines.
 """
@@ -191,7 +191,7 @@ def find_unit(row: Row) -> Unit:
 
 
 def list_own_metrics(row: Row) -> Row:
-    """Return the metrics of a row besides its losses, speed and norms, by names for people: those of the job itself."""
+    """Return the job's own metrics of a row (without losses, speed and norms), by display name."""
     own: Row = {}
     count = f"train/{find_unit(row)}"
     for key, value in row.items():
@@ -210,7 +210,7 @@ def list_own_metrics(row: Row) -> Row:
 def format_metrics(metrics: Row) -> list[str]:
     """Return the numbers among metrics for a line, at most `_SHOWN_MAX`; a mean over nothing is `-`.
 
-    Metrics of single layers, which have a number in their name, are left out, as a model has many layers.
+    Metrics of single layers, which have a number in their name, are left out, because a model has many layers.
     """
     shown = [
         f"{name} {'-' if value is None else format(value, '.4g')}"
