@@ -176,7 +176,7 @@ class StageRecord:
 
 @dataclass(frozen=True)
 class StragglerRecord:
-    """Straggling processes of the newest attempt, each with its arrival at `step` in seconds after the first."""
+    """Straggling processes of the newest attempt, and their arrival at `step` in seconds after the first process."""
 
     step: int
     late: Mapping[str, float]

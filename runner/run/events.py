@@ -4,8 +4,8 @@
 from it.
 
 The environment of a start (versions, CPUs, the git commit of the job's code, hosts) is a detail of the event `start`,
-and is recorded in every manifest. Process 0 collects it. Only the same hardware and versions promise the same bits, so
-a resume reports what has changed. Imports no jax.
+and is recorded in every manifest. Process 0 collects it. Bit-identical results are promised only for equal hardware and
+versions, so a resume reports the differences. Imports no jax.
 """
 
 import inspect
@@ -69,7 +69,7 @@ def collect_environment(job_class: type, hosts: list[str]) -> JsonObject:
 
 
 def read_submit_time() -> JsonObject:
-    """Return when the job was submitted, as the detail `submitted` of the event `start`; empty if it is not known."""
+    """Return the time at which the job was submitted, as the detail `submitted` of `start`; empty if it is unknown."""
     try:
         seconds = float(os.environ.get(SUBMITTED, ""))
     except ValueError:
@@ -159,7 +159,7 @@ def compare_environments(before: JsonObject, now: JsonObject) -> list[str]:
         found.append(f"commit {before['commit'][:12]} -> {now['commit'][:12]}")
     if has_changed("dirty"):
         found.append("uncommitted changes now" if now["dirty"] else "no uncommitted changes any more")
-    # Another order of the same hosts is no change that a user could act on.
+    # A different order of the same hosts does not concern the user.
     if has_changed("hosts") and sorted(before["hosts"]) != sorted(now["hosts"]):
         found.append(f"hosts {_format_hosts(before['hosts'])} -> {_format_hosts(now['hosts'])}")
     return found
@@ -196,7 +196,7 @@ ROLL_BACK_KEYS = (
 )
 # The record of each roll-back, a file of its own: see `runner.train.stability`.
 ROLL_BACK_FOLDER = "roll_backs"  # also the key of the trajectory in a manifest
-ROLL_BACKS_MAX = 16  # the train state has a place for the data that each has passed over
+ROLL_BACKS_MAX = 16  # the train state has room for the skipped range of each
 _ROLL_BACK_RECORD_KEYS = (Key("begin", int, "Step after which batches are passed over."), *ROLL_BACK_KEYS)
 _INT32_MAX = 2**31 - 1
 
@@ -560,7 +560,7 @@ def read_roll_back(store: Store, number: int) -> JsonObject:
     try:
         record = read_json(store, f"{ROLL_BACK_FOLDER}/{number}")
         validate_record(record, _ROLL_BACK_RECORD_KEYS, [key.name for key in _ROLL_BACK_RECORD_KEYS])
-        # The stretches of a run stand in its state, as 32-bit numbers.
+        # The skipped ranges of a run are stored in its state, as 32-bit numbers.
         if record["number"] != number or number > ROLL_BACKS_MAX:
             raise ValueError(f"it is roll-back {number}, and says {record['number']}; {ROLL_BACKS_MAX} are possible")
         if not 0 <= record["begin"] < _INT32_MAX or not 0 < record["batches"] < _INT32_MAX:
