@@ -110,7 +110,7 @@ class IdColumn:
     def check(self, content: np.ndarray, samples: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
         """Raise ValueError unless the heads of samples match ids that begin at `starts`, `counts` of them in each.
 
-        `content` need not reach further than to the first id of the last sample.
+        `content` may end at the first id of the last sample.
         """
         value_starts, value_bytes = self._read_heads(content, samples)
         _validate(
@@ -351,7 +351,7 @@ def _find_files(records: Sequence[tuple[File, JsonObject]], reader: Reader) -> l
             name = f"{cache_key('mds', [packed])}.mds"
             unpacked[raw_place] = DerivedFile(packed, name, size_bytes, partial(_unpack, packed, size_bytes, reader))
     files |= dict(zip(unpacked, reader.keep([*unpacked.values()]), strict=True))
-    # A cut shard would otherwise be noticed only by a read in the middle of training.
+    # A truncated shard would otherwise be noticed only in the middle of training.
     for place, (_, record) in zip(raw_places, records, strict=True):
         if (size := files[place].size_bytes) != record["raw_data"]["bytes"]:
             raise DataError(
