@@ -1,7 +1,7 @@
 """Arguments and options of each command of `python -m runner`.
 
-Only declarations, so that `--help` and a mistyped option cost no import of jax. Each class is parsed by
-`runner.command_line`, and taken by the function that `runner.cli.app` names for it.
+This module contains only declarations, so that `--help` and errors in options do not import jax. `runner.command_line`
+parses each class, and `runner.cli.app` names the function that takes it.
 """
 
 from dataclasses import dataclass, field
@@ -331,7 +331,7 @@ class VerifyResumeArguments:
 
     @property
     def device_counts(self) -> list[int] | None:
-        """Numbers of CPU devices to fake in each process, by start; None to use the devices of this machine."""
+        """Numbers of CPU devices to simulate in each process, by start; None to use the devices of this machine."""
         return None if self.devices_per_process is None else [*map(int, self.devices_per_process.split(","))]
 
 

@@ -1,8 +1,8 @@
-"""Live buffers in a device's HBM at each op, by the scheduled order: the temporaries of a step, and their peak.
+"""Live buffers (temporaries) in a device's HBM at each op of the schedule, and their peak.
 
 A result is alive from the op that makes it to the last op that uses it. The state of a loop has one buffer, and so has
-an array that is updated in place. The result of an elementwise op takes over the buffer of an operand of the same shape
-that nothing needs any more. Arguments, results of the whole program and constants are not temporaries. How a compiler
+an array that is updated in place. The result of an elementwise op reuses the buffer of an operand of the same shape
+that is no longer needed. Arguments, results of the whole program and constants are not temporaries. How a compiler
 packs buffers, and what it reserves beside them, is not modelled; compare with the compiler's own figure.
 """
 
