@@ -317,15 +317,15 @@ class DataConfig(TokenSource):
 class BatchRampConfig(FrozenModel):
     """Growth of the global batch at the beginning of the run, in equal increments; a short form of stages."""
 
-    from_examples: PositiveInt = Field(description="Examples per optimizer step at first; at last they are the batch.")
+    from_examples: PositiveInt = Field(description="Examples per optimizer step at the beginning of the ramp.")
     over_steps: PositiveInt | None = Field(
         default=None,
-        description="Steps until the batch is whole. Exactly one of over_steps and over_tokens is needed.",
+        description="Length of the ramp in steps. Exactly one of over_steps and over_tokens is needed.",
     )
     over_tokens: PositiveInt | None = Field(
-        default=None, description="Tokens until the batch is whole; each increment comes at a whole step."
+        default=None, description="Length of the ramp in tokens; each increment is made at a whole step."
     )
-    increments: PositiveInt = Field(description="Number of times that the batch grows, each time by the same number.")
+    increments: PositiveInt = Field(description="Number of equal increments up to global_batch_examples.")
 
     @model_validator(mode="after")
     def _validate_length(self) -> "BatchRampConfig":
@@ -387,15 +387,15 @@ class TrainConfig(FrozenModel):
     replay_every_steps: PositiveInt | None = Field(
         default=None,
         description="Steps between two checks of the devices: the gradients of every step with a number divisible by "
-        "this one, and of the first step after each restore, are computed twice, on other devices where several hold "
-        "whole copies of the parameters, and compared bit by bit. If they differ, the update is not applied, the run "
-        "ends with 76, and names the device. null: never.",
+        "this one, and of the first step after each restore, are computed twice and compared bit by bit; on different "
+        "devices if several hold whole copies of the parameters. If they differ, the update is not applied, and the "
+        "run ends with 76 and names the device. null: never.",
     )
     skip_steps: list[tuple[NonNegativeInt, PositiveInt]] = Field(
         default=[],
-        description="Data to pass over: with [s, t], the batches that the steps after s completed ones, up to t, would "
-        "take are left out, and the step after s takes the batch behind them. Steps are those of the run itself, after "
-        "the ranges before. A range that does not begin in the past may be added to a run in progress.",
+        description="Batches to skip: with [s, t], those of the rows s + 1 to t are left out, and the step after s "
+        "completed ones takes the next batch. Steps are those of the run with all earlier ranges applied. A range that "
+        "begins at the newest checkpoint or later may be added to a run in progress.",
     )
 
     @model_validator(mode="after")
@@ -644,7 +644,7 @@ class EmaConfig(FrozenModel):
         description="Decay of each average, named ema_<decay>; a step moves it by 1 - decay of the way to the weights.",
     )
     evaluate: bool = Field(
-        default=False, description="Validation loss of each average too, as val/ema_<decay>/... in metrics."
+        default=False, description="Also report the validation loss of each average, as val/ema_<decay>/... in metrics."
     )
 
     @field_validator("decays")
@@ -757,7 +757,7 @@ class RollBackConfig(FrozenModel):
     after_steps: PositiveInt = Field(
         default=5,
         description="Successive steps with a loss above the threshold at which the run is rolled back. "
-        "Fewer of them at the end of the run stay as they are.",
+        "Fewer such steps at the end of the run have no effect.",
     )
     loss_above_sigmas: PositiveFloat = Field(
         default=5.0, description="Standard deviations above the mean of the window at which the threshold lies."
@@ -766,16 +766,16 @@ class RollBackConfig(FrozenModel):
         default=128,
         ge=2,
         le=10_000,
-        description="Steps in the window of mean and standard deviation, those above the threshold left out; no loss "
+        description="Steps in the window of mean and standard deviation, without those above the threshold; no loss "
         "is above it before the window is full.",
     )
     skip_examples: PositiveInt = Field(
-        description="Examples to pass over, from the first step above the threshold on, in whole batches."
+        description="Examples to skip, from the first step above the threshold on, in whole batches."
     )
     steps_before: NonNegativeInt = Field(
         default=1,
-        description="Steps before the first one above the threshold whose updates and data are given up too: an update "
-        "may have done the damage before the loss shows it.",
+        description="Steps before the first one above the threshold whose updates and data are discarded too, because "
+        "an update may do damage before the loss shows it.",
     )
     at_most: PositiveInt = Field(
         default=3,
@@ -796,7 +796,7 @@ class StabilityConfig(FrozenModel):
         "skip the update (skip), or roll the run back at once (roll_back).",
     )
     roll_back: RollBackConfig | None = Field(
-        default=None, description="Go back before a spike of the loss that lasts, and pass over its data; null: never."
+        default=None, description="Return to a checkpoint before a lasting loss spike, and skip its data; null: never."
     )
     max_consecutive_skips: PositiveInt = Field(
         default=100, description="Successive skipped updates at which the run ends with exit code 1."
@@ -888,8 +888,8 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     )
     stages: list[StageConfig] = Field(
         default=[],
-        description="Changes of the config during the run, in order; each holds from its start on, beside those before "
-        "it.",
+        description="Changes of the config during the run, in order; each applies from its start on, in addition to "
+        "the earlier ones.",
     )
 
     @property

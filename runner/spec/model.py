@@ -162,7 +162,7 @@ class InitFromConfig(FrozenModel):
     """Weights to start from, and the differences from the model that are allowed."""
 
     path: str = Field(
-        min_length=1, description="Source of the weights, in the form that init_from has as a plain text."
+        min_length=1, description="Source of the weights, in the same form as an init_from that is plain text."
     )
     weights: str = Field(
         default=PARAMS,
@@ -181,8 +181,8 @@ class InitFromConfig(FrozenModel):
     )
     rename: dict[str, str | None] = Field(
         default={},
-        description="The model's name for a tensor, by its name in the files or by the first parts of its dotted name; "
-        "null: do not read it.",
+        description="Names of tensors in the model, by their names in the files or by the first parts of these; null: "
+        "skip the tensor.",
     )
 
 
@@ -245,8 +245,8 @@ class CheckpointConfig(FrozenModel):
     )
     local_replicas: NonNegativeInt = Field(
         default=0,
-        description="Copies of each host's part of the fast tier on other hosts, from which a host that comes back "
-        "empty gets it.",
+        description="Number of copies of each host's part of the fast tier on other hosts, from which a host without "
+        "its part restores.",
     )
     grace_seconds: PositiveFloat | None = Field(
         default=None, description="Time that the engine gives after SIGTERM; a save that takes longer causes a warning."
