@@ -399,16 +399,17 @@ class RestoreableJob:
         return attempt
 
     def validate_checkpoints(self, abstract: Any = None) -> bool:
-        """Check that the checkpoints, or else those that the spec starts from, fit this job. Process 0 only.
+        """Check that the run's checkpoints, or else the fork or weights to start from, fit this job. Process 0 only.
 
-        Needs `setup`. Returns True if there are none yet.
+        Needs `setup`. Returns True if the run has no checkpoint yet.
 
         Args:
             abstract: the abstract state; needed only where the directory has no checkpoint.
 
         Raises:
             ResumeError: the checkpoints are of another trajectory.
-            InvalidError: there are none, and what `checkpoint.fork_from` or `checkpoint.init_from` names does not fit.
+            InvalidError: there are none, and the run in `checkpoint.fork_from` or the weights in `checkpoint.init_from`
+                do not fit.
         """
         config, run_identity = self.spec.checkpoint, self.make_run_identity(self.identity())
         newest = validate_checkpoints(self.store, run_identity)
@@ -487,7 +488,7 @@ class RestoreableJob:
         """Adapt the job to `state`, which was restored or initialised. Does nothing by default."""
 
     def commit_fork(self, metric: float | None) -> None:
-        """Save the state that was forked as a checkpoint of this run, before its first step; then the parent may go.
+        """Save the forked state as a checkpoint of this run, before its first step; then the parent may be deleted.
 
         Args:
             metric: metric of the parent's checkpoint.
@@ -504,7 +505,7 @@ class RestoreableJob:
         self.checkpointer.wait_until_committed(self.step)
 
     def adopt_parent(self, parent: Store) -> None:
-        """Take over what a fork needs of its parent's directory besides the checkpoint. Process 0 only."""
+        """Copy the files that a fork needs from its parent's directory, besides the checkpoint. Process 0 only."""
 
     def finish(self) -> None:
         """Save the last state, write `result.json`, and print the summary of the run."""
@@ -562,14 +563,14 @@ class RestoreableJob:
         self.state = self.checkpointer.save(self.state, self.step, contents, SaveKind.REQUIRED, name)
 
     def load(self, suffix: str | os.PathLike[str]) -> None:
-        """Replace state and step by those of `checkpoints/<suffix>`; the run goes on from there. Called between steps.
+        """Replace state and step by those of `checkpoints/<suffix>` and continue from there. Called between steps.
 
-        The run is then one that was restored at this step: later checkpoints are moved to `quarantine/`, and later rows
-        are removed.
+        The effect is that of a restore at this step: later checkpoints are moved to `quarantine/`, and later rows are
+        removed.
 
         Raises:
             InvalidError: no checkpoint can have that name.
-            ResumeError: the checkpoint is not good, or there is none.
+            ResumeError: the checkpoint is damaged, or does not exist.
             PhaseError: the job is not running, or the call is not made between two steps on the job's thread.
         """
         self.validate_running("load")

@@ -219,9 +219,9 @@ class BaseTrainer(RestoreableJob):
     def read_published_model(cls, config: Mapping[str, Any]) -> JsonObject | None:
         """Return the keys of `config.model` that the content of a published `config.json` describes.
 
-        They stand for keys that the spec leaves out beside `checkpoint.init_from`. None, the default, if the job cannot
-        translate such files; every key of the model is then needed in the spec. Raises `InvalidError`, as one line, for
-        a file that describes no model of this job.
+        They replace keys that a spec with `checkpoint.init_from` leaves out. None, the default: the job cannot
+        translate such files, so the spec needs every key of the model. Raises `InvalidError`, as one line, for a file
+        that describes no model of this job.
         """
         return None
 
@@ -504,12 +504,12 @@ class BaseTrainer(RestoreableJob):
         return jax.jit(skip, donate_argnums=0, out_shardings=(shardings, None, None))
 
     def load(self, suffix: str | os.PathLike[str]) -> None:
-        """Replace state and step by those of `checkpoints/<suffix>`, see `RestoreableJob.load`; batches follow."""
+        """Load state and step from `checkpoints/<suffix>`, see `RestoreableJob.load`. Batches follow the step."""
         super().load(suffix)
         self.state = self.hook_dispatcher.go_to(self.state, self.step)
 
     def roll_back(self, spike: SpikeError) -> None:
-        """Pass over the data of a spike, and continue from a checkpoint before it. Called on every host.
+        """Skip the data of a spike, and continue from a checkpoint before it. Called on every host.
 
         Raises:
             DivergedError: the run was rolled back too often, or has no such checkpoint.

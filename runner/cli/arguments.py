@@ -313,7 +313,7 @@ class VerifyResumeArguments:
         str | None,
         typer.Option(
             metavar="M[,M...]",
-            help="CPU devices to fake in each process; several numbers take turns at the starts of the killed run.",
+            help="CPU devices to simulate in each process; the starts of the killed run cycle through several numbers.",
         ),
     ] = None
     seed: Annotated[int, typer.Option(metavar="S", help="Seed of the moments of the kills.")] = 0
@@ -358,7 +358,7 @@ class SpecFromArguments:
     data: Annotated[
         str | None,
         typer.Option(
-            metavar="SOURCE", help="Tokens to train on, as config.data.source names them. Default: a placeholder."
+            metavar="SOURCE", help="Text or tokens to train on, as in config.data.source. Default: a placeholder."
         ),
     ] = None
     is_lora: Annotated[bool, typer.Option("--lora", help="Train a LoRA adapter beside the frozen weights.")] = False

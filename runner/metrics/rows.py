@@ -29,8 +29,8 @@ ROW_KEYS = (
         "train/loss",
         float | None,
         "Mean loss (of a language model, cross-entropy) over the real target tokens of the global batch of this step "
-        "alone, not averaged over the steps since the previous row. null if it has no target, which moves nothing, or "
-        "is not finite in a skipped update.",
+        "alone, not averaged over the steps since the previous row. null if the step has no target (and so "
+        "changes no parameter), or if it is not finite and the update was skipped.",
         "nats",
     ),
     Key(
@@ -44,9 +44,8 @@ ROW_KEYS = (
     Key(
         "train/grad_norm",
         float | None,
-        "Global norm of the gradient of this step, before clipping; null if it has no target, or is not finite in a "
-        "skipped update. Absent if a job's own "
-        "`train_step` returns none.",
+        "Global norm of the gradient of this step, before clipping; null if the step has no target, or if it is not "
+        "finite and the update was skipped. Absent if a job's own `train_step` returns none.",
     ),
     Key(
         "train/learning_rate",
@@ -61,7 +60,7 @@ ROW_KEYS = (
     Key(
         "train/roll_backs",
         int,
-        "Roll-backs since step 0 whose data were passed over before this step. Only with `config.stability.roll_back`.",
+        "Roll-backs whose skipped data lie before this step. Only with `config.stability.roll_back`.",
     ),
     Key(
         "train/high_loss_steps",
@@ -164,8 +163,8 @@ ROW_KEYS = (
     Key(
         "<name>",
         float | list | dict | str | None,
-        "Metric that a job which is no trainer has written with `log_metrics`. Its rows have `step`, `perf/time` and "
-        "`perf/attempt` besides, and no other key.",
+        "Metric that a job other than a trainer has written with `log_metrics`. Its rows also have `step`, "
+        "`perf/time` and `perf/attempt`, and no other key.",
     ),
 )
 

@@ -189,15 +189,15 @@ class EventType:
 
 ROLL_BACK_KEYS = (
     Key("number", int, "Number of the roll-back in the run, from 1."),
-    Key("batches", int, "Global batches that are passed over."),
+    Key("batches", int, "Number of skipped global batches."),
     Key("first", int, "First step of the spike."),
-    Key("detected", int, "Step at which the spike was long enough."),
+    Key("detected", int, "Step whose loss triggered the roll-back."),
     _REASON,
 )
 # The record of each roll-back, a file of its own: see `runner.train.stability`.
 ROLL_BACK_FOLDER = "roll_backs"  # also the key of the trajectory in a manifest
 ROLL_BACKS_MAX = 16  # the train state has room for the skipped range of each
-_ROLL_BACK_RECORD_KEYS = (Key("begin", int, "Step after which batches are passed over."), *ROLL_BACK_KEYS)
+_ROLL_BACK_RECORD_KEYS = (Key("begin", int, "Step after which batches are skipped."), *ROLL_BACK_KEYS)
 _INT32_MAX = 2**31 - 1
 
 # In the order in which a run writes them: start, restore, saves, training, evaluation, end.
@@ -218,7 +218,7 @@ EVENTS = (
     ),
     EventType(
         "grow",
-        "All hosts that the attempt began without wait to join. The run stops at this save and begins again with them.",
+        "All hosts that were missing at the start wait to join. The run stops at this save and restarts with them.",
         "process 0",
         (Key("processes", int, "Processes that are missing."),),
     ),
@@ -230,7 +230,7 @@ EVENTS = (
     ),
     EventType(
         "moved",
-        "The data are at another place, or a class has another path, than when the restored checkpoint was saved.",
+        "The data or a class have been moved to another path since the restored checkpoint was saved.",
         "process 0",
         (Key("changes", list, "Key, former and present value of each, as text."),),
     ),
@@ -332,7 +332,7 @@ EVENTS = (
         "The gradients of `step` differ when they are computed again; the run ends with 76, trainers only.",
         "process 0",
         (
-            Key("devices", list, "Ids of the devices among which is the defective one."),
+            Key("devices", list, "Ids of devices that include the defective one."),
             Key("processes", list, "Processes of these devices."),
             Key("hosts", list, "Host names of these processes."),
             Key("parameters", list, "Names of the parameters whose gradients differ."),
@@ -341,7 +341,7 @@ EVENTS = (
     ),
     EventType(
         "roll_back",
-        "The run is rolled back because of a spike: after `step`, data are passed over. The event `load` follows, or "
+        "The run is rolled back because of a spike: after `step`, data are skipped. The event `load` follows, or "
         "after a kill `restore`; trainers only.",
         "process 0",
         ROLL_BACK_KEYS,
@@ -426,7 +426,7 @@ EVENTS = (
     ),
     EventType(
         "progress",
-        "Last completed step, written from time to time, so that the cost of a kill can be computed.",
+        "Last completed step, written periodically, so that the cost of a kill can be computed.",
         "process 0",
     ),
     EventType(
