@@ -213,7 +213,7 @@ class ProcessStarter:
                 finally:
                     os.close(receiver)
                 self._standbys.append((process, sender))
-        # A limit on processes or open files, or no memory: the job goes on without.
+        # A limit on processes or open files, or no memory: the job continues without standbys.
         except OSError as error:
             self._refuse(str(error))
 

@@ -111,7 +111,7 @@ class CommandLine:
         program = typer.main.get_command(self._app)
         assert isinstance(program, _Program)
         program.default = self._default
-        if f"_{self._script}_COMPLETE".replace("-", "_").upper() in os.environ:  # a shell asks how a line may go on
+        if f"_{self._script}_COMPLETE".replace("-", "_").upper() in os.environ:  # a shell asks for completions
             program.main(prog_name=self._script)
         try:
             # Not `program.main()`, which would also decide how signals and closed pipes end the process.

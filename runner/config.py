@@ -221,7 +221,7 @@ class DataConfig(TokenSource):
 
     @property
     def tokens_per_example(self) -> int:
-        """Tokens of an example, `sequence_length`. Raises `InvalidError` if the data are no tokens."""
+        """Tokens of an example, `sequence_length`. Raises `InvalidError` if the data are not tokens."""
         if self.sequence_length is None:
             raise InvalidError("missing key data.sequence_length: this job trains on tokens")
         return self.sequence_length

@@ -499,7 +499,7 @@ class RestoreableJob:
             parent = open_parent(fork)
             self.adopt_parent(parent)
             metric = metric if metric is not None and keeps_metric(parent, self.spec) else None
-        # Hooks have not begun yet, so they are not told of this save.
+        # Hooks have not started yet, so they are not called for this save.
         contents = dataclasses.replace(self._collect_save_contents(), metric=metric, announce=lambda: None)
         self.state = self.checkpointer.save(self.state, self.step, contents, SaveKind.REQUIRED)
         self.checkpointer.wait_until_committed(self.step)

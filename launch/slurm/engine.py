@@ -191,7 +191,7 @@ def render(spec: ExecutionSpec, allocation: Allocation, arguments: SlurmArgument
     optional = {"time": arguments.time, "partition": arguments.partition, "account": arguments.account}
     options += [f"--{name}={value}" for name, value in optional.items() if value is not None]
     command = [arguments.python, *runner_arguments(arguments.spec, arguments.overrides)]
-    # A standby gets what follows `python -m runner`, and the variable that the script sets anew at each restart.
+    # A standby gets what follows `python -m runner`, and the variable that the script sets at each restart.
     line = json.dumps({"variables": {SUBMIT_TIME_VARIABLE: "@submit_time@"}, "words": command[3:]})
     lines = [
         "#!/bin/bash",

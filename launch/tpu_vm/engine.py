@@ -117,7 +117,7 @@ class TpuVmJob:
 
         Raises:
             RetryableError: the machines are not available or cannot be reached.
-            PreemptedError: somebody else has deleted the machines.
+            PreemptedError: another user or process has deleted the machines.
         """
         name = self.resource.name
         while True:

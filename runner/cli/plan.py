@@ -78,7 +78,7 @@ def print_schema(arguments: SchemaArguments) -> int:
     With a spec, `config` has the keys of that spec's job class; without one, the keys of a trainer or any others. Only
     the top level of the spec must be valid, so `config` may be unfinished.
     """
-    # Most specs are of trainers, so an editor without a spec at hand gets their keys.
+    # Most specs are of trainers, so an editor without a spec gets their keys.
     config: type[JobConfig] = TrainerConfig
     if arguments.spec is not None:
         document = load_document(arguments.spec)

@@ -4,7 +4,7 @@ The job runs twice, as real processes in a scratch directory, to the same step: 
 Both runs have the spec's configuration, except for settings that do not change the bits, such as the save interval.
 Then the digest of every leaf at every checkpoint and every row of metrics are compared.
 
-A run that ends by itself with 75 or 76, or is killed by somebody else, proves nothing about resume. It is started
+A run that ends by itself with 75 or 76, or is killed by another program, proves nothing about resume. It is started
 again, the undisturbed run from scratch.
 """
 
@@ -244,7 +244,7 @@ def verify_resume(arguments: VerifyResumeArguments) -> int:
         undisturbed = TrialRun(trial, Path(scratch) / "undisturbed", is_undisturbed=True)
         killed = TrialRun(trial, Path(scratch) / "killed")
         try:
-            # The undisturbed run comes first, and tells how long a start and an interval between two saves take.
+            # The undisturbed run comes first; it measures how long a start takes and the time between two saves.
             began = time.monotonic()
             undisturbed.start()
             undisturbed.wait_until(lambda: undisturbed.find_newest_step() > 0)
@@ -328,7 +328,7 @@ def _run_with_kills(
             else:
                 time.sleep(chance.uniform(0, interval_seconds))
         victim = run.kill(chance)
-        # A kill before the first commit makes the run start from scratch, which is no resume yet.
+        # A kill before the first commit makes the run start from scratch, which is not a resume.
         first_kill = first_kill or run.find_newest_step()
         say(
             f"verify-resume: kill {number + 1} of {trial.kills}: -9 to process {victim} {moment}, "

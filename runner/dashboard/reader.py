@@ -263,7 +263,7 @@ class RunReader:
         def read_rows() -> list[Row]:
             """Add new final rows to the curves, and return the rows after them."""
             update = self._metrics.read()
-            # Rows of lost steps cannot be removed from a series, so it is built anew.
+            # Rows of lost steps cannot be removed from a series, so it is built again.
             if update.is_restart:
                 self._curves = RunCurves()
             for row in update.rows:

@@ -166,7 +166,7 @@ def write_report(stores: Sequence[Store], path: Path) -> int:
     Raises:
         OSError: a store does not respond, or the file cannot be written.
     """
-    # The name of a directory may hold bytes that are no text.
+    # The name of a directory may contain bytes that are not text.
     content = render_report(stores).encode(errors="replace")
     # A reader of the file sees the old page or the new one, never a part.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -140,7 +140,7 @@ class SharedReader:
         """Read once what has been requested by now."""
         with self._changed:
             wanted, self._wanted = self._wanted, set()
-            # Pages that nobody has requested for a while are dropped, so that the number of viewers bounds the memory.
+            # Pages that were not requested for a while are dropped, so that the number of viewers bounds the memory.
             oldest = time.monotonic() - KEEP_SECONDS
             self._cache = {name: cached for name, cached in self._cache.items() if cached.when > oldest}
         # Reading happens outside of the lock, so requests for other pages are served meanwhile.
@@ -357,7 +357,7 @@ def format_prometheus(lines: Sequence[JsonObject], now: float) -> str:
     """
     runs: dict[str, JsonObject] = {}
     for line in lines:
-        # A name may hold bytes that are no text, and was shortened if it is very long; a series must be unique.
+        # A name may contain bytes that are not text, and was shortened if it is very long; a series must be unique.
         name = line["name"].encode(errors="backslashreplace").decode()
         name = name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         runs[f"{name} ({line['id']})" if name in runs else name] = line.get("values", {"state": "unreadable"})

@@ -353,7 +353,7 @@ def _open_shards_on_disk(store: Store, root: Path, index: CorpusIndex, cache: Ca
 def _open_shards_in_bucket(
     name: str, store: Store, index: CorpusIndex, listing: Listing, cache: CacheSettings
 ) -> list[TokenFile]:
-    """Open the shards, and fetch the heads of some, because a listing tells neither permissions nor content."""
+    """Open the shards, and fetch the heads of some, because a listing shows neither permissions nor content."""
     dtype = np.dtype(index.dtype).newbyteorder("<")
     reader = BucketReader(name, store, cache, dtype.itemsize)
     tokens = [make_bucket_file(store.url, f"{shard.name}.bin", listing[f"{shard.name}.bin"]) for shard in index.shards]

@@ -85,7 +85,7 @@ class IdColumn:
 
     @property
     def is_only_variable(self) -> bool:
-        """True if no other column has a variable size, so that the size of a sample tells where its ids are."""
+        """True if no other column has a variable size: the size of a sample then determines where its ids are."""
         return all(size is not None for i, size in enumerate(self.sizes) if i != self.place)
 
     def locate_by_size(self, sample_bytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -466,7 +466,7 @@ def restore_text(config: JsonObject, texts: Sequence[RawText], section: JsonObje
 
 
 def _list_texts(config: JsonObject) -> Iterator[tuple[KeyPath, str, dict[str, Any]]]:
-    """Yield path, name and keys of each source of a config; values of stages that are no sources are left out."""
+    """Yield path, name and keys of each source of a config; values of stages that are not sources are left out."""
     data = config["data"]
     mixture = data.get("mixture") or []
     if not mixture:

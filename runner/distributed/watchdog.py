@@ -86,7 +86,7 @@ class Watchdog:
         self._reported_step, self._next_report_beat = 0, 1
         self._is_over = threading.Event()
         self._reporting = threading.Lock()  # over the two below
-        self._reporter: threading.Thread | None = None  # thread of the newest callback that is no verdict
+        self._reporter: threading.Thread | None = None  # thread of the newest callback that is not a verdict
         self._is_silent = False
         self._suspects_peer = False  # a collective has failed here
         self._has_waited = False  # for the cause of an error

@@ -266,7 +266,7 @@ class EvaluationData:
             if codec.is_of_bytes:
                 num_bytes += len(ids)
             else:
-                # Separators are targets with a loss, but no part of the text.
+                # Separators are targets with a loss, but are not part of the text.
                 text_ids = ids[~np.isin(ids, [each for each in (codec.begin, codec.separator) if each is not None])]
                 num_bytes += len(codec.tokenizer.decode(text_ids).encode())
         return ValidationSize(num_targets, num_bytes)

@@ -86,7 +86,7 @@ def read_lineage(store: Store) -> RunLineage:
         return RunLineage(store.url, run_id, name, manifest.step, parse_ancestors(manifest.lineage or {}))
     if owner is None:
         raise InvalidError(f"{store.url}: no run is here; give a run's directory, its spec, or a directory of runs")
-    # A fork that was killed before its first commit has only told the ledger.
+    # A fork that was killed before its first commit is recorded only in the ledger.
     return RunLineage(store.url, owner.id, owner.name, None, parse_ancestors(LedgerReader(store).read(set()).fork))
 
 

@@ -71,7 +71,7 @@ def call_hook(listed: ListedHook, method: str, moment: Moment) -> tuple[JsonObje
     them to the other hosts.
 
     Returns:
-        (return value for JSON, None), or (neutral value, reason why the run cannot go on).
+        (return value for JSON, None), or (neutral value, reason why the run cannot continue).
     """
     try:
         return _encode_returned(listed, method, getattr(listed.hook, method)(moment)), None

@@ -245,7 +245,7 @@ class BaseAssets:
 
 
 def read_base_assets(path: str, ignored_config_keys: Sequence[str] = ()) -> BaseAssets | None:
-    """Return the assets of the weights at `path`; None if that is no directory of published weights.
+    """Return the assets of the weights at `path`; None if there are no published weights.
 
     Args:
         path: directory or URL.

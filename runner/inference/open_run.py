@@ -185,7 +185,7 @@ def open_run(directory: str) -> ReadOnlyRun:
     """Open the run in a directory or at a URL. Reads `spec.yaml` and claims no attempt.
 
     Raises:
-        InvalidError: no run has begun there, or its job is no trainer.
+        InvalidError: no run has begun there, or its job is not a trainer.
     """
     store = open_store(directory)
     document = read_document(store)

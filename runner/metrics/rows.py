@@ -271,7 +271,7 @@ def select_surviving(texts: Iterable[bytes], step: int | None = None, beyond: in
     """Yield the rows among lines of text, each step once and in ascending order.
 
     Args:
-        texts: lines of the file; those that are no rows, which damage may leave, are skipped.
+        texts: lines of the file; damaged lines, which are not rows, are skipped.
         step: last step to yield; None for no limit.
         beyond: only later steps are yielded.
     """
@@ -283,7 +283,7 @@ def select_surviving(texts: Iterable[bytes], step: int | None = None, beyond: in
 
 
 def parse_row(text: bytes) -> Row | None:
-    """Return the row in a line, None if the line is no row."""
+    """Return the row in a line, None if the line is not a row."""
     row = parse_line(text) or {}
     found, loss = row.get("step"), row.get("train/loss")
     # Rows without a loss: of a step without a target, of an evaluation before the first step, of another job.

@@ -55,7 +55,7 @@ _STEM = "events.out.tfevents."  # TensorBoard recognises its files by "tfevents"
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of protocol buffers
 _START = 1
 _DT_STRING = 7
-_TIME = "perf/time"  # the wall time of events. It is no curve: single floats resolve Unix time only to minutes
+_TIME = "perf/time"  # the wall time of events. It is not plotted: single floats resolve Unix time only to minutes
 QUEUE_ROWS = 10_000
 CLOSE_SECONDS = 10.0
 

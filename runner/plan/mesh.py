@@ -225,7 +225,7 @@ def find_mesh_warnings(
         sharded_axes: state axes of more than one device.
     """
     # Elements of a parameter as a matmul needs it -> names, each with the number of such matrices that it stacks. That
-    # is whole, except along axes that are no state axes, and for experts, of which a device has its own.
+    # is whole, except along axes that are not state axes, and for experts, of which a device has its own.
     names_by_size: dict[int, list[tuple[str, int]]] = defaultdict(list)
     for name, leaf in parameters.items():
         if leaf.ndim < 2:
@@ -243,7 +243,7 @@ def find_mesh_warnings(
     def iter_moved(kind: str) -> Iterator[_MovedArray]:
         for one in over_state:
             for shape in one.shapes if one.kind == kind else ():
-                # A vector may have as many elements as a matrix, but it is no parameter of a matmul.
+                # A vector may have as many elements as a matrix, but it is not a parameter of a matmul.
                 if math.prod(shape) in names_by_size and sum(size > 1 for size in shape) > 1:
                     yield _MovedArray(one, shape)
 

@@ -122,7 +122,7 @@ def _make_sections(
     sections = [] if machine is None else [report.make_job_section(job.spec, machine)]
     if isinstance(job, BaseTrainer):
         return sections + _make_trainer_sections(job, machine, findings, request)
-    # A job that is no trainer has no step to compile; its state is all that a plan can size.
+    # A job that is not a trainer has no step to compile, so a plan can only size its state.
     with findings.collect():
         job.setup(Hosts.single_process())
     sections.append(checks.check_directory(job, True, findings))

@@ -137,7 +137,7 @@ def open_machine(accelerator: Accelerator | None) -> TargetMachine:
             "so plan for fewer slices"
         )
     jax.config.update("jax_platforms", "cpu")
-    shape = accelerator.shape if accelerator.chip.is_tpu else ""  # raises for a number of chips that is no slice
+    shape = accelerator.shape if accelerator.chip.is_tpu else ""  # raises for a number of chips that is not a slice
 
     # The number of devices in XLA_FLAGS would win over the one that is set here. If a backend has been started, its
     # number is fixed, and the first of its devices are used.

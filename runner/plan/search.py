@@ -154,7 +154,7 @@ class Search:
         job = self.open_job([])
         space = job.search_space() | {key: values[:1] for key, values in job.final_choices().items()}
         variants = []
-        # A choice may change the FLOPs, for example by recomputation, so the job is opened anew for each.
+        # A choice may change the FLOPs, for example by recomputation, so the job is opened again for each.
         for values in itertools.product(*space.values()):
             choices = tuple(zip(space, values, strict=True))
             job = self.open_job([_format_override(key, value) for key, value in choices])

@@ -200,7 +200,7 @@ class CompileCache:
             self._changed.wait_for(lambda: self._is_closing or (until_used and self._unpublished), seconds)
 
     def _publish_missing(self, shared: Store, process: int) -> None:
-        # Listed anew, because another process may have published the same program meanwhile.
+        # Listed again, because another process may have published the same program meanwhile.
         present = _list_entries(shared)
         for key in sorted(self._unpublished):
             program = self._read_host(key)

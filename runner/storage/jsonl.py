@@ -11,7 +11,7 @@ A log is a sequence of JSON objects ("rows") under one name. It is used in three
 
 On a disk the log is one file, `<name>.jsonl`, which all writers share: an append is one write under a lock. In a bucket
 nothing can be appended to, so each writer has objects of its own, `<name>/<writer>.<part>.jsonl`: the newest one is
-written anew as a whole by the background writer, and a new part begins when one is larger than `PART_BYTES`. The order
+rewritten as a whole by the background writer, and a new part begins when one is larger than `PART_BYTES`. The order
 of rows is that of their appending on a disk; in a bucket it holds within each writer, and `read_log` merges the writers
 by the key `time` of the rows.
 
@@ -50,7 +50,7 @@ from runner.storage.store import (
     translate_errors,
 )
 
-PART_BYTES = 1 << 20  # a part of a bucket's log is written anew at each append, so it must stay small
+PART_BYTES = 1 << 20  # a part of a bucket's log is rewritten at each append, so it must stay small
 NUM_READERS = 16
 _LINE_BYTES_MAX = 1 << 20  # a longer line is skipped: no writer makes one, and it might not fit into memory
 

@@ -307,7 +307,7 @@ def _count_endless_loops(module: HloModule, schedule: tuple[ScheduledOp, ...]) -
 
 
 def _find_origin(module: HloModule, op: Op) -> Op:
-    """Return the op that tells where an op comes from: itself, or the best one inside a fusion that has no origin."""
+    """Return the op with the origin of an op: itself, or the best one inside a fusion that has no origin."""
     inner = module.get_inner_computation(op)
     if not inner or parse_op_name(op.rest):
         return op
