@@ -187,7 +187,7 @@ def _find_accelerator(text: str | None) -> Accelerator | None:
             if found.num_chips is None:
                 raise InvalidError(f"--topology {text}: add the number of chips, for example {text}-8")
             if found.chip.is_tpu:
-                found.shape  # noqa: B018 - raises for a number of chips that is no slice
+                found.shape  # noqa: B018 - raises for a number of chips that is not a slice
         return found
     chip = find_chip(jax.devices()[0].device_kind)
     names = [name for name, each in CHIPS.items() if each is chip and each.speeds is not None]

@@ -95,7 +95,7 @@ class AccessPolicy:
         wanted = self.token
         if wanted is None:
             return True
-        # The time of this comparison does not tell how much of a token is right.
+        # The time of this comparison does not reveal how much of a token is right.
         return any(hmac.compare_digest(token.encode(), wanted.encode()) for token in tokens)
 
 

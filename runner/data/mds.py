@@ -377,7 +377,7 @@ def _open_shard(file: File, record: JsonObject, column: IdColumn, reader: Reader
     try:
         samples = _read_samples(file, record, reader)
         offsets = samples.astype(np.int64)
-        # The offsets alone tell where the ids are, and a start reads only the head of each shard.
+        # The offsets suffice to locate the ids, so a start reads only the head of each shard.
         if column.is_only_variable:
             starts, counts = column.locate_by_size(np.diff(offsets))
         else:

@@ -272,7 +272,7 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
                     summary.fork = row
                 if step is not None:
                     _drop_steps_after(summary, step)
-                    # A restore computes every fingerprint, but a state of the fast tier is no checkpoint in the
+                    # A restore computes every fingerprint, but a state of the fast tier is not a checkpoint in the
                     # directory.
                     if event == "restore" and row.get("tier") != "fast":
                         summary.verified.add(step)

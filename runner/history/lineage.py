@@ -40,7 +40,7 @@ class RunLineage:
         id: its id.
         name: its name; None if the directory has checkpoints but no `job.json`.
         step: its newest committed step; None if it has none.
-        ancestors: its parent, the parent of that, and so on; empty if it is no fork.
+        ancestors: its parent, the parent of that, and so on; empty if it is not a fork.
     """
 
     run: str

@@ -647,7 +647,7 @@ class MetricsTail(Protocol):
 
     @property
     def num_skipped(self) -> int:
-        """Lines since the last restart that are no rows."""
+        """Number of lines since the last restart that are not rows."""
 
     def read(self) -> MetricsTailUpdate:
         """Return the rows that are new since the last reading; none if there are no rows yet.
@@ -689,7 +689,7 @@ class LocalMetricsTail:
 
     @property
     def num_skipped(self) -> int:
-        """Lines since the last restart that are no rows."""
+        """Number of lines since the last restart that are not rows."""
         return self._rows.num_damaged + self._file.num_skipped
 
     def read(self) -> MetricsTailUpdate:
@@ -711,7 +711,7 @@ class BucketMetricsTail:
 
     @property
     def num_skipped(self) -> int:
-        """Lines since the last restart that are no rows."""
+        """Number of lines since the last restart that are not rows."""
         return self._num_damaged + self._num_damaged_newest
 
     def read(self) -> MetricsTailUpdate:

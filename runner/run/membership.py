@@ -1,6 +1,6 @@
 """Membership of an elastic job (`topology.elastic`), whose hosts may be missing at a start and return later.
 
-The directory of the run is all that hosts can reach when process 0 is missing. A process that cannot reach process 0
+When process 0 is missing, hosts can only reach the directory of the run. A process that cannot reach process 0
 writes `waiting/<process>` there every few seconds, with the address on which it accepts others (`Membership`). The
 lowest process that waits takes the role of process 0 at the deadline of the start (`runner.distributed.rendezvous`).
 
