@@ -259,7 +259,7 @@ class PageData:
         return reader
 
     def list_parent_places(self, fork: ForkRecord, url: str) -> list[Store]:
-        """Return the runs below the root that have the last name of a fork's parent; no other run is looked at."""
+        """Return the runs below the root that have the last name of a fork's parent; no other run is read."""
         name = fork.run.rpartition("/")[2]
         return [run.store for run in self._found.runs if run.store.url.rpartition("/")[2] == name][:SAME_NAMES_MAX]
 
