@@ -2,7 +2,8 @@
 
 - `model`: building blocks of models, and a configurable decoder with its trainer
 - `gpt`: GPT-2 and its trainer
-- `counter`: the smallest complete job, without a neural net
+- `counter`: the smallest complete job, without a neural network
 - `hooks`: a hook that writes generated text
-- `tokenise`: job that turns text into a corpus
+- `tokenise`: job that tokenises text to a corpus
+- `vit`, `mae`, `clip`: models of images, on data sets of arrays
 """

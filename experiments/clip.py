@@ -90,13 +90,13 @@ class MatchCaptions(BaseTrainer):
         image_BxE, caption_BxE, scale = apply_fn(
             {"params": params}, *cls.model_inputs(batch), deterministic=key is None
         )
-        # A single example without a key is that of which `plan` counts the FLOPs.
+        # `plan` counts the FLOPs of a single example without a key.
         B, G = len(image_BxE), 1 if len(image_BxE) == 1 and key is None else cls.config.model.group
         if B % G:
             raise InvalidError(f"config.model.group={G} does not divide a micro-batch of {B}; use a divisor")
         image, caption, bytes_NxGxT = (x.reshape(B // G, G, -1) for x in (image_BxE, caption_BxE, batch["caption"]))
         is_real_NxG = batch["padding_mask"].reshape(B // G, G)
-        # Equal captions are all right, and padding is no candidate.
+        # All captions that are equal to the right one count as correct, and padding is not a candidate.
         is_same = (bytes_NxGxT[:, :, None] == bytes_NxGxT[:, None]).all(axis=-1) & is_real_NxG[:, None]
         logits = jnp.where(is_real_NxG[:, None], scale * jnp.einsum("nie,nje->nij", image, caption), -1e9)
         by_caption = jnp.where(is_real_NxG[:, None], scale * jnp.einsum("nie,nje->nij", caption, image), -1e9)

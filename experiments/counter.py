@@ -1,4 +1,4 @@
-"""A RestoreableJob without a neural net: it counts, and mixes the count into an array.
+"""RestoreableJob without a neural network: it counts, and mixes the count into an array.
 
 The smallest complete job: a config, an `init` and a `run`. Tests use it to exercise the base class quickly.
 
@@ -26,7 +26,7 @@ class CounterConfig(JobConfig):
 
     @property
     def free_keys(self) -> frozenset[str]:
-        """Keys that may change on resume: neither the pause nor the end changes a step that was taken."""
+        """Keys that may change on resume: neither the pause nor the total changes a completed step."""
         return frozenset({"step_seconds", "total_steps"})
 
 

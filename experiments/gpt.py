@@ -2,7 +2,7 @@
 
 Pre-LayerNorm, learned positions, tied embedding, tanh-approximated GELU, biases everywhere. The module owns the
 architecture, the logical name of every parameter axis, and the tensors of `GPT2LMHeadModel` and its config.json in
-Hugging Face's files. It knows no mesh: names become mesh axes by the rules of the caller, and without rules every
+Hugging Face's files. It does not depend on the mesh: the caller's rules map names to mesh axes, and without rules every
 annotation is a no-op. Layouts that depend on the platform are in `experiments.model.platform`.
 
 Shape legend: B batch, T sequence, S positions of a cache, L layers, V vocabulary, D width, M = 4 D width of the MLP,
@@ -61,16 +61,15 @@ Cache = dict[str, jax.Array]  # keys and values of earlier positions: (L, B, S, 
 
 
 class GPTConfig(ModelConfig):
-    """Sizes of a GPT-2, and how its layers are compiled.
+    """Sizes of a GPT-2, and options for the compilation of its layers.
 
     `layer_loop: scan` compiles one layer and loops over it, so compile time does not grow with depth, as very deep
-    models need. `unroll` compiles every layer: compile time grows with depth, and a step does not save and read slices
-    of stacked arrays. That is a few hundredths of a step on a CPU, and on a TPU 3 to 20% by its compiler's estimates,
-    and some memory. Both have the same parameters, with all layers stacked, so a checkpoint of one loads into the
-    other.
+    models need. `unroll` compiles every layer: compile time grows with depth, but a step does not save and read slices
+    of stacked arrays. This saves a few percent of a step on a CPU, 3 to 20% on a TPU by its compiler's estimates, and
+    some memory. Both have the same parameters, with all layers stacked, so a checkpoint of one loads into the other.
     """
 
-    # Published weights may stand for the required keys.
+    # Published weights may provide the required keys.
     model_config = ConfigDict(json_schema_extra=lambda schema: schema.pop("required"))
     stage_keys: ClassVar[tuple[str, ...]] = ("dropout", "neftune_alpha")
     has_8bit_matmuls: ClassVar[bool] = True
@@ -103,9 +102,9 @@ class GPTConfig(ModelConfig):
 
 
 class Dropout(nn.Module):
-    """Dropout with a mask for each example, drawn from the step's key and the place of the example in the step.
+    """Dropout with a mask for each example, drawn from the step's key and the index of the example in the step.
 
-    So the split of a step into micro-batches, devices and hosts changes no mask.
+    The masks therefore do not depend on the split of a step into micro-batches, devices and hosts.
     """
 
     rate: float
@@ -113,7 +112,7 @@ class Dropout(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array, examples_B: jax.Array) -> jax.Array:
-        """Return `x` with dropped elements; `examples_B` is the place of each example in the step."""
+        """Return `x` with dropped elements; `examples_B` is the index of each example in the step."""
         if self.deterministic or self.rate == 0:
             return x_BxTxD
         # One key per example: a mask must not depend on which examples share a micro-batch or a device.
@@ -149,7 +148,7 @@ class GPTBlock(nn.Module):
         # class name would change the masks.
         dropout = functools.partial(Dropout(self.config.dropout, self.deterministic), examples_B=examples_B)
 
-        # Flattened once for the three projections, so that the backward pass keeps one copy and not three.
+        # Flattened once for the three projections, so that the backward pass keeps one copy instead of three.
         h_BTxD = flatten_tokens(gather_stream(self._layer_norm("attention_norm")(x_BxTxD)))
         precision = self.param_dtype, self.compute_dtype
         q_BxTxNxH, k_BxTxNxH, v_BxTxNxH = (
@@ -212,12 +211,12 @@ class GPT(nn.Module):
 
         Args:
             tokens_BxT: ids.
-            examples_B: place of each example in the step, which dropout and noise depend on; None is 0, 1, 2 ...
+            examples_B: index of each example in the step, on which dropout and noise depend; None: 0, 1, 2, ...
             targets: (y_BxT, weight_BxT). If given, the summed cross entropy is returned. With
-                `memory.loss_chunk_positions` it is computed without all logits ever existing.
+                `memory.loss_chunk_positions` it is computed in chunks, so that not all logits exist at a time.
             segments: (B, T), documents of sequences that hold several; attention stays within a segment.
-            positions: (B, T), place of each token in its document, for its position embedding; by default in the
-                sequence.
+            positions: (B, T), position of each token in its document, for the position embedding; by default that in
+                the sequence.
             cache: from `init_cache`, or from the previous call.
             start: position of the first token (int32 scalar), if there is a cache. Tokens are at `start` to
                 start + T - 1, after those in the cache.
@@ -287,7 +286,7 @@ _UNSTACKED_TENSORS = {
 _NORMS = {"ln_1": "attention_norm", "ln_2": "mlp_norm"}
 _MATMULS = {"attn.c_proj": "attention_out", "mlp.c_fc": "mlp_in", "mlp.c_proj": "mlp_out"}
 _MASKS = (".attn.bias", ".attn.masked_bias")  # older files hold them beside the weights
-# Keys of config.json that change no tensor's shape, with the values that a file means if it leaves them out.
+# Keys of config.json that change no tensor's shape, with the default values of the format.
 _DEFAULTS = {
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
@@ -337,7 +336,7 @@ class GPT2Files(Family):
         return pieces
 
     def config(self) -> JsonObject:
-        """Return config.json. The model knows no tokens that begin or end a text."""
+        """Return config.json, without ids of special tokens, which the model does not know."""
         sizes = {"n_layer": self.layers, "n_head": self.heads, "n_embd": self.width, "n_positions": self.positions}
         # This model drops no attention weights, whatever its dropout rate is.
         dropout = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), self.dropout) | {"attn_pdrop": 0.0}
@@ -346,8 +345,8 @@ class GPT2Files(Family):
         return {**names, "vocab_size": self.vocabulary_size, **sizes, **_DEFAULTS, **dropout, **ends}
 
     def differences(self, config: Mapping[str, Any]) -> list[str]:
-        """Return how the config.json of given weights differs from this model, one line each."""
-        # Sizes that show in the shapes of tensors are compared there; the number of heads does not.
+        """Return the differences between the config.json of given weights and this model, one line each."""
+        # Other sizes are compared by the shapes of tensors, which do not depend on the number of heads.
         needed = {"model_type": "gpt2", "n_head": self.heads, **_DEFAULTS}
         found = {key: config.get(key, _DEFAULTS.get(key)) for key in needed}
         unknown = describe_unknown_keys(config, "gpt2", _KEYS, {}) if found["model_type"] == "gpt2" else ""
@@ -406,7 +405,7 @@ class PretrainGPT(BaseTrainer):
         # Validation passes no key, and so has neither dropout nor noise, but the accuracy.
         is_training = key is not None
         targets = batch["y"], target_weights(batch)
-        # The sum and not the mean: the step divides by the tokens of the whole global batch.
+        # The sum instead of the mean: the step divides by the tokens of the whole global batch.
         found = apply_fn(
             {"params": params},
             batch["x"],
@@ -442,7 +441,7 @@ class PretrainGPT(BaseTrainer):
         )
 
     def sizing(self, sizes: Mapping[str, int]) -> Sizing:
-        """Return the memory and communication of a token by formula.
+        """Return the memory and communication per token by formula.
 
         In units of D a layer saves its input and the stream between attention and MLP, both sharded like the stream;
         two normalised copies of the gathered stream; and queries, keys, values, attention's result and 4 + 4 of the

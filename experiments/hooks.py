@@ -42,7 +42,7 @@ class SampleText(Observer):
         self._every_steps = config.every_evaluations * (job.config.eval.every_steps or 1)
 
     def on_evaluation(self, moment: Moment) -> None:
-        """Generate on every host, because the weights are sharded over all of them, and write on process 0."""
+        """Generate on every host, because the weights are sharded over all hosts, and write on process 0."""
         if moment.step % self._every_steps:
             return
         # The evaluator is made once: it compiles a program.

@@ -1,6 +1,7 @@
 """Image classification by a vision transformer (Dosovitskiy et al., 2021), on a data set of arrays.
 
-`Patterns` makes its own images: noisy stripes, whose direction is the label. Replace it by a class that reads yours.
+`Patterns` generates images of noisy stripes, whose direction is the label. Replace it by a class that reads your
+images.
 
 Shape legend: B examples, H and W rows and columns, P width of a patch, T patches, D width, N heads, K classes.
 """

@@ -1,10 +1,10 @@
 """Engine `local`: N processes of the job on this machine, on request with simulated CPU devices.
 
-Every process gets the same command that the hosts of a pod get. Their output is merged line by line with a prefix each;
-an error that all of them end with is printed once.
-A signal to this process is forwarded to every one of them, and its death ends them (`runner.process`). After 75 and 76
-all are started again together, each in a standby if one waits, and this process ends with the job's exit code. Idle
-standbys get no signals. Lines that a standby prints are shown once it is a process of the job.
+Every process gets the same command as a host of a pod. Their output is merged line by line, with a prefix for each
+process; an error with which all of them end is printed once. A signal to this process is forwarded to all of them, and
+its death ends them (`runner.process`). After 75 and 76 all are started again together, each in a standby if one waits,
+and this process ends with the job's exit code. Idle standbys get no signals. Lines that a standby prints are shown once
+it is a process of the job.
 """
 
 import io
@@ -67,7 +67,7 @@ class MergedOutput:
         self._printed: dict[str, int] = {}  # process that has printed a line; the newest `_KNOWN_LINES_MAX`
 
     def copy_lines(self, process: "subprocess.Popen[bytes]", process_id: int) -> None:
-        """Print all lines of a process, but leave out last ones that another process has printed too.
+        """Print all lines of a process, without last lines that another process has printed too.
 
         A mistake in the spec or in its data ends every process with the same lines.
         """
@@ -76,14 +76,14 @@ class MergedOutput:
         for line in io.TextIOWrapper(process.stdout, errors="replace"):
             # A runner of several processes prints the prefix itself.
             text = line.rstrip().removeprefix(prefix)
-            # An indented line is a part of a stack, which is useful as a whole only.
+            # An indented line is part of a stack, which is useful only as a whole.
             if text and not text[0].isspace() and not self._is_first(text, process_id):
                 repeated.append(text)
                 continue
             for each in (*repeated, text):
                 say(f"{prefix}{each}")
             repeated.clear()
-        # The end of a preempted or failed process is always told.
+        # The end of a preempted or failed process is always printed.
         for each in repeated if process.wait() not in (EXIT_DONE, EXIT_INVALID) else ():
             say(f"{prefix}{each}")
 
@@ -199,7 +199,7 @@ def run(arguments: LocalArguments) -> int:
     )
     code, attempts = supervisor.run()
     starter.stop_standbys()
-    # A job that ran through in one attempt has already said everything in its last line.
+    # The last line of a job with a single attempt already contains everything.
     history = find_history(spec, overrides) if len(attempts) > 1 else None
     for line in [] if history is None else format_summary(history):
         say(line)

@@ -1,7 +1,7 @@
 """Options and helpers that several engines share: the base of their command lines, and shell programs.
 
-A shell program is a file beside the module that knows its values. The file begins with a comment that describes it, up
-to the first blank line; the program is what follows. `@{name}` in the program is a placeholder for a value.
+A shell program is a file beside the module that fills in its values. The file begins with a comment that describes it,
+up to the first blank line; the program is what follows. `@{name}` in the program is a placeholder for a value.
 """
 
 import math
@@ -19,7 +19,7 @@ from runner.spec import CheckpointConfig
 
 DEFAULT_GRACE_SECONDS = 300
 SUBMIT_TIME_VARIABLE = "RUNNER_SUBMITTED"  # environment variable with the time of submission, in Unix seconds
-MAX_NUMBER = 2**31 - 1  # what every engine can hold
+MAX_NUMBER = 2**31 - 1  # largest number that every engine accepts
 
 MaxRestarts = Annotated[
     int, typer.Option(min=0, metavar="N", help="Number of restarts after exit code 76; 75 does not count.")
@@ -46,7 +46,7 @@ GraceSeconds = Annotated[
 class LaunchArguments:
     """Arguments that every engine has, and checks of the values of all options."""
 
-    # Options whose text is checked elsewhere, or may be any text: YAML, and what an engine checks by itself.
+    # Options whose text is checked elsewhere, or is arbitrary: YAML, and options that an engine checks itself.
     free_texts: ClassVar[tuple[str, ...]] = ("spec", "overrides")
     # Options of the form NAME=VALUE, whose value may be any text.
     pairs: ClassVar[tuple[str, ...]] = ()
@@ -121,7 +121,7 @@ def fill_program(program: str, **values: Value) -> str:
     # A placeholder that was forgotten on either side would run as shell text on every host.
     assert set(found) == set(values), f"placeholders for {found}, values for {list(values)}"
     absent = {name for name, value in values.items() if value is None}
-    # A program has one line per optional value, which drops out as a whole: no `if` is sent to hosts.
+    # The whole line of an optional value is left out, so that the programs need no `if`.
     lines = [line for line in program.splitlines() if not absent & set(_PLACEHOLDER.findall(line))]
 
     def format_value(value: Value) -> str:

@@ -4,14 +4,15 @@
 that starts over when something is committed. Everything else ends the job. A job that fails again and again without a
 newer checkpoint is in a crash loop, which retries cannot fix.
 
-A supervisor may have one host of the job, which waits for the others at each start. An attempt that ends before the job
-has claimed its directory is then no part of a crash loop: a host is missing, or the directory cannot be reached. And a
-host that dies in the last moment of the job is not started again, because the others would not come.
+A supervisor may run a single host of the job, which waits for the others at each start. An attempt that ends before the
+job has claimed its directory then does not count towards a crash loop, because a host is missing or the directory
+cannot be reached. A host that fails when the job is already done is not started again, because the other hosts would
+not join.
 
 The supervisor reads a job's progress from the job's directory.
 
 While an attempt runs, a supervisor keeps a standby for each of its processes: a process that has imported what the job
-needs and waits for its command line (`runner.cli.run`). A restart takes it, and does not wait for interpreter and
+needs and waits for its command line (`runner.cli.run`). A restart uses it, and does not wait for interpreter and
 imports.
 """
 
@@ -40,13 +41,13 @@ MAX_PAUSE_SECONDS = 60.0
 CRASH_LOOP_ATTEMPTS = 5
 _POLL_SECONDS = 0.1
 _MIN_SHOWN_SECONDS = 0.05
-# Deaths with an external cause: a signal that came before the process had installed its handlers, or that cannot be
+# Signals with an external cause: those that arrived before the process had installed its handlers, or that cannot be
 # handled; and SIGABRT, by which JAX ends a process that has lost its coordinator.
 _EXTERNAL_DEATHS = {-number for number in (*STOP_SIGNALS, signal.SIGQUIT, signal.SIGKILL, signal.SIGABRT)}
 
 
 def combine_exit_codes(codes: Sequence[int]) -> int:
-    """Return the exit code of a job from those of its processes; a negative one is death by a signal.
+    """Return the exit code of a job from those of its processes; a negative code means death by a signal.
 
     Codes that need a person take precedence over codes that a restart fixes, and both over success.
     """
@@ -174,7 +175,7 @@ class ProcessStarter:
     def start(self, words: Sequence[str]) -> "subprocess.Popen[bytes]":
         """Return a process that runs `python WORDS`, which are `-m runner` and its arguments.
 
-        It is a standby if one waits, else a new process.
+        The process is a standby if one waits, else a new one.
 
         Raises:
             OSError: no process can be started.
@@ -184,7 +185,7 @@ class ProcessStarter:
             try:
                 with os.fdopen(sender, "wb") as pipe:
                     pipe.write(json.dumps({"words": words[2:], "variables": {}}).encode() + b"\n")
-            # Somebody has killed it, such as the kernel for want of memory.
+            # The standby was killed, for example by the kernel because memory ran out.
             except BrokenPipeError:
                 process.communicate()
                 continue
@@ -192,7 +193,7 @@ class ProcessStarter:
         return self.spawn([sys.executable, *words], self.variables, ())
 
     def start_standbys(self) -> None:
-        """Start the standbys, unless they wait, were refused before, or would take memory that the job may need."""
+        """Start the standbys, unless they exist, failed to start before, or would take memory that the job may need."""
         if self._standbys or self._is_refused:
             return
         free_bytes, needed_bytes = read_free_memory_bytes(), self.num_processes * STANDBY_BYTES
@@ -212,7 +213,7 @@ class ProcessStarter:
                 finally:
                     os.close(receiver)
                 self._standbys.append((process, sender))
-        # A limit on processes or open files, or no memory: the job goes on without.
+        # A limit on processes or open files, or no memory: the job continues without standbys.
         except OSError as error:
             self._refuse(str(error))
 
@@ -254,7 +255,7 @@ class Supervisor:
     Attributes:
         start: function that runs all processes of the job to their end and returns the job's exit code.
         read_progress: function that returns the progress of the job.
-        is_stopping: function that returns True once the user has asked for the end, so that 75 is final.
+        is_stopping: function that returns True once the user has asked the job to stop, so that 75 is final.
         max_restarts: number of restarts after 76.
         has_peers: True if this is the supervisor of one host of several.
     """
@@ -269,7 +270,7 @@ class Supervisor:
         """Run the job until it is done, and return its exit code and all attempts."""
         attempts: list[LaunchAttempt] = []
         num_restarts = num_stuck = num_crashes = 0
-        # A job that resumes has commits and attempts of earlier launches, which are no progress of this one.
+        # Commits and attempts of earlier launches do not count as progress of this launch.
         progress = self.read_progress()
         while True:
             began = time.time()
@@ -282,7 +283,7 @@ class Supervisor:
             if self.has_peers and progress.is_done:
                 return EXIT_DONE, attempts
             if code == EXIT_PREEMPTED:
-                # Neither counted nor delayed: the job has saved, and did nothing wrong.
+                # Neither counted nor delayed, because the job has saved its state.
                 say("launch: preempted; starting again")
                 continue
             # A new commit shows that the job makes progress, which resets crash loop and backoff.

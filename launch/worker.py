@@ -1,12 +1,12 @@
-"""The part of one host in a job, restarted by exit code: `python -m launch.worker SPEC`, on every host of the job.
+"""Process of a job on one host, restarted by exit code: `python -m launch.worker SPEC`, on every host of the job.
 
-For engines that provide machines or containers and restart nothing in them, so that a restart costs no new machine. The
-runner finds the other hosts by itself, or by the options that give it its place.
+For engines that provide machines or containers, but do not restart processes in them. A restart then needs no new
+machine. The runner finds the other hosts by itself, or by the placement options.
 
-Signals. Whoever stops a machine sends the signal to all its processes at once, as systemd does at shutdown. So the job
-gets it directly, and this process only learns that the end of the job is final. If it forwarded the signal, the job
-would get it twice, and a second signal cuts its last save short. In a container only the first process gets the signal,
-which is this one: with `--forward-signals` it sends it on.
+Signals. A machine that is stopped sends the signal to all processes at once, as systemd does at shutdown. So the job
+gets the signal directly, and this process only notes that the end of the job is final. If it forwarded the signal, the
+job would get it twice, and a second signal cuts its last save short. In a container only the first process gets the
+signal, which is this one: with `--forward-signals` it sends it on.
 
 Standby. While the job runs, this process keeps another one that waits to replace it (`launch.supervisor`).
 """
@@ -125,7 +125,7 @@ def main(given: Sequence[str]) -> int:
     )
     code, _ = supervisor.run()
     starter.stop_standbys()
-    # A host that is shut down while its job waits for a peer, or for its restart, is not a failure of the job.
+    # If a host is shut down while its job waits for a peer or a restart, the job has not failed.
     return EXIT_PREEMPTED if signals and code == EXIT_RETRYABLE else code
 
 

@@ -9,7 +9,7 @@ errors        exceptions and the exit code of each
 records       keys of the JSON files of a run
 command_line  command lines declared as dataclasses, parsed by Typer; no jax
 console       lines on the terminal and in logs
-process       processes of one job on this machine, with faked CPU devices on request
+process       processes of one job on this machine, with simulated CPU devices on request
 spec          frozen models, strict YAML with positions, overrides, validation; no jax
 accelerator   catalogue of chips; no jax
 storage       one interface over local disks and the buckets of three clouds
@@ -30,7 +30,7 @@ hook          hooks: protocol, dispatch and built-in hooks
 trainer       BaseTrainer: composes the above; `run` is the training loop
 inference     sampling and evaluation of a run's weights, read-only
 dashboard     report page and live dashboard, read-only; no jax
-plan          preflight for hardware that is absent: check, compile, forecast, search
+plan          preflight for hardware that need not be present: check, compile, forecast, search
 cli           commands of `python -m runner`
 __main__      entry point of `python -m runner`
 """

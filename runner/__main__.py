@@ -5,10 +5,10 @@ job, `RestoreableJob.__call__` in `runner/job.py` claims the directory and resto
 `runner/trainer.py` is the loop.
 
 The process first sets options of the C library's memory allocator. The C library reads them from the environment when a
-process starts, so the process is executed again. XLA allocates the memory of a CPU step anew in each step, and the
-kernel clears every page of it. Transparent huge pages (2 MiB) make this faster: with 4 KiB pages it is a tenth of the
-step. On hosts without accelerators all threads share one heap, so that a job can keep the memory of a step for the next
-one (`runner.process.keep_freed_memory`). The bits of a run do not depend on these options.
+process starts, so the process is executed again. On CPUs XLA allocates the memory of every step again, and the kernel
+clears every page of it. With 4 KiB pages this takes a tenth of the step; transparent huge pages (2 MiB) make it faster.
+On hosts without accelerators all threads share one heap, so that a job can keep the memory of a step for the next one
+(`runner.process.keep_freed_memory`). The bits of a run do not depend on these options.
 """
 
 import importlib
@@ -27,13 +27,13 @@ _ACCELERATORS = ("accel*", "vfio/*", "nvidia*", "kfd")  # devices of TPUs, and o
 
 def main() -> int:
     """Run the command line of this process and return its exit code."""
-    # The process starts again before it imports anything else, which would otherwise be imported twice.
+    # This comes before other imports, which would otherwise be made twice.
     restart_with_allocator_options()
     return int(importlib.import_module("runner.cli.app").run_program())
 
 
 def restart_with_allocator_options() -> None:
-    """Execute the same command again, with the same process id, with options of the allocator in its environment.
+    """Execute the same command again, in the same process, with allocator options in its environment.
 
     Returns without effect if they are set already, on other systems, and where they would change nothing. Call it
     before anything else is started.
@@ -61,7 +61,7 @@ def add_allocator_options(
     version = re.fullmatch(r"glibc (\d+)\.(\d+).*", c_library)
     if version is None or (int(version[1]), int(version[2])) < _MIN_GLIBC or _HUGE_PAGES in given:
         return None
-    # Only in the mode `madvise` does the request of a process for huge pages decide.
+    # A process can only request huge pages in the mode `madvise`; in other modes the request has no effect.
     if "[madvise]" not in modes and not has_only_cpus:
         return None
     options = (_HUGE_PAGES, _ONE_HEAP) if has_only_cpus else (_HUGE_PAGES,)

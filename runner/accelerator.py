@@ -284,8 +284,8 @@ def is_gpu_deterministic(variables: Mapping[str, str]) -> bool:
 def make_compiler_options(device_kind: str, variables: Mapping[str, str], program: str) -> dict[str, str | bool]:
     """Return the catalogue's XLA flags for a program, as options of its compilation.
 
-    A flag that `LIBTPU_INIT_ARGS` or `XLA_FLAGS` names is left out, so that the user's value holds. A program with
-    which the compiler would die under these flags gets none.
+    A flag that is set in `LIBTPU_INIT_ARGS` or `XLA_FLAGS` is left out, so that the user's value has precedence.
+    Programs that crash the compiler with these flags get none.
 
     Args:
         device_kind: `device_kind` of the jax devices.
@@ -296,7 +296,7 @@ def make_compiler_options(device_kind: str, variables: Mapping[str, str], progra
     given = f"{variables.get('LIBTPU_INIT_ARGS', '')} {variables.get('XLA_FLAGS', '')}".split()
     names = {flag.partition("=")[0] for flag in given}
     flags = [flag.removeprefix("--").partition("=") for flag in (chip.compiler_flags if chip else ())]
-    # XLA takes booleans as such among the options of a compilation, and not as text.
+    # Compile options of XLA must be booleans, not the strings "true" and "false".
     booleans: dict[str, str | bool] = {"true": True, "false": False}
     return {name: booleans.get(value, value) for name, _, value in flags if f"--{name}" not in names}
 
@@ -356,7 +356,7 @@ class Accelerator:
         return None if self.num_chips is None else self.num_chips // self.hosts_per_slice
 
     def matches(self, device_kind: str, num_devices: int) -> bool:
-        """Return True if the devices at hand are those of this accelerator."""
+        """Return True if devices of this kind and number are those of this accelerator."""
         return find_chip(device_kind) == self.chip and self.num_devices in (None, num_devices)
 
 

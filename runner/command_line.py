@@ -2,8 +2,8 @@
 
 A command is declared by a frozen dataclass. Each field is an argument or an option, in Typer's notation
 (`nodes: Annotated[int | None, typer.Option(help=...)] = None`), and `__post_init__` checks rules between several of
-them. `CommandLine.parse` turns words into an instance; running it is the caller's business. Declarations therefore
-import nothing but Typer, and `--help` does not wait for jax.
+them. `CommandLine.parse` turns words into an instance; the caller runs it. Declarations therefore import nothing but
+Typer, and `--help` does not wait for jax.
 
 A mistake is an `InvalidError` of one line that names the nearest valid choice.
 """
@@ -53,8 +53,8 @@ class CommandLine:
             script: name of the console script that does the same.
             summary: first paragraph of the program's help.
             epilogue: last paragraph of the program's help.
-            default: name of the command for command lines that begin with a file or with one of its options. It stands
-                in the list of commands, so it should read as a placeholder.
+            default: name of the command for command lines that begin with a file or with one of its options. It is
+                shown in the list of commands, so it should read as a placeholder.
         """
         self._module, self._script, self._default = module, script, default
         self._app = typer.Typer(
@@ -111,7 +111,7 @@ class CommandLine:
         program = typer.main.get_command(self._app)
         assert isinstance(program, _Program)
         program.default = self._default
-        if f"_{self._script}_COMPLETE".replace("-", "_").upper() in os.environ:  # a shell asks how a line may go on
+        if f"_{self._script}_COMPLETE".replace("-", "_").upper() in os.environ:  # a shell asks for completions
             program.main(prog_name=self._script)
         try:
             # Not `program.main()`, which would also decide how signals and closed pipes end the process.

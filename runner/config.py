@@ -1,8 +1,8 @@
 """Config of `BaseTrainer` jobs: model, data, optimizer, schedule, train, eval, precision, memory.
 
-It holds the keys below `config`, their defaults, and the rules between them. None of them depends on the hardware: how
-the global batch is split over devices follows from the topology. An experiment subclasses `ModelConfig` and declares
-`Config = TrainerConfig[GPTConfig]`. The descriptions of the fields become the reference in specs/README.md.
+This module defines the keys below `config`, their defaults, and the rules between them. None of the keys depends on the
+hardware; the topology determines how the global batch is split over devices. An experiment subclasses `ModelConfig` and
+declares `Config = TrainerConfig[GPTConfig]`. The descriptions of the fields become the reference in specs/README.md.
 """
 
 import math
@@ -76,7 +76,8 @@ STAGE_KEYS = (
 )
 
 
-# Sections below `config` that say which arrays the train state has, and their types; and keys in them that do not.
+# Sections below `config` that determine the arrays of the train state and their types, and the keys in them that do
+# not.
 _STATE_SECTIONS = ("model", "optimizer", "precision", "ema", "adapter", "noise_scale", "stability")
 _STATELESS_KEYS = (
     "optimizer.projection_every_steps",
@@ -220,7 +221,7 @@ class DataConfig(TokenSource):
 
     @property
     def tokens_per_example(self) -> int:
-        """Tokens of an example, `sequence_length`. Raises `InvalidError` if the data are no tokens."""
+        """Tokens of an example, `sequence_length`. Raises `InvalidError` if the data are not tokens."""
         if self.sequence_length is None:
             raise InvalidError("missing key data.sequence_length: this job trains on tokens")
         return self.sequence_length
@@ -293,7 +294,7 @@ class DataConfig(TokenSource):
         names = [source.name for source in self.mixture]
         if duplicates := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"mixture names {duplicates[0]} twice; give each source a name of its own")
-        # All of these names stand in keys of metrics, so they must differ.
+        # All of these names become parts of metric keys, so they must differ.
         taken = {*names, "train", "validation"}
         for name in self.validation:
             if name in taken or not re.fullmatch(SOURCE_NAME, name):
@@ -305,7 +306,7 @@ class DataConfig(TokenSource):
             raise ValueError(f"mixture has a source named {min(reserved)}, the name of a split; use another name")
         fields = type(self).model_fields
         given = [key for key in TokenSource.model_fields if getattr(self, key) != fields[key].default]
-        # Keys of a single source beside a mixture would be read by nobody.
+        # Nothing reads the keys of a single source if there is a mixture.
         if self.mixture and given:
             raise ValueError(f"got both {given[0]} and mixture; move {given[0]} into the sources of the mixture")
         if self.tokenizer == "characters" and (self.mixture or self.validation):
@@ -316,15 +317,15 @@ class DataConfig(TokenSource):
 class BatchRampConfig(FrozenModel):
     """Growth of the global batch at the beginning of the run, in equal increments; a short form of stages."""
 
-    from_examples: PositiveInt = Field(description="Examples per optimizer step at first; at last they are the batch.")
+    from_examples: PositiveInt = Field(description="Examples per optimizer step at the beginning of the ramp.")
     over_steps: PositiveInt | None = Field(
         default=None,
-        description="Steps until the batch is whole. Exactly one of over_steps and over_tokens is needed.",
+        description="Length of the ramp in steps. Exactly one of over_steps and over_tokens is needed.",
     )
     over_tokens: PositiveInt | None = Field(
-        default=None, description="Tokens until the batch is whole; each increment comes at a whole step."
+        default=None, description="Length of the ramp in tokens; each increment is made at a whole step."
     )
-    increments: PositiveInt = Field(description="Number of times that the batch grows, each time by the same number.")
+    increments: PositiveInt = Field(description="Number of equal increments up to global_batch_examples.")
 
     @model_validator(mode="after")
     def _validate_length(self) -> "BatchRampConfig":
@@ -386,15 +387,15 @@ class TrainConfig(FrozenModel):
     replay_every_steps: PositiveInt | None = Field(
         default=None,
         description="Steps between two checks of the devices: the gradients of every step with a number divisible by "
-        "this one, and of the first step after each restore, are computed twice, on other devices where several hold "
-        "whole copies of the parameters, and compared bit by bit. If they differ, the update is not applied, the run "
-        "ends with 76, and names the device. null: never.",
+        "this one, and of the first step after each restore, are computed twice and compared bit by bit; on different "
+        "devices if several hold whole copies of the parameters. If they differ, the update is not applied, and the "
+        "run ends with 76 and names the device. null: never.",
     )
     skip_steps: list[tuple[NonNegativeInt, PositiveInt]] = Field(
         default=[],
-        description="Data to pass over: with [s, t], the batches that the steps after s completed ones, up to t, would "
-        "take are left out, and the step after s takes the batch behind them. Steps are those of the run itself, after "
-        "the ranges before. A range that does not begin in the past may be added to a run in progress.",
+        description="Batches to skip: with [s, t], those of the rows s + 1 to t are left out, and the step after s "
+        "completed ones takes the next batch. Steps are those of the run with all earlier ranges applied. A range that "
+        "begins at the newest checkpoint or later may be added to a run in progress.",
     )
 
     @model_validator(mode="after")
@@ -643,7 +644,7 @@ class EmaConfig(FrozenModel):
         description="Decay of each average, named ema_<decay>; a step moves it by 1 - decay of the way to the weights.",
     )
     evaluate: bool = Field(
-        default=False, description="Validation loss of each average too, as val/ema_<decay>/... in metrics."
+        default=False, description="Also report the validation loss of each average, as val/ema_<decay>/... in metrics."
     )
 
     @field_validator("decays")
@@ -751,12 +752,12 @@ class SkipUpdateConfig(FrozenModel):
 
 
 class RollBackConfig(FrozenModel):
-    """Spikes of the loss that last: the run goes back to a checkpoint before them, and passes over their data."""
+    """Rollback on lasting loss spikes: the run returns to a checkpoint before the spike and skips its data."""
 
     after_steps: PositiveInt = Field(
         default=5,
         description="Successive steps with a loss above the threshold at which the run is rolled back. "
-        "Fewer of them at the end of the run stay as they are.",
+        "Fewer such steps at the end of the run have no effect.",
     )
     loss_above_sigmas: PositiveFloat = Field(
         default=5.0, description="Standard deviations above the mean of the window at which the threshold lies."
@@ -765,16 +766,16 @@ class RollBackConfig(FrozenModel):
         default=128,
         ge=2,
         le=10_000,
-        description="Steps in the window of mean and standard deviation, those above the threshold left out; no loss "
+        description="Steps in the window of mean and standard deviation, without those above the threshold; no loss "
         "is above it before the window is full.",
     )
     skip_examples: PositiveInt = Field(
-        description="Examples to pass over, from the first step above the threshold on, in whole batches."
+        description="Examples to skip, from the first step above the threshold on, in whole batches."
     )
     steps_before: NonNegativeInt = Field(
         default=1,
-        description="Steps before the first one above the threshold whose updates and data are given up too: an update "
-        "may have done the damage before the loss shows it.",
+        description="Steps before the first one above the threshold whose updates and data are discarded too, because "
+        "an update may do damage before the loss shows it.",
     )
     at_most: PositiveInt = Field(
         default=3,
@@ -795,7 +796,7 @@ class StabilityConfig(FrozenModel):
         "skip the update (skip), or roll the run back at once (roll_back).",
     )
     roll_back: RollBackConfig | None = Field(
-        default=None, description="Go back before a spike of the loss that lasts, and pass over its data; null: never."
+        default=None, description="Return to a checkpoint before a lasting loss spike, and skip its data; null: never."
     )
     max_consecutive_skips: PositiveInt = Field(
         default=100, description="Successive skipped updates at which the run ends with exit code 1."
@@ -887,8 +888,8 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     )
     stages: list[StageConfig] = Field(
         default=[],
-        description="Changes of the config during the run, in order; each holds from its start on, beside those before "
-        "it.",
+        description="Changes of the config during the run, in order; each applies from its start on, in addition to "
+        "the earlier ones.",
     )
 
     @property
@@ -901,7 +902,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         return locate_stages(self.train.global_batch_examples, self.data.units_per_example, self.stages[:num_stages])
 
     def find_stage(self, step: int) -> int:
-        """Return the number of the stage that makes the step after `step` completed ones; 0: the config itself."""
+        """Return the index of the stage that contains the step after `step` completed ones; 0 is the config itself."""
         return bisect([start.step for start in self.list_starts()[1:]], step) if self.stages else 0
 
     def count_units(self, step: int) -> int:
@@ -918,7 +919,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         return self.get_total_steps()
 
     def get_total_steps(self, num_stages: int | None = None) -> int:
-        """Return the steps of the run with its first `num_stages` stages alone, by default with all; see above."""
+        """Return `total_steps` of the run with only its first `num_stages` stages, by default with all of them."""
         total_steps, total_tokens = self.train.total_steps, self.train.total_tokens
         for stage in self.stages[:num_stages]:
             if isinstance(steps := stage.set.get("train.total_steps"), int):
@@ -938,13 +939,13 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     def resolve_epochs(self, num_examples: int) -> "TrainerConfig[ModelConfigType]":
         """Return the config with its epochs of `num_examples` training examples converted to `total_steps`.
 
-        The total is the smallest number of steps that takes each example as often as the spec says: epochs x examples
-        / global batch, rounded up. A config without epochs is returned as it is. Raises `InvalidError` if the schedule
-        does not fit into the total.
+        The total is the smallest number of steps that covers the given epochs: epochs x examples / global batch,
+        rounded up. A config without epochs is returned as it is. Raises `InvalidError` if the schedule does not fit
+        into the total.
         """
         if self.train.total_epochs is None:
             return self
-        # The decimal that the user wrote is exact, the nearest float is not: it could round up to one step too many.
+        # Computed with the decimal that the user wrote: the nearest float could round up to one step too many.
         examples = Fraction(str(self.train.total_epochs)) * num_examples
         steps = math.ceil(examples / self.train.global_batch_examples)
         train = self.train.model_copy(update={"total_epochs": None, "total_steps": steps})
@@ -997,9 +998,9 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         return {"config.stages": [[start, given] for start, given in zip(starts, values, strict=True)]}
 
     def explain_refusal(self, keys: Sequence[str], saved: Trajectory, step: int) -> str:
-        """Return what would allow a run to continue although these keys have changed; nothing if nothing would.
+        """Return advice on how a run can continue with these changed keys; empty if it cannot.
 
-        For keys that a stage may set it is the stage that gives them their new values from `step` on.
+        For keys that a stage may set, the advice is a stage that sets their new values from `step` on.
         """
         hint = super().explain_refusal(keys, saved, step)
         if all(key == "config.train.skip_steps" for key in keys):
@@ -1022,16 +1023,16 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         return f"{hint}to change this from step {step} on, leave the former values and set config.stages: {entry}"
 
     def list_fork_changes(self, keys: Sequence[str]) -> list[str]:
-        """Return the keys that a fork lists which changes these keys; nothing if they may change what the state has."""
+        """Return the keys to list in `fork_from.changes`; empty if these changes may alter the arrays of the state."""
         allowed = [*list_stage_keys(type(self.model)), *_STATELESS_KEYS]
         if any(is_below(key, _STATE_SECTIONS) and not is_below(key, allowed) for key in keys):
             return []
-        # Digests of the data, which follow from these keys, are known only once the data are read.
+        # Digests of the data follow from these keys, but are known only once the data are read.
         changes_data = any(key == "seed" or is_below(key, ("data",)) for key in keys)
         return [*keys, *(["config.data", *(["config.stages"] if self.stages else [])] if changes_data else [])]
 
     def list_stage_values(self, keys: Sequence[str], saved: Trajectory, step: int) -> Trajectory:
-        """Return what a stage sets that begins at `step` and gives these keys the values that they have here."""
+        """Return the `set` of a stage that begins at `step` and gives these keys their values in this config."""
         values: Trajectory = {}
         dumped = self.model_dump(mode="json", exclude_defaults=True)
         for key in keys:
@@ -1054,7 +1055,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
     @property
     def content_keys(self) -> frozenset[str]:
-        """Places of the training data, and options of a source that are paths: the data's fingerprint is compared."""
+        """Paths of the training data, including options that are paths; only the data's fingerprint is compared."""
         keys = {"data.source", "data.dtype", "data.mixture.source", "data.mixture.dtype"}
         sources: list[tuple[str, TokenSource]] = [("data", self.data)]
         for prefix, source in [*sources, *(("data.mixture", source) for source in self.data.mixture)]:
@@ -1091,7 +1092,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
     @model_validator(mode="after")
     def _expand_batch_ramp(self) -> "TrainerConfig[ModelConfigType]":
-        # It comes before the rules below, so that they see the batch of the first step.
+        # This comes before the rules below, so that they check the batch of the first step.
         ramp = self.train.batch_ramp
         if ramp is None:
             return self
@@ -1136,7 +1137,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
                 "8-bit matmuls; leave it out"
             )
         tokens = self.train.total_tokens
-        # Such a budget is rounded up to one step, far more than was asked for.
+        # Such a budget would be rounded up to one step, which is far more than the spec asks for.
         if tokens is not None and tokens < self.units_per_step:
             batch, length = self.train.global_batch_examples, self.data.sequence_length
             step = f"{batch} examples x {length} tokens = {self.units_per_step}"

@@ -1,14 +1,13 @@
-"""Console output and logging. No loss of an output stream changes a run or its exit code.
+"""Console output and logging. Losing an output stream changes neither a run nor its exit code.
 
-`protect_streams`, which every program of the project calls first, replaces the standard streams by some whose writes
-raise nothing: a closed terminal, a broken pipe or a full disk behind them loses lines and no more. A command whose
-product is its output calls `finish_output` to learn of it.
+`protect_streams`, which every program of the project calls first, replaces the standard streams by streams whose writes
+never raise: with a closed terminal, a broken pipe or a full disk, only the lines are lost. A command whose product is
+its output calls `finish_output` to learn of it.
 
 `say` and `warn` write records to the standard logger `runner`. Records below the level of a warning go to standard
-output, the others to standard error. They are printed as they are until a job is about to run and calls
-`configure_console`: from then on the job's own loggers are shown in the same places, and characters that are not
-printable are escaped, wherever the text comes from. A secret that was passed to `hide_secret` is always printed as
-`***`.
+output, the others to standard error. They are printed unchanged until a job is about to run and calls
+`configure_console`. From then on the job's own loggers are printed to the same streams, and unprintable characters of
+all records are escaped. A secret that was passed to `hide_secret` is always printed as `***`.
 """
 
 import errno
@@ -76,7 +75,7 @@ class _Output(io.RawIOBase):
             except BlockingIOError:
                 _, ready, _ = select.select([], [self._descriptor], [], self._wait_seconds)
                 if not ready:
-                    # Nobody reads, so the lines that follow are not waited for, until one can be written.
+                    # There is no reader. Do not wait for the following lines either, until one can be written.
                     self._wait_seconds = 0.0
                     raise
             else:
@@ -90,8 +89,8 @@ _outputs = (_Output(1, "<stdout>"), _Output(2, "<stderr>"))
 def protect_streams() -> None:
     """Keep standard input, output and error usable when they are closed or lost.
 
-    Call it before anything opens a file: a stream that was closed at the start is opened on the null device, because
-    the next file to be opened would get its descriptor, and the lines that are printed.
+    Call it before anything opens a file. A stream that was closed at the start is opened on the null device; otherwise
+    the next file that is opened would get its descriptor, and printed lines would be written to that file.
     """
     for descriptor in range(3):
         try:
@@ -112,7 +111,7 @@ def _open_text(output: _Output, given: Any, *, is_line_buffered: bool) -> io.Tex
         errors = "backslashreplace"
     is_unbuffered = given is not None and given.write_through  # by PYTHONUNBUFFERED or `python -u`
     return io.TextIOWrapper(
-        # A raw stream will do, as it does for Python itself.
+        # A raw stream is sufficient here, as it is for Python itself.
         output if is_unbuffered else io.BufferedWriter(output),
         encoding,
         errors,
@@ -123,7 +122,7 @@ def _open_text(output: _Output, given: Any, *, is_line_buffered: bool) -> io.Tex
 
 
 def finish_output() -> bool:
-    """Flush standard output, and return False if nobody reads it any more. For commands whose product it is.
+    """Flush standard output, and return False if it has no reader any more. For commands whose result is their output.
 
     Raises:
         StorageError: a part of the output could not be written.
@@ -156,7 +155,7 @@ def say(line: str) -> None:
 
 
 def write_text(text: str) -> bool:
-    """Print a part of a command's product in UTF-8, whatever the locale. Returns and raises as `finish_output`."""
+    """Print a part of a command's result in UTF-8, whatever the locale. Returns and raises as `finish_output`."""
     sys.stdout.flush()
     sys.stdout.buffer.write(text.encode(errors="surrogateescape"))
     sys.stdout.buffer.flush()

@@ -1,7 +1,7 @@
 """Exceptions of the runner and their exit codes.
 
-A scheduler branches on the exit code alone, so the five codes are the public result of a run:
-0 done, 1 failed, 2 invalid, 75 preempted, 76 retryable.
+Schedulers branch only on the exit code, so the five codes are part of the public interface: 0 done, 1 failed, 2
+invalid, 75 preempted, 76 retryable.
 """
 
 import difflib
@@ -59,7 +59,7 @@ class HookError(FailedError):
 
 
 class PhaseError(FailedError, RuntimeError):
-    """A method of a job was called at a moment at which it cannot work, such as `save` before the job runs."""
+    """A method of a job was called in the wrong phase, such as `save` before the job runs."""
 
 
 class StateError(FailedError):
@@ -133,7 +133,7 @@ class StorageError(RetryableError, OSError):
 def error_from_exit(error: SystemExit) -> FailedError:
     """Return the error for a `sys.exit` in a job's own code.
 
-    Its code is ignored, because a scheduler must not take it for the end of the job.
+    Its code is ignored, because a scheduler could mistake it for the end of the job.
     """
     return FailedError(
         f"the job called sys.exit({error.code!r}), which does not end a job; return from run at the last step, or "

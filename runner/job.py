@@ -1,8 +1,8 @@
 """RestoreableJob: a job whose complete state is one pytree, which the runner saves and restores.
 
-A subclass initialises the state (`init`) and advances it in `run`, where it calls `save_or_stop` after every step. The
-base class does the rest, in the order of `RestoreableJob.__call__`: stop if the job is done; check the spec and the
-directory; claim the directory; restore or initialise the state; run; save the last state. It does not depend on what
+A subclass initialises the state (`init`) and advances it in `run`, where it calls `save_or_stop` after every step.
+`RestoreableJob.__call__` does the rest, in this order: stop if the job is done; check the spec and the directory; claim
+the directory; restore or initialise the state; run; save the last state. The base class makes no assumption about what
 the job computes. Every method is called on every host, unless its docstring says process 0 only.
 
 The *trajectory* of a job is the sequence of its states. It is identified by the values of the keys that determine it
@@ -138,7 +138,7 @@ class RestoreableJob:
 
     @classmethod
     def complete_document(cls, document: Document, spec: ExecutionSpec) -> Document:
-        """Return the document with keys of `config` that follow from what its top level names; by default as it is."""
+        """Return the document with keys of `config` filled in that follow from its other keys; by default unchanged."""
         return document
 
     @property
@@ -147,9 +147,10 @@ class RestoreableJob:
         return int(self.config.total_steps)
 
     def run_earlier_jobs(self, hosts: Hosts, stop: StopNotice, clock: Clock) -> None:
-        """Run to their end the jobs that make what this one reads. Does nothing by default.
+        """Run the jobs whose output this job reads to their end. Does nothing by default.
 
-        Called on every host, before anything else. A job that is done must cost little, as this is part of each start.
+        Called on every host, before anything else. For jobs that are done it must return fast, because it is part of
+        each start.
         """
 
     def setup(self, hosts: Hosts) -> None:
@@ -160,10 +161,10 @@ class RestoreableJob:
         return False
 
     def discard_output(self) -> None:
-        """Remove what an attempt that did no work has left, before another spec starts. Process 0 only."""
+        """Remove the output of an attempt that did no work, before a start with another spec. Process 0 only."""
 
     def prepare(self) -> None:
-        """Prepare what takes time and needs `attempt`, such as compiled code. Does nothing by default."""
+        """Do slow preparations that need `attempt`, such as compiling. Does nothing by default."""
 
     def init(self) -> Any:
         """Return the state at step 0: a pytree of jax arrays. A pure function of the spec."""
@@ -209,19 +210,19 @@ class RestoreableJob:
 
     @property
     def former_values(self) -> Mapping[str, Sequence[str]]:
-        """Earlier values of keys of the identity that mean the present one: former paths of renamed classes."""
+        """Earlier values of identity keys that are equivalent to the current value: former paths of renamed classes."""
         with self.document.errors_at("job"):
             return {"job": list_former_paths(type(self))}
 
     def make_run_identity(self, identity: Trajectory) -> RunIdentity:
-        """Return what is compared with a saved trajectory; `identity` is this job's, as far as it is known yet."""
+        """Return the identity to compare with a saved trajectory. `identity` has this job's keys known so far."""
         return RunIdentity(self.document, self.config, identity, self.unread_keys, self.former_values)
 
     def resolved_spec(self) -> ExecutionSpec:
         """Return the spec with every default and `auto` filled in, as it is written to `spec.yaml`. Needs `prepare`."""
         spec = self.spec.model_copy(update={"config": self.config.model_dump(mode="json")})
         fork = spec.checkpoint.fork_from
-        # Before the restore it is not known which step `newest` or `best` is.
+        # Before the restore it is not known to which step `newest` or `best` refers.
         if fork is None or "attempt" not in vars(self) or not self.attempt.lineage:
             return spec
         fork = fork.model_copy(update={"step": self.attempt.lineage["step"]})
@@ -239,7 +240,7 @@ class RestoreableJob:
 
     @property
     def report(self) -> JobReport:
-        """Report that the job keeps beside its state and prints at its end; empty by default. Needs `prepare`."""
+        """Report that the job collects during the run and prints at its end; empty by default. Needs `prepare`."""
         return JobReport()
 
     def result(self) -> JsonObject:
@@ -280,7 +281,7 @@ class RestoreableJob:
         )
         with watchdog as progress:
             if hosts.num_processes > 1:
-                # The devices of all processes meet when JAX first needs them, so none may be the first alone.
+                # The first use of JAX's devices waits for all processes, so no process may make it alone.
                 jax.devices()
             # A finished job claims no attempt: running the command again must change nothing.
             if hosts.run_on_main(self.validate_directory):
@@ -292,7 +293,7 @@ class RestoreableJob:
             with progress.report_phase(SET_UP):
                 incidents.attempt = self.claim_directory(hosts, stop, progress)
 
-            # A failure is recorded only if it is one: a collective that fails with a lost peer is the end of that peer.
+            # Record the real cause: if a collective fails because a peer was lost, the error is that of the peer.
             with self.attempt.record_outcome(), watchdog.explain_errors():
                 try:
                     self.prepare_and_restore()
@@ -343,7 +344,7 @@ class RestoreableJob:
         return 0 if manifest is None else manifest.step
 
     def describe_wait(self) -> str:
-        """Return the call of a user's code that has not returned, for the report of a hang; by default empty.
+        """Return the call into user code that has not returned, for the report of a hang; empty by default.
 
         Called on another thread, so it must not wait for anything.
         """
@@ -398,16 +399,17 @@ class RestoreableJob:
         return attempt
 
     def validate_checkpoints(self, abstract: Any = None) -> bool:
-        """Check that the checkpoints, or else those that the spec starts from, fit this job. Process 0 only.
+        """Check that the run's checkpoints, or else the fork or weights to start from, fit this job. Process 0 only.
 
-        Needs `setup`. Returns True if there are none yet.
+        Needs `setup`. Returns True if the run has no checkpoint yet.
 
         Args:
             abstract: the abstract state; needed only where the directory has no checkpoint.
 
         Raises:
             ResumeError: the checkpoints are of another trajectory.
-            InvalidError: there are none, and what `checkpoint.fork_from` or `checkpoint.init_from` names does not fit.
+            InvalidError: there are none, and the run in `checkpoint.fork_from` or the weights in `checkpoint.init_from`
+                do not fit.
         """
         config, run_identity = self.spec.checkpoint, self.make_run_identity(self.identity())
         newest = validate_checkpoints(self.store, run_identity)
@@ -474,7 +476,8 @@ class RestoreableJob:
             self.row_log.rewind(self.step, attachments)
         # A state that is saved without a carry has a row, but that is in the parent's file.
         self.report.resume(self.step, attachments, {} if is_fork and carry is None else carry)
-        # Written only now, because `auto` is resolved, and a job that cannot start must not replace the last good spec.
+        # Written only here, because `auto` is now resolved, and a job that cannot start must not replace the last good
+        # spec.
         if attempt.hosts.is_main:
             attempt.update_owner(compute_trajectory(self.spec, self.config))
             self.store.write("spec.yaml", dump_spec(self.resolved_spec()).encode())
@@ -485,7 +488,7 @@ class RestoreableJob:
         """Adapt the job to `state`, which was restored or initialised. Does nothing by default."""
 
     def commit_fork(self, metric: float | None) -> None:
-        """Save the state that was forked as a checkpoint of this run, before its first step; then the parent may go.
+        """Save the forked state as a checkpoint of this run, before its first step; then the parent may be deleted.
 
         Args:
             metric: metric of the parent's checkpoint.
@@ -496,13 +499,13 @@ class RestoreableJob:
             parent = open_parent(fork)
             self.adopt_parent(parent)
             metric = metric if metric is not None and keeps_metric(parent, self.spec) else None
-        # Hooks have not begun yet, so they are not told of this save.
+        # Hooks have not started yet, so they are not called for this save.
         contents = dataclasses.replace(self._collect_save_contents(), metric=metric, announce=lambda: None)
         self.state = self.checkpointer.save(self.state, self.step, contents, SaveKind.REQUIRED)
         self.checkpointer.wait_until_committed(self.step)
 
     def adopt_parent(self, parent: Store) -> None:
-        """Take over what a fork needs of its parent's directory besides the checkpoint. Process 0 only."""
+        """Copy the files that a fork needs from its parent's directory, besides the checkpoint. Process 0 only."""
 
     def finish(self) -> None:
         """Save the last state, write `result.json`, and print the summary of the run."""
@@ -560,15 +563,15 @@ class RestoreableJob:
         self.state = self.checkpointer.save(self.state, self.step, contents, SaveKind.REQUIRED, name)
 
     def load(self, suffix: str | os.PathLike[str]) -> None:
-        """Replace state and step by those of `checkpoints/<suffix>`; the run goes on from there. Called between steps.
+        """Replace state and step by those of `checkpoints/<suffix>` and continue from there. Called between steps.
 
-        The run is then one that was restored at this step: later checkpoints are moved to `quarantine/`, and later rows
-        are removed.
+        The effect is that of a restore at this step: later checkpoints are moved to `quarantine/`, and later rows are
+        removed.
 
         Raises:
             InvalidError: no checkpoint can have that name.
-            ResumeError: the checkpoint is not good, or there is none.
-            PhaseError: the job is not running, or this is no moment between two steps of its thread.
+            ResumeError: the checkpoint is damaged, or does not exist.
+            PhaseError: the job is not running, or the call is not made between two steps on the job's thread.
         """
         self.validate_running("load")
         if threading.get_ident() != self._thread or self.attempt.progress.phase != STEP:
@@ -655,11 +658,11 @@ class RestoreableJob:
 
 
 class TextJob(RestoreableJob):
-    """Job that makes a corpus of text, in `corpus` of its directory, for a trainer whose spec has `data.tokenise`."""
+    """Job that tokenises text to `corpus` in its directory, for a trainer whose spec has `data.tokenise`."""
 
     @property
     def vocabulary_size(self) -> int:
-        """Number of token ids of the corpus, or the largest that it may have."""
+        """Vocabulary size of the corpus, or an upper bound of it."""
         raise NotImplementedError
 
     def find_text(self) -> None:

@@ -1,8 +1,8 @@
-"""Processes of one job on this machine: the same command in each, a coordinator, faked CPU devices on request.
+"""Processes of one job on this machine: the same command in each, a coordinator, simulated CPU devices on request.
 
-Whoever starts the processes handles their output and exit codes. No process is orphaned: on Linux each is asked to stop
-when the process that started it dies, even by kill -9. Run as a program, this file arranges that (`bind_to_parent`); it
-therefore imports nothing of the project.
+The caller handles output and exit codes of the processes. No process is orphaned: on Linux each is asked to stop when
+the process that started it dies, even by kill -9. For this purpose the file is also run as a program
+(`bind_to_parent`), and therefore imports no other module of the project.
 """
 
 import contextlib
@@ -25,10 +25,11 @@ STANDBY_BYTES = 2**30  # free memory that such a process needs; it takes about a
 # the variable in which SLURM gives the host its name.
 FAULTY_HOSTS_VARIABLE, _NODE_VARIABLE = "RUNNER_FAULTY_HOSTS", "SLURMD_NODENAME"
 # Signals that ask a job to stop. A closing terminal sends SIGHUP; batch systems can be told to send SIGUSR1 or SIGUSR2.
-# The first two insist: a second one of them ends the process at once.
+# A second SIGTERM or SIGINT ends the process at once.
 INSISTENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STOP_SIGNALS = (*INSISTENT_SIGNALS, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# Sent once for each thread of the parent that dies, so it must not be insistent; and `nohup` does not ignore it.
+# The kernel sends it once for each thread of the parent that dies, so a repetition must be harmless; `nohup` does not
+# ignore it.
 _DEATH_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 _CONTAINER = Path("/sys/fs/cgroup")  # control groups of version 2; the first one is that of a container
@@ -54,7 +55,7 @@ def list_stop_signals() -> tuple[signal.Signals, ...]:
 
 
 def make_environment(num_devices: int | None, given: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables `given`, changed so that a process has `num_devices` faked CPU devices; None fakes none."""
+    """Return the variables `given`, with `num_devices` simulated CPU devices for the process; None for no change."""
     variables = dict(given)
     if num_devices is None:
         return variables
@@ -82,11 +83,11 @@ def read_memory_bytes() -> int:
 
 
 def read_free_memory_bytes() -> int | None:
-    """Return the memory that processes of this machine or container may still take; None where that is not known."""
+    """Return the memory that processes of this machine or container may still use; None if unknown."""
     try:
         available = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
         free = [1024 * int(available[1])] if available else []
-        # A batch system limits a job by a control group of its own, in which that of this process is nested.
+        # A batch system limits a job by a control group that contains the group of this process.
         own = re.search(r"^0::/(.*)$", _OWN_GROUP.read_text(), re.MULTILINE) if _OWN_GROUP.exists() else None
         group = _CONTAINER / (own[1] if own else "")
         for each in [group, *group.parents][: len(group.relative_to(_CONTAINER).parts) + 1]:
@@ -100,11 +101,11 @@ def read_free_memory_bytes() -> int | None:
 
 
 def keep_freed_memory(num_bytes: int) -> bool:
-    """Let this process keep freed memory, if it has one heap and there is room; return True if it does from now on.
+    """Let this process keep freed memory, if it has one heap and there is room; return True if it does so from now on.
 
-    XLA allocates the temporaries of each step on a CPU anew, and the kernel clears all pages that a process is given
-    (`tests.benchmarks.torch_step` has the cost). A heap that never shrinks holds them for the next step. It may hold
-    two sets of them, since a step can be started before the last one has ended.
+    On a CPU XLA allocates the temporaries of every step again, and the kernel clears all pages that it gives to a
+    process (`tests.benchmarks.torch_step` measures the cost). A heap that never shrinks keeps the pages for the next
+    step. It may hold two sets of temporaries, because a step can be started before the previous one has ended.
 
     Args:
         num_bytes: temporaries of a step, on the devices of all processes on this machine.
@@ -154,7 +155,7 @@ def read_machine_id() -> str:
 
 
 def report_faulty_host() -> None:
-    """Add this host to the file of hosts with defective devices, if whoever started the process wants one."""
+    """Add this host to the file of hosts with defective devices, if the launcher has named one."""
     path = os.environ.get(FAULTY_HOSTS_VARIABLE)
     if path:
         with open(path, "a") as file:
@@ -199,8 +200,9 @@ def start_process(
 ) -> subprocess.Popen[bytes]:
     """Start one process of a job.
 
-    It has its own session: a Ctrl-C on the terminal reaches only the caller, who forwards signals. Call this from a
-    thread that lives as long as the process should, because it ends with that (see `bind_to_parent`).
+    The process has its own session, so that Ctrl-C on the terminal reaches only the caller, which forwards signals.
+    Call this from a thread that lives as long as the process should, because the process is stopped when the thread
+    ends (see `bind_to_parent`).
 
     Args:
         command: the command.

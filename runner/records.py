@@ -10,7 +10,7 @@ from typing import Any
 TIME_MAX = 253_402_300_799.0  # the last second of the year 9999, in Unix seconds
 STEP_MAX = (1 << 53) - 1  # a float holds every step up to this one
 INT_MAX = (1 << 63) - 1  # largest whole number of a record
-PARAMS = "params"  # value of `--weights`: the trained parameters, and not an average of them
+PARAMS = "params"  # value of `--weights` for the trained parameters, as opposed to an average of them
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Key:
         name: its name; `a.b` is the key `b` of the object `a`, `a.*` any key of it.
         type: type of the value as Python reads it; anything that `isinstance` accepts.
         meaning: one sentence for the documentation, with the jobs that have the key if not all do.
-        unit: unit of a number, if the name does not tell.
+        unit: unit of a number, if it is not part of the name.
     """
 
     name: str

@@ -6,8 +6,8 @@ An experiment defines the model (`model`), and may override the loss (`forward`)
 evaluation. All methods are called on every host. `BaseTrainer.run` is the training loop.
 
 The functions that make up a step are classmethods, so that a compiled step cannot depend on attributes of the job that
-change. They can read only `cls.config`, which differs between jobs because each has its own class
-(`BaseTrainer.__new__`).
+change. They can read only `cls.config`. Each job has its own class (`BaseTrainer.__new__`), so `config` differs between
+jobs.
 """
 
 import contextlib
@@ -115,15 +115,17 @@ class BaseTrainer(RestoreableJob):
 
     Attributes:
         config: validated config; also an attribute of the job's class, for classmethods.
-        train_setup: abstract job on the devices at hand. Available after `setup`.
+        train_setup: abstract train state, optimizer and shardings on the devices of this job. Available after `setup`.
         compiled: compiled train step. Available after `prepare`.
         hooks: hooks that the spec lists.
-        stages: stages of the run, the first of them its beginning; only that if the spec has none.
+        stages: stages of the run; the first is the config before any stage of the spec, and the only one if the spec
+            has no stages.
         setup_builder: builder of `train_setup`.
         calls_hooks: True if the class calls hooks, so that its spec may list some.
         text_job: path (`module:Class`) of the `TextJob` that tokenises the text of `config.data.tokenise`.
-        texts: texts that are tokenised before the run, and their jobs, in order; none without `config.data.tokenise`.
-        written_data: `config.data` as the user wrote it, with sources of text where `config.data` has their corpora.
+        texts: texts to tokenise before the run, with their jobs, in order; empty without `config.data.tokenise`.
+        written_data: `config.data` as the user wrote it: with the text sources that `config.data` replaces by their
+            corpora.
         logical_axis_rules: mesh axes of the model's own logical axis names; they precede the runner's
             (`runner.parallel.mesh`).
     """
@@ -139,7 +141,7 @@ class BaseTrainer(RestoreableJob):
     compiled: CompiledStep
 
     logical_axis_rules: ClassVar[Sequence[LogicalAxisRule]] = ()
-    # Averages of weights keep the names that the run has given them, also in a stage that sets other decays.
+    # Averages of weights keep the names that they have at the start of the run, also in a stage that sets other decays.
     ema_names: ClassVar[Sequence[float] | None] = None
     sharded_init = staticmethod(train_state.sharded_init)
     update_variables = staticmethod(train_state.keep_variables)
@@ -161,7 +163,8 @@ class BaseTrainer(RestoreableJob):
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
         assert spec.topology is not None, "a trainer needs a spec with a topology"
         super().__init__(spec, document)
-        # From here on document and config are those of a run on the corpora; `resolved_spec` has what the user wrote.
+        # From here on document and config name the corpora instead of the texts; `resolved_spec` has what the user
+        # wrote.
         self.written_data, self.texts = self.config.data, list[tuple[RawText, TextJob]]()
         if self.written_data.tokenise is not None:
             self.document, texts = split_text(self.document, spec, self.store.url, self.text_job)
@@ -199,7 +202,7 @@ class BaseTrainer(RestoreableJob):
         self._limit_bytes = 0  # memory of a device that a step may use
         self._is_just_restored = False
         self._verified_step = 0  # last step that a replay has verified, or from which this attempt has begun
-        self._stage_datasets: dict[tuple[Skips, int], Dataset] = {}  # by stretches of data passed over, and stage
+        self._stage_datasets: dict[tuple[Skips, int], Dataset] = {}  # by skipped ranges of data, and stage
 
     # Methods for an experiment to override.
 
@@ -216,9 +219,9 @@ class BaseTrainer(RestoreableJob):
     def read_published_model(cls, config: Mapping[str, Any]) -> JsonObject | None:
         """Return the keys of `config.model` that the content of a published `config.json` describes.
 
-        They stand for keys that the spec leaves out beside `checkpoint.init_from`. None, the default, if the job cannot
-        translate such files; every key of the model is then needed in the spec. Raises `InvalidError`, as one line, for
-        a file that describes no model of this job.
+        They replace keys that a spec with `checkpoint.init_from` leaves out. None, the default: the job cannot
+        translate such files, so the spec needs every key of the model. Raises `InvalidError`, as one line, for a file
+        that describes no model of this job.
         """
         return None
 
@@ -301,22 +304,22 @@ class BaseTrainer(RestoreableJob):
         return [*self.builtin_evaluators]
 
     def flops_per_token(self, train_setup: TrainSetup) -> Flops:
-        """Return the FLOPs of a train step for one token, counted in the traced `forward`. Replace it by a formula.
+        """Return the FLOPs of a train step per token, or per example of arrays. Override it with a formula if you can.
 
-        Where the data are arrays, they are those of one example. Raises `ValueError` if `forward` calls kernels that
+        By default FLOPs are counted in the traced `forward`. Raises `ValueError` if `forward` calls kernels that
         cannot be counted.
         """
         fields, units = self.setup_builder.fields, self.config.data.units_per_example
         return count_forward_flops(self.forward, train_setup, fields, units)
 
     def sizing(self, sizes: Mapping[str, int]) -> Sizing:
-        """Return the memory and traffic of a token on a mesh of these sizes (devices by axis); by default unknown."""
+        """Return memory and communication per token on a mesh of these sizes (devices by axis); unknown by default."""
         return Sizing()
 
     def kernel_cases(self, train_setup: TrainSetup) -> Sequence[KernelCase]:
         """Return the cases of the kernels of a traced step, which are tested before the first step.
 
-        By default they are those that the blocks of the model have recorded as the step was traced. A job that calls
+        By default these are the cases that the blocks of the model recorded while the step was traced. A job that calls
         kernels of its own may record them in its model too (`runner.train.kernel_check`), or add them here.
         """
         return [*train_setup.kernels.cases.values()]
@@ -328,7 +331,7 @@ class BaseTrainer(RestoreableJob):
     def final_choices(self) -> dict[str, tuple[Any, ...]]:
         """Return the values by dotted key that `plan --search` varies for the best candidate alone; none by default.
 
-        All others are compiled with the first value of each key, which should compile fast.
+        All other candidates are compiled with the first value of each key, which should compile fast.
         """
         return {}
 
@@ -338,7 +341,7 @@ class BaseTrainer(RestoreableJob):
     def train_step(
         cls, state: TrainState, batch: Batch, key: jax.Array, accumulate_steps: int
     ) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
-        """Make one optimizer step over a batch (S, B, ...); returns (state, loss, meta). Pure."""
+        """Make one optimizer step over a batch (S, B, ...) and return (state, loss, meta). Pure."""
         config = cls._get_config()
         options = step_functions.StepOptions(
             update_variables=cls.update_variables,
@@ -377,20 +380,21 @@ class BaseTrainer(RestoreableJob):
         return layout.batch(self.get_stage_dataset(stage.number), slice, data_step)
 
     def get_data_step(self, step: int) -> int:
-        """Return the number of batches of the data that lie before the one after `step` completed steps.
+        """Return the index, in the order of the data, of the batch after `step` completed steps.
 
-        A job that makes its own batches in `batch` takes the one of this number, so that stretches are passed over.
+        A job that makes its own batches in `batch` must return the batch of this index, so that ranges of data can be
+        skipped (`skip_steps` and roll-backs).
         """
         return self.data_position.get_data_step(step)
 
     def _locate_batch(self, step: int) -> tuple[RunningStage, int]:
-        """Return (stage that makes the step after `step` completed ones, batches of its own data before that step)."""
+        """Return (stage of the step after `step` completed ones, batches of the stage's own data before it)."""
         stage = self.running_stages[self.config.find_stage(step)]
         return stage, self.get_data_step(step) - self.data_position.count_examples(stage.start, 1)[0]
 
     @property
     def data_position(self) -> DataPosition:
-        """Position in the data by step, with the stretches passed over by the spec and by roll-backs."""
+        """Position in the data by step, with the ranges skipped by the spec and by roll-backs."""
         return DataPosition(tuple(sorted((*self.setup_builder.data_position.skips, *self.passed_over))))
 
     def run(self) -> None:
@@ -410,7 +414,7 @@ class BaseTrainer(RestoreableJob):
                     self.step += 1
                     self.compile_next_stage()
                     report.add_step(self.step, loss, meta)
-                    # Rows and saves fetch the losses of the steps so far; nothing else could find a spike.
+                    # Raised where rows and saves fetch losses; nothing else reads a loss on the host.
                     try:
                         if report.is_row_due(self.step):
                             report.add_row(self.get_evaluated_weights(self.state), self.step)
@@ -439,7 +443,7 @@ class BaseTrainer(RestoreableJob):
         Raises:
             DeviceError: the replay of the step gives other gradients.
         """
-        # Between steps the state has the functions of stage 0, like the one that is saved and restored.
+        # Between steps the state holds the (static) functions of stage 0, like a state that is saved and restored.
         state = self.stage.adopt(state) if self._stage_number else state
         if not has_target:
             state, loss, meta = self.skip_step(state)
@@ -456,7 +460,7 @@ class BaseTrainer(RestoreableJob):
 
     @functools.cached_property
     def replayed_step(self) -> ReplayedStep | None:
-        """Compiled step of the stage in force that can be replayed; None if the spec asks for no replays."""
+        """Compiled replayable step of the current stage; None if the spec asks for no replays."""
         if not self.compiled.layout.is_replayable:
             return None
         return ReplayedStep(self.compiled, self.stage.train_setup.abstract_state)
@@ -500,12 +504,12 @@ class BaseTrainer(RestoreableJob):
         return jax.jit(skip, donate_argnums=0, out_shardings=(shardings, None, None))
 
     def load(self, suffix: str | os.PathLike[str]) -> None:
-        """Replace state and step by those of `checkpoints/<suffix>`, see `RestoreableJob.load`; batches follow."""
+        """Load state and step from `checkpoints/<suffix>`, see `RestoreableJob.load`. Batches follow the step."""
         super().load(suffix)
         self.state = self.hook_dispatcher.go_to(self.state, self.step)
 
     def roll_back(self, spike: SpikeError) -> None:
-        """Pass over the data of a spike, and continue from a checkpoint before it. Called on every host.
+        """Skip the data of a spike, and continue from a checkpoint before it. Called on every host.
 
         Raises:
             DivergedError: the run was rolled back too often, or has no such checkpoint.
@@ -515,7 +519,7 @@ class BaseTrainer(RestoreableJob):
         if len(made) >= policy.at_most:
             tried = ", ".join(f"{number} batches after step {begin}" for begin, number in made)
             raise DivergedError(f"{spike}; all {len(made)} allowed roll-backs have been made, and skipped {tried}")
-        # The stage in which the spike begins, whichever one has fetched it. Data before that stage are other data.
+        # The stage in which the spike begins, even if a later stage fetched its loss. Earlier stages have other data.
         stage = self.stages[self.config.find_stage(spike.first - 1)]
         begin, number = plan_roll_back(policy, spike.first, stage.config.train.global_batch_examples, made)
         begin, number = max(begin, stage.start), number - max(stage.start - begin, 0)
@@ -532,7 +536,7 @@ class BaseTrainer(RestoreableJob):
             "detected": spike.step,
             "reason": spike.reason,
         }
-        # Rows that are given up stay visible in the record alone.
+        # Discarded rows are kept only in the record.
         hosts.run_on_main(
             lambda: record_roll_back(self.attempt, record | {"rows": self.report.list_losses_after(begin)})
         )
@@ -549,9 +553,9 @@ class BaseTrainer(RestoreableJob):
         raise DivergedError(f"{spike}; no good checkpoint of step {begin} or earlier is left to go back to")
 
     def on_restored(self) -> None:
-        """Mark the next step for replay, and take over the stretches of data that roll-backs have passed over.
+        """Mark the next step for replay, and restore the ranges of data that roll-backs have skipped.
 
-        The stretches come from the state and from the records of the roll-backs.
+        The ranges come from the state and from the records of the roll-backs.
         """
         self._is_just_restored, self._verified_step = True, self.step
         if self.config.stability.roll_back is None:
@@ -575,7 +579,7 @@ class BaseTrainer(RestoreableJob):
         def on_row(row: Row) -> None:
             self.state = self.hook_dispatcher.on_given_row(self.state, self.step, row)
 
-        # Evaluate first: hooks are shown the complete row.
+        # Evaluate first: hooks get the complete row.
         if not self.report.complete_row(self.get_evaluated_weights(self.state), self.step, on_row):
             self.save_or_stop()
         self.call_hooks()
@@ -623,7 +627,7 @@ class BaseTrainer(RestoreableJob):
 
     @property
     def stage(self) -> RunningStage:
-        """Stage that makes the next step or, until that begins, the one that has made the last."""
+        """Stage of the next step or, until that begins, of the last step."""
         return self.running_stages[self._stage_number]
 
     @functools.cached_property
@@ -651,7 +655,7 @@ class BaseTrainer(RestoreableJob):
         return self.stage_jobs[self.config.find_stage(max(step - 1, 0))]
 
     def make_stage_context(self, number: int) -> StageContext | None:
-        """Return how a stage depends on those before it; None if the run has no stages."""
+        """Return the dependencies of a stage on those before it; None if the run has no stages."""
         if len(self.stages) == 1:
             return None
         stage = self.stages[number]
@@ -662,7 +666,7 @@ class BaseTrainer(RestoreableJob):
         )
 
     def count_stage_examples(self, number: int, step: int | None = None) -> tuple[int, Ranges]:
-        """Return (examples of the data of a stage up to `step`, ranges of those that were passed over).
+        """Return (number of examples of a stage's data up to `step`, ranges of those that were skipped).
 
         `step` is by default the end of the stage.
         """
@@ -674,10 +678,10 @@ class BaseTrainer(RestoreableJob):
         return own.count_examples(end - stage.start, stage.config.train.global_batch_examples)
 
     def get_stage_dataset(self, number: int) -> Dataset:
-        """Return the data set of a stage, whose sources go on where the stages before it have left them."""
+        """Return the data set of a stage, whose sources continue at the positions that earlier stages have reached."""
         key = self.data_position.skips, number
         if key not in self._stage_datasets:
-            # A roll-back in one stage moves the data of the later ones.
+            # A roll-back in one stage moves the position in the data of the later ones.
             earlier = [(self.get_stage_dataset(each), *self.count_stage_examples(each)) for each in range(number)]
             loaded = self.running_stages[number].builder.dataset
             self._stage_datasets[key] = loaded.continue_stages(earlier) if earlier else loaded
@@ -702,7 +706,7 @@ class BaseTrainer(RestoreableJob):
         ]
 
     def enter_stage(self, step: int) -> None:
-        """Enter the stage that makes the step after `step` completed ones. May wait for its program."""
+        """Enter the stage of the step after `step` completed ones. May wait for its program."""
         number = self.config.find_stage(step)
         if number == self._stage_number:
             return
@@ -710,7 +714,7 @@ class BaseTrainer(RestoreableJob):
         with self.attempt.progress.report_phase(COMPILE):
             self.compiled = stage.start_compiling(self._limit_bytes).result()
         self._stage_number = number
-        # They are made again, for the model, the batch and the data of this stage.
+        # These are created again, for the model, the batch and the data of this stage.
         for name in ("builtin_evaluators", "_evaluators", "skip_step", "replayed_step"):
             vars(self).pop(name, None)
         self.report.enter_stage(self._evaluators, self._compute_mfu_per_token_rate())
@@ -726,7 +730,7 @@ class BaseTrainer(RestoreableJob):
         )
 
     def compile_next_stage(self) -> None:
-        """Start to compile the step of the next stage on a thread, if that has not begun yet."""
+        """Start to compile the step of the next stage on a background thread, unless that has been started."""
         if self._stage_number + 1 < len(self.stages):
             self.running_stages[self._stage_number + 1].start_compiling(self._limit_bytes)
 
@@ -760,13 +764,13 @@ class BaseTrainer(RestoreableJob):
         )
 
     def _compile_evaluators(self) -> None:
-        # A stage without evaluations needs nothing, except for hooks that ask for one.
+        # A stage without evaluations needs no evaluator, except for hooks that request an evaluation.
         if len(self.stages) == 1 or self.stage.plan.is_evaluated(self.config.total_steps):
             self.builtin_evaluators.start_compiling(self._evaluators)
 
     @functools.cached_property
     def _evaluators(self) -> list[Evaluator]:
-        """Evaluators of the stage in force."""
+        """Evaluators of the current stage."""
         # The job may replace evaluators, but not drop one that a key of the spec asks for.
         chosen = self.builtin_evaluators.validate_chosen(self.evaluator(), self.document)
         return [*chosen, *make_ema_evaluators(self.config, self.validation)]
@@ -789,7 +793,7 @@ class BaseTrainer(RestoreableJob):
     def builtin_evaluators(self) -> BuiltinEvaluators:
         """Evaluators of the loss on the validation sets and of the tasks of `config.eval`. Iterate to get them.
 
-        They are those of the stage in force.
+        These are the evaluators of the current stage.
         """
         self.validate_compiled("evaluator")
         tasks = self.evaluation_tasks
@@ -830,7 +834,7 @@ class BaseTrainer(RestoreableJob):
                 continue
             identity = compute_trajectory(job.spec, job.config)
             changes = job.make_run_identity(identity).compare_values(owner.identity)
-            # The text may be gone by now, so that nobody can tell whether it has only moved.
+            # The text may be deleted by now, so it cannot be checked if it has only moved.
             for key in (f"config.{name}" for name in job.config.content_keys):
                 saved, value = owner.identity.get(key), identity.get(key)
                 # A tokenizer in another corpus of this run moves with the run.
@@ -859,7 +863,7 @@ class BaseTrainer(RestoreableJob):
             names = hosts.run_on_main(self.find_untokenised)
             if not names:
                 return
-            # What can be checked without the data is checked before work of hours.
+            # Checks that do not need the data come before tokenising, which may take hours.
             self.validate_devices(hosts)
             self.setup_builder.validate_keys_read()
             self.setup_builder.make_mesh(jax.devices())
@@ -938,7 +942,7 @@ class BaseTrainer(RestoreableJob):
         """Compile the train step with the largest micro-batch that fits, by the compiler's own memory figures."""
         hosts = self.attempt.hosts
         self._limit_bytes = hosts.agree(int(read_device_memory_bytes() * MEMORY_SHARE))
-        # Looked up again: until this attempt claimed the directory, another one could still commit its choice.
+        # Read again: until this attempt claimed the directory, another one could still commit its choice.
         fork = self.spec.checkpoint.fork_from
         known = find_known_micro_batch(self.train_setup, self.store, hosts, fork, self.stage.start)
         self.check_kernels(known)
@@ -950,7 +954,7 @@ class BaseTrainer(RestoreableJob):
             keep_freed_memory(self.compiled.memory.temporaries * num_devices)
         examples = self.compiled.layout.micro_batch_examples
         given: JsonObject = {"compiler_options": dict(self.compiled.options)} if self.compiled.options else {}
-        # Pages that read only files learn of it here.
+        # Commands that only read files, such as `report`, get it from here.
         if not self.setup_builder.is_language_model(self.train_setup):
             given["language_model"] = False
         self.attempt.record("compile", None, program=self.compiled.digest, micro_batch_examples=examples, **given)
@@ -1019,7 +1023,7 @@ class BaseTrainer(RestoreableJob):
         return {**super().former_values, **self.hooks.former_values}
 
     def make_run_identity(self, identity: Trajectory) -> RunIdentity:
-        """Return what is compared with a saved trajectory, which may differ at later steps."""
+        """Return the identity to compare with a saved trajectory, which may differ at later steps."""
         whole = super().make_run_identity(identity)
         identities = [
             (

@@ -142,11 +142,11 @@ class TokeniseConfig(JobConfig):
 
     @property
     def content_keys(self) -> frozenset[str]:
-        """Places of the input files, the tokenizer and the template, whose digests are compared."""
+        """Paths of the input files, the tokenizer and the template; only their digests are compared."""
         return frozenset({"source", "tokenizer.file", "chat.template"})
 
     def explain_refusal(self, keys: Sequence[str], saved: Trajectory, step: int) -> str:
-        """Return what would allow a corpus with other keys; a fork of this one would not."""
+        """Return advice on how to make a corpus with other keys (a fork cannot)."""
         return "or remove that one, to tokenise again"
 
     @property

@@ -95,7 +95,8 @@ class FinishedPiece(CorpusShards):
 def validate_owner(store: Store, directory: str, run_id: str | None = None) -> None:
     """Raise `InvalidError` if the corpus belongs to another run: in another directory, or with another id.
 
-    A run that was moved, and with it its id, still owns its corpus. A copy of a run owns only one that was copied too.
+    A run that was moved has kept its id, so it still owns its corpus. A copy of a run owns only a corpus that was
+    copied with it.
     """
     try:
         owner = read_json(store, OWNER)
@@ -137,7 +138,7 @@ SourceEntry = tuple[str, int, Version]  # label, size and version of an input fi
 
 
 def identify_sources(store: Store, files: Iterable[InputFile]) -> list[SourceEntry]:
-    """Return the input files for the job's identity: as they were when the corpus was begun, if they only have moved.
+    """Return the input files for the job's identity: if they have only moved, those of the beginning of the corpus.
 
     They have moved if their paths below a common directory, their sizes and their versions are the same.
     """
@@ -192,7 +193,7 @@ def discard(store: Store, run_id: str) -> None:
         is_own = read_json(store, OWNER).get("run") == run_id
     except (FileNotFoundError, ValueError):
         is_own = False
-    # Files in a directory that the run does not own yet are somebody's own.
+    # Files in a directory that the run does not own are not ours to delete.
     for name in store.list_names("") if is_own else ():
         if name in (SOURCES, DUPLICATES, TOKENIZER_CONFIG, *TOKENIZER_FILES.values()) or name.endswith(DIGESTS):
             store.remove(name)
@@ -275,7 +276,7 @@ def read_finished(store: Store, num_pieces: int, tokenizer: str, itemsize: int) 
     Raises:
         DataError: a record, or a shard that it lists, is missing, damaged or made with another tokenizer.
     """
-    # One listing instead of a request per shard; it tells a missing and a truncated file alike.
+    # One listing instead of a request per shard; it shows missing and truncated files.
     sizes = store.list_sizes("")
 
     def read(piece: int) -> FinishedPiece:
@@ -338,7 +339,7 @@ def compute_digests(documents: Iterator[Document]) -> bytes:
     for number, document in enumerate(documents):
         content = document
         if isinstance(document, Dialogue):
-            # Two dialogues of one text may differ in what is to be learned.
+            # Two dialogues with equal text may differ in their completions.
             content = f"{document.completions}\0{document.text}".encode()
         assert isinstance(content, bytes)
         found += hashlib.blake2b(content, digest_size=16).digest() + number.to_bytes(4, "little")

@@ -122,9 +122,9 @@ def read_documents(
 
 
 def find_documents(piece: Piece, wanted: Sequence[int], field: str, renderer: Renderer | None = None) -> list[str]:
-    """Return where documents of a piece are, such as `file:line`, given their ascending numbers in the piece from 0.
+    """Return the locations of documents of a piece, such as `file:line`, by their ascending numbers in it from 0.
 
-    Reads the piece again: places are needed only for messages, so nobody keeps them.
+    Reads the piece again, because locations are needed only for messages and are not kept.
 
     Raises:
         DataError: as `read_documents`.
@@ -148,7 +148,7 @@ def find_documents(piece: Piece, wanted: Sequence[int], field: str, renderer: Re
 def _read_records(
     part: InputPart, content: bytes | None, field: str, renderer: Renderer | None
 ) -> Iterator[tuple[int, Document | str]]:
-    """Yield the number of each line or row from 1 with its document, or with a string that says what it lacks."""
+    """Yield the number of each line or row, from 1, with its document or a description of its problem."""
     # The split into pieces was made for the size and version that the file had at the start.
     part.file.validate_unchanged()
     try:
@@ -223,8 +223,7 @@ def _format_names(names: list[str]) -> str:
 def _format_place(part: InputPart, number: int) -> str:
     """Format the place of line or row `number` of a part: `file:line`, or the file and the row.
 
-    A part that does not begin at the start of its file does not know how many lines precede it: they are counted only
-    now, for the message.
+    For a part that does not begin at the start of its file, the lines before it are counted here, for the message.
     """
     if part.file.format == "text":
         return part.file.where
@@ -509,7 +508,7 @@ def combine_digests(tokenizer: str, chat: ChatReader | None) -> str:
 
 
 def format_long_dialogues(pieces: Sequence[ChatCounts], chat: ChatReader | None) -> str | None:
-    """Format how many dialogues were cut and dropped, or return None if none were."""
+    """Format the numbers of dialogues that were cut and dropped; return None if there are none."""
     num_dropped, num_cut = sum(piece.num_dropped for piece in pieces), sum(piece.num_cut for piece in pieces)
     if chat is None or not num_dropped + num_cut:
         return None

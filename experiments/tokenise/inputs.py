@@ -2,9 +2,8 @@
 
 Resolution lists names, sizes and versions on disk or in a bucket, and reads no content.
 
-A data set on the Hub is read at one commit, like a bucket in which nothing changes. A revision that is the name of a
-branch or tag is resolved to a commit once, when the corpus is begun (`pin_source`); the list of its input files then
-has that commit.
+A data set on the Hub is read at one commit, like an immutable bucket. A revision that is the name of a branch or tag is
+resolved to a commit once, when the corpus is begun (`pin_source`); the list of its input files then has that commit.
 """
 
 import contextlib
@@ -76,8 +75,8 @@ class InputFile:
         name: path, absolute for a local file.
         label: name in the fingerprint of the source; the same on every host.
         size_bytes: size of the file.
-        version: modification time in nanoseconds, or the object's version in a bucket; "" for python-stdlib, of which
-            each host has its own copy, so that only names and sizes count.
+        version: modification time in nanoseconds, or the object's version in a bucket; "" for python-stdlib, because
+            each host has its own copy.
         format: format of the content.
     """
 
@@ -198,7 +197,7 @@ def _find_in_bucket(source: str) -> tuple[InputFile, ...]:
         listing: dict[str, FileInfo] = open_store(bucket_url).list_files(get_glob_prefix(patterns))
     except FileNotFoundError as error:
         raise DataError(f"{bucket_url} does not exist: {error}") from error
-    # It is a `PermissionError` too, but its message already says what this user may not read.
+    # Raised before the `PermissionError` below, because its message already names the object.
     except ForbiddenError:
         raise
     except PermissionError as error:
@@ -264,7 +263,7 @@ def pin_source(source: str, begun: Iterable[str]) -> str:
 
     Args:
         source: `config.source`.
-        begun: labels of the files from which the corpus was begun, whose commit is taken.
+        begun: labels of the files from which the corpus was begun; their commit is used.
 
     Raises:
         DataError: there is no such data set or revision, or it may not be read.
@@ -287,7 +286,7 @@ def pin_source(source: str, begun: Iterable[str]) -> str:
 
 
 class HubDriver:
-    """Client of a data set on the Hub at one revision, which reads only; the store of a bucket tries again.
+    """Read-only client of a data set on the Hub at one revision. `BucketStore`, which calls it, retries.
 
     Every call may raise `TransientError`, and `FileNotFoundError` or `PermissionError` with the answer of the Hub.
     """
@@ -321,7 +320,7 @@ class HubDriver:
         return self._request(key, {}), self._revision
 
     def get_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
-        """Return bytes `start .. stop`. A commit does not change, so that no version is compared."""
+        """Return bytes `start .. stop`. The version is not compared, because a commit does not change."""
         return self._request(key, {"Range": f"bytes={start}-{stop - 1}"})
 
     def _request(self, key: str, headers: dict[str, str]) -> bytes:

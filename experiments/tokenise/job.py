@@ -78,7 +78,7 @@ from runner.spec.imports import import_extra
 from runner.storage import JsonObject, Store, encode_json, open_store, parse_json, probe_store
 
 _MIN_SAMPLE_BYTES = 1 << 20  # from each sampled piece
-ROUNDS = 1000  # Steps of a job: enough to notice a stop soon, few enough that an empty step costs nothing.
+ROUNDS = 1000  # Steps of a job: enough to react to a stop quickly, but few enough that empty steps cost little.
 _PROGRESS_SECONDS = 10.0
 _DIGEST_WORDS = 8
 _TOKENISE = Phase("tokenise", TimeBucket.STEPS)
@@ -183,7 +183,7 @@ def train_bpe(
             yield document.decode(errors="replace")
 
     def report_progress() -> None:
-        # The library trains in one call, so the size of the sample and the time are all that is known.
+        # The library trains in one call, so only the size of the sample and the elapsed time are known.
         while not is_done.wait(_PROGRESS_SECONDS):
             seconds = time.monotonic() - started
             report(f"training a BPE: {read_bytes / 1e6:,.1f} MB of text read, {seconds:.0f} s so far")
@@ -290,7 +290,7 @@ class Tokenise(TextJob):
 
     @functools.cached_property
     def pinned_source(self) -> str:
-        """`config.source`; of a data set on the Hub at the commit from which the corpus was begun, or is begun now."""
+        """`config.source`; for a data set on the Hub, with the commit from which the corpus was or is begun."""
         with self.document.errors_at("config.source"):
             owner = read_owner(self.store)
             is_begun = owner is not None and owner.identity.get("config.source") == self.config.source
@@ -335,7 +335,7 @@ class Tokenise(TextJob):
 
     @property
     def vocabulary_size(self) -> int:
-        """Number of token ids; of a tokenizer that the job trains the largest one."""
+        """Number of token ids; for a tokenizer that the job trains, its upper bound."""
         config = self.config.tokenizer
         return config.vocabulary_size if isinstance(config, BpeConfig) else self.vocabulary.tokenizer.vocabulary_size
 
@@ -372,9 +372,9 @@ class Tokenise(TextJob):
         Raises:
             InvalidError: they cannot be used, or differ between processes; on every process.
         """
-        # One host looks it up, since a branch of the Hub may move meanwhile.
+        # Only process 0 resolves the revision, because a branch on the Hub may move meanwhile.
         vars(self)["pinned_source"] = hosts.run_on_main(lambda: self.pinned_source)
-        # A source that matches the job's own output would be another source at the next attempt.
+        # If the source matched the job's own output, it would be different at the next attempt.
         own = [f"{self.store.url}/{name}" for name in _RUN_FILES]
         own += [f"{self.output.url}/{name}" for name in corpus.NAMES]
         if (matched := next((path for path in own if would_match(self.config.source, path)), None)) is not None:
@@ -387,7 +387,7 @@ class Tokenise(TextJob):
         with self.document.errors_at("config.source"):
             if {self.files[0].format, *(files[0].format for _, files in self.sample_files)} & {"parquet", "arrow"}:
                 import_extra("pyarrow")
-        # Compared on all hosts, since the pieces are distributed by their number: each host must cut the same ones.
+        # Compared on all hosts, because pieces are distributed by number, so every host must have the same pieces.
         inputs = [compute_fingerprint(self.files), len(self.pieces), self._sample_fingerprint()]
         if not isinstance(self.config.tokenizer, BpeConfig):
             _ = self.separator, self.begin
@@ -403,20 +403,20 @@ class Tokenise(TextJob):
         return any(name.isdecimal() for name in corpus.list_finished(self.output))
 
     def discard_output(self) -> None:
-        """Remove the tokenizer and the lists that an earlier spec has led to, if no piece is finished."""
+        """Remove the tokenizer and the lists of an earlier spec, if no piece is finished."""
         owner = read_owner(self.store)
         if owner is not None and not self.has_output():
             corpus.discard(self.output, owner.id)
 
     def prepare(self) -> None:
-        """Take ownership of the output and write the tokenizer, which process 0 trains if need be; others wait."""
+        """Take ownership of the output and write the tokenizer, which process 0 trains if needed; others wait."""
         self.attempt.hosts.run_on_main(self._begin_output)
         _ = self.separator, self.begin
 
     def init(self) -> Any:
         """Return the state at step 0: a digest of the corpus, zero until the corpus is complete.
 
-        The digest makes the fingerprint of the state tell one corpus from another. Progress is the step.
+        The digest makes the fingerprint of the state identify the corpus. The step is the progress.
         """
         return {"index": jnp.zeros(_DIGEST_WORDS, jnp.uint32)}
 
@@ -478,7 +478,7 @@ class Tokenise(TextJob):
             self._probe_source()
 
     def _probe_source(self) -> None:
-        """Read the source up to its first document, so that a wrong key is refused before anything is claimed."""
+        """Read the source up to its first document, so that a wrong key is refused before the directory is claimed."""
         rendering = contextlib.nullcontext() if self.chat is None else Renderer(self.chat.template)
         bad: list[BadRecord] = []
         with rendering as renderer:
@@ -525,7 +525,7 @@ class Tokenise(TextJob):
         if self.vocabulary.content is not None:
             corpus.write_once(output, self.vocabulary.record["file"], self.vocabulary.content)
         if self.chat is not None and self.chat.template is not None:
-            # Exports of runs that train on the corpus give the template back.
+            # Exports of runs that train on the corpus include the template.
             template, special = self.chat.template, self.vocabulary.list_special_tokens()
             settings = template.names | {"chat_template": template.source}
             if (end_of_turn := find_end_of_turn(template, special)) is not None:
@@ -558,7 +558,7 @@ class Tokenise(TextJob):
         missing, printed_seconds = _unpack_bits(hosts.run_on_main(find_missing)), time.monotonic()
         rendering = contextlib.nullcontext() if self.chat is None else Renderer(self.chat.template)
         with rendering as renderer:
-            # The hosts meet now and then, so that none waits long for the others.
+            # The hosts synchronise repeatedly, so that none waits long for the others.
             for number in range(_HASH_ROUNDS if missing else 0):
                 first, last = (len(missing) * (number + i) // _HASH_ROUNDS for i in range(2))
                 for piece in missing[first:last][hosts.process_id :: hosts.num_processes]:
@@ -602,7 +602,8 @@ class Tokenise(TextJob):
                 return corpus.write_piece(self.output, piece, self.tokenizer_digest, self._report_progress(stream))
         except FileNotFoundError:
             if self.attempt.hosts.is_main:
-                # A newer attempt may have removed the temporary file that this one was writing: say so instead.
+                # A newer attempt may have removed the temporary file that this one was writing: raise that error
+                # instead.
                 self.attempt.fence.check()
             raise
 

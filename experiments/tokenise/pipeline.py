@@ -91,12 +91,12 @@ class EncodedBatch:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything besides files and tokenizer that the tokens of a piece depend on.
+    """Everything on which the tokens of a piece depend besides files and tokenizer.
 
     Attributes:
         field: key or column that holds the text.
         shard_bytes: bytes of text in a shard.
-        skip_bad: most bad lines and documents.
+        skip_bad: maximum number of bad lines and documents.
         begin: id that begins every document.
         separator: id that ends every document.
         chat: reader of dialogues; None if documents are plain text.
@@ -132,7 +132,7 @@ def encode_pieces(
 def encode_texts(batch: DocumentBatch, piece: Piece, tokenizer: BatchTokenizer, recipe: Recipe) -> EncodedBatch:
     """Encode documents of text.
 
-    A document without tokens and without a separator is left out, since a corpus cannot hold it.
+    A document without tokens and without a separator is left out, because a corpus cannot contain it.
     """
     begin, separator = recipe.begin, recipe.separator
     found, bad = _encode_all(batch, piece, tokenizer.encode_batch, batch.documents, recipe)
@@ -184,7 +184,7 @@ def _encode_all(
     """
     with contextlib.suppress(EncodeError):
         return encode(texts) if texts else [], ()
-    # The library does not say which text it failed on, so each is encoded alone.
+    # The library does not report the text on which it failed, so each is encoded separately.
     found: list[Any] = []
     problems: dict[int, str] = {}
     for index, text in enumerate(texts):
@@ -254,7 +254,7 @@ def _read_batches(pieces: Generator[tuple[int, Piece, list[bytes | None]]], reci
                 held.append((index, document))
                 held_bytes += len(document)
                 in_shard_bytes += len(document)
-                # Bytes of text are counted and not tokens, so that shards depend on the documents alone.
+                # Bytes of text are counted instead of tokens, so that shards depend only on the documents.
                 is_shard = in_shard_bytes >= recipe.shard_bytes
                 is_batch = held_bytes >= BATCH_BYTES or len(held) == BATCH_DOCUMENTS
                 if is_shard or (is_batch and recipe.seed is None):
@@ -262,7 +262,7 @@ def _read_batches(pieces: Generator[tuple[int, Piece, list[bytes | None]]], reci
                     held, held_bytes, num_shards = [], 0, num_shards + is_shard
                     in_shard_bytes = 0 if is_shard else in_shard_bytes
             yield from _cut_batches(number, held, recipe.seed, num_shards, False)
-            # Even an empty last batch is passed on: it tells the writer that the piece is complete.
+            # Even an empty last batch is passed on, because it tells the writer that the piece is complete.
             yield DocumentBatch(number, [], [], tuple(bad), True, True, num_duplicates)
 
 

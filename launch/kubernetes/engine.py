@@ -1,10 +1,10 @@
 """Engine `jobset`: the manifest of a JobSet, and its submission with kubectl.
 
-The manifest describes the nodes that the pods need, their container, and what follows the end of a pod; JobSet carries
-all of it out. The spec travels as text in an annotation of the pods, which the kubelet presents to them as a file. So a
-single object holds everything that a run is, and a restart cannot get another spec than the one that was submitted.
+The manifest describes the nodes that the pods need, their container, and the reaction to the end of a pod, which JobSet
+carries out. The spec is passed as text in an annotation of the pods, which the kubelet mounts as a file. A single
+object therefore defines the run, and a restart always gets the submitted spec.
 
-How an exit code gets the right answer:
+Reaction to exit codes:
 
 1. The first process of each container is `launch.worker`, which starts the runner again after 75, 76 and a kill. The
    pod, its node and its image stay, and nothing is scheduled. The other hosts end with 75 or 76 too, and their workers
@@ -12,14 +12,14 @@ How an exit code gets the right answer:
 2. A pod that was taken away (evicted, drained, preempted, its node lost) is replaced by its Job, under the same index
    and host name, while the workers of the other pods wait for it at the rendezvous. A pod failure policy keeps the Job
    from counting it, and from counting a pod that ends with 75. Any other end counts against the Job's backoff limit.
-3. Codes 1 and 2 need a person: the policy fails the Job at once, and with it the JobSet, which never restarts a Job.
+3. Codes 1 and 2 need a person: the policy fails the Job at once, and so the JobSet, which never restarts a Job.
 
 All fields are stable ones of the Job. A Job with a pod failure policy replaces a pod only after it has ended
 (`podReplacementPolicy: Failed`), and the fence of the run's directory holds in any case.
 
-Values that an API server would refuse are refused before it is asked, in one line that names the option. The rules are
-Kubernetes' own (apimachinery's `util/validation` and `api/resource`, `core/validation`), and those of image references
-(distribution's `reference`), which only the kubelet checks: a pod with a bad one waits forever.
+Values that an API server would refuse are refused before the submission, in one line that names the option. The rules
+are Kubernetes' own (apimachinery's `util/validation` and `api/resource`, `core/validation`), and those of image
+references (distribution's `reference`), which only the kubelet checks: a pod with a bad one waits forever.
 """
 
 import json
@@ -247,7 +247,7 @@ def render(spec: ExecutionSpec, text: str, arguments: JobSetArguments, submit_ti
         "parallelism": pods.hosts_per_slice,
         "completions": pods.hosts_per_slice,
         "completionMode": "Indexed",
-        # Each host has its own restarts, and a fault of one ends others with it.
+        # Each host counts its own restarts, and a fault of one host ends the others too.
         "backoffLimit": min(arguments.max_restarts * pods.hosts_per_slice, MAX_NUMBER),
         "podFailurePolicy": {"rules": POD_FAILURE_RULES},
         "template": _render_pod(spec, text, arguments, pods, name, submit_time),
@@ -420,7 +420,7 @@ def validate_mounts(paths: Sequence[str]) -> None:
         PATH.validate("the mount at", path)
         if ".." in PurePosixPath(path).parts:
             raise InvalidError(f"the mount at {path}: needs a path without '..'")
-    # Paths are compared in parts, since `/data` and `/data/` are one place.
+    # Paths are compared by parts, because `/data` and `/data/` are the same directory.
     twins = [path for path in paths if sum(PurePosixPath(other) == PurePosixPath(path) for other in paths) > 1]
     if twins:
         raise InvalidError(f"{twins[0]} would be mounted twice; needs a path for each volume")
@@ -475,7 +475,7 @@ def run(arguments: JobSetArguments) -> int:
     """Submit the job, or print what would be submitted."""
     spec = validate_spec(load_document(arguments.spec, arguments.overrides))
     text = Path(arguments.spec).read_text(encoding="utf-8-sig")
-    # Rendered without a time first: every option is checked before the cluster is asked for anything.
+    # First rendered without a time, so that every option is checked before the cluster is contacted.
     manifest = render(spec, text, arguments, None)
     if not arguments.dry_run:
         metadata = manifest["metadata"]
@@ -489,10 +489,9 @@ def run(arguments: JobSetArguments) -> int:
 
 
 def _find_submit_time(name: str, namespace: str | None) -> str | None:
-    """Return when the JobSet was submitted, in Unix seconds.
+    """Return the time at which the JobSet was submitted, in Unix seconds: now for a new JobSet.
 
-    That is now for a new JobSet. The environment of pods cannot be changed, so an existing JobSet keeps its time, or
-    None if its pods were given none.
+    The environment of pods cannot be changed, so an existing JobSet keeps its time, or None if its pods have none.
     """
     where = [] if namespace is None else [f"--namespace={namespace}"]
     get = ["get", "jobset", name, *where, "--ignore-not-found", "--output=json"]

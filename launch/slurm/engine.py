@@ -1,8 +1,9 @@
 """Engine `slurm`: the job as a batch job with one task per node, which its script starts again after 75 and 76.
 
 Renders a script for sbatch (its options, the variables of `batch_script.sh`, and that program below them) and submits
-it. SLURM itself requeues a job whose node has failed, and one that it preempts. It knows no exit codes, so the script
-acts on them: it requeues the job after 75, and restarts it in the same allocation after 76, in a standby if one waits.
+it. SLURM itself requeues a job whose node has failed, and a job that it preempts. It does not react to exit codes, so
+the script does: it requeues the job after 75, and restarts it in the same allocation after 76, in a standby if one
+waits.
 """
 
 import json
@@ -34,7 +35,7 @@ from runner.console import say, warn, write_text
 from runner.errors import EXIT_DONE, InvalidError, RetryableError
 from runner.spec import Document, ExecutionSpec, load_document, validate_spec
 
-LINGER_SECONDS = 120  # what the other tasks get to end by themselves once one has ended
+LINGER_SECONDS = 120  # time for the other tasks to end by themselves once one has ended
 _EARLY_SECONDS = 60  # by which SLURM may send a signal too early
 _UNREACHABLE = ("Unable to contact slurm controller", "Socket timed out", "Zero Bytes were transmitted")
 
@@ -177,7 +178,7 @@ def render(spec: ExecutionSpec, allocation: Allocation, arguments: SlurmArgument
     ]
     if arguments.spare_nodes:
         options.append("--no-kill")  # SLURM would end a job that has lost a node
-    # srun must not kill the other tasks at once: they end by themselves, with the code that tells why.
+    # srun must not kill the other tasks at once: they end by themselves, with an exit code that gives the reason.
     step_options = ["--label", "--kill-on-bad-exit=0", f"--wait={LINGER_SECONDS}"]
     if allocation.gpus_per_node is not None:
         options.append(f"--gpus-per-node={allocation.gpus_per_node}")
@@ -190,7 +191,7 @@ def render(spec: ExecutionSpec, allocation: Allocation, arguments: SlurmArgument
     optional = {"time": arguments.time, "partition": arguments.partition, "account": arguments.account}
     options += [f"--{name}={value}" for name, value in optional.items() if value is not None]
     command = [arguments.python, *runner_arguments(arguments.spec, arguments.overrides)]
-    # A standby gets what follows `python -m runner`, and the variable that the script sets anew at each restart.
+    # A standby gets what follows `python -m runner`, and the variable that the script sets at each restart.
     line = json.dumps({"variables": {SUBMIT_TIME_VARIABLE: "@submit_time@"}, "words": command[3:]})
     lines = [
         "#!/bin/bash",

@@ -1,7 +1,7 @@
 """Engine `tpu-vm`: a queued resource of Google Cloud, the committed code on all of its hosts, and their supervision.
 
-`run` turns command line and spec into the machines to request and the commit to ship, with nothing that is not
-committed. `TpuVmJob` carries the job out, from the request for machines to their end:
+`run` determines the machines to request and the commit to ship; uncommitted files are not shipped. `TpuVmJob` runs the
+job, from the request for machines to their deletion:
 
 1. Request the machines, unless they exist, and wait until they are ACTIVE.
 2. Attend every host again and again: a host without the code gets it, a host without the job starts it, and all report
@@ -9,9 +9,9 @@ committed. `TpuVmJob` carries the job out, from the request for machines to thei
 3. If the machines are lost, delete what is left of the resource and start over at 1; the job resumes its last save.
 4. When the job has ended, delete the machines.
 
-Each host runs its part under a detached supervisor of its own, which restarts it by exit code. So the job needs this
-command only to be started, and to get new machines after a preemption. Nothing is remembered here: each step asks what
-exists, so the launch may be stopped and run again at any time, and starts nothing twice.
+Each host runs its part under a detached supervisor of its own, which restarts it by exit code. The job therefore needs
+this command only for its start, and for new machines after a preemption. The command keeps no state: each step queries
+the current state, so the launch may be stopped and run again at any time, and starts nothing twice.
 """
 
 import hashlib
@@ -116,8 +116,8 @@ class TpuVmJob:
         """Run the job to its end, on new machines whenever they are lost, and return its exit code.
 
         Raises:
-            RetryableError: the machines cannot be had or reached.
-            PreemptedError: somebody else has deleted the machines.
+            RetryableError: the machines are not available or cannot be reached.
+            PreemptedError: another user or process has deleted the machines.
         """
         name = self.resource.name
         while True:
@@ -180,7 +180,7 @@ class TpuVmJob:
                 try:
                     hosts = self._attend_all(machines)
                 except RetryableError as error:
-                    # Connections break; the job itself does not need this command to go on.
+                    # Connections may break; the job continues without this command.
                     num_failures += 1
                     if num_failures == MAX_TRIES:
                         raise RetryableError(
@@ -242,7 +242,7 @@ class TpuVmJob:
     def _attend(self, node: str, size: int, created: int | None) -> dict[int, HostStatus]:
         _, output, errors = execute(self._attend_command(node, created))
         found = parse_statuses(output)
-        # The statuses tell more than the exit code, which is one for all hosts.
+        # The statuses say more than the exit code, which is a single one for all hosts.
         if set(found) != set(range(size)):
             raise_user_error(errors)
             raise RetryableError(f"{len(found)} of {size} hosts of {node} answer: {find_error_line(errors)}")
@@ -286,8 +286,8 @@ class TpuVmJob:
 def find_exit_code(hosts: dict[HostIndex, HostStatus]) -> int | None:
     """Return the exit code of the job, None while it runs.
 
-    The job has ended once a host has given up, since the others wait for it in vain, or once the first host has
-    succeeded, since it leaves last.
+    The job has ended once a host has failed for good, because the others would wait for it in vain, or once the first
+    host has succeeded, because it exits last.
     """
     codes = {index: host.code for index, host in hosts.items() if host.code is not None}
     if any(codes.values()):
@@ -442,11 +442,11 @@ def run(arguments: TpuVmArguments) -> int:
         """Make the launch, with the archive in a directory of this machine."""
         files = {str(Path(directory, programs.archive)): programs.archive}
         if arguments.environment_file is not None and programs.environment is not None:
-            # It goes before the archive: a host that has the archive starts the job, which reads this file.
+            # Copied before the archive, because a host with the archive starts the job, which reads this file.
             files = {arguments.environment_file: programs.environment} | files
         return TpuVmJob(resource, programs, files, gcloud, arguments.poll_seconds, arguments.keep)
 
-    # The kernel refuses longer arguments, which must not come out once machines have been requested.
+    # The kernel refuses longer arguments. Check this before machines are requested.
     commands = make_job("").list_commands()
     longest = max(len(word.encode()) for command in commands for word in command)
     if longest >= _MAX_ARGUMENT_BYTES:

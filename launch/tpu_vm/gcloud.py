@@ -1,11 +1,11 @@
-"""TPU VMs through gcloud: the commands of one queued resource, the programs on its hosts, and how answers are read.
+"""TPU VMs through gcloud: the commands of one queued resource, the programs on its hosts, and parsers of their output.
 
 The programs are the `.sh` files beside this module. In the directory `~/NAME` of each host:
 
 | file | content |
 |---|---|
 | `code/`, `venv/`, `installed` | the commit, the environment that runs it, and which commit that is |
-| `log` | output of setup and job; `log.previous` is that of the job before |
+| `log` | output of setup and job; `log.previous` is that of the previous job |
 | `lock` | locked by the job as long as any of its processes lives |
 | `pid` | the job's process group |
 | `submitted` | time of the request for the machines, in Unix seconds; empty if they were kept from an earlier job |
@@ -171,7 +171,7 @@ class Gcloud:
         return NodeState(answer.get("state", ""), len(answer.get("networkEndpoints") or [None]))
 
     def create(self) -> None:
-        """Queue the request. If it exists already, an earlier try has made it, whose answer was lost."""
+        """Queue the request. If it exists already, an earlier try has succeeded, but its answer was lost."""
         self._execute_with_retries(self._resource.create(), "ALREADY_EXISTS")
 
     def delete(self) -> None:
@@ -193,7 +193,7 @@ class Gcloud:
 
     def _execute_with_retries(self, command: Sequence[str], expected_error: str) -> str | None:
         """Return the output of a command, or None if it fails with an error that matches `expected_error`."""
-        # The cloud's interface fails now and then for minutes; a job that runs for weeks must not end for that.
+        # The cloud's API sometimes fails for minutes, which must not end a job that runs for weeks.
         for retries_left in reversed(range(MAX_TRIES)):
             code, output, errors = execute(command)
             if code == 0:
@@ -246,7 +246,7 @@ def raise_user_error(errors: str) -> None:
 
 
 def find_error_line(errors: str) -> str:
-    """Return the line in gcloud's errors that says what went wrong."""
+    """Return the line with the reason in gcloud's error output."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     return next((line for line in lines if line.startswith("ERROR:")), lines[-1] if lines else "no error was given")
 
@@ -323,7 +323,7 @@ class HostPrograms:
         return fill_program(program, name=self.name, first_line=first_line, last_lines=last_lines)
 
     def stop(self) -> str:
-        """Return a program that ends the job if it runs, and deletes its exit code, so that `attend` starts it anew."""
+        """Return a program that ends the job and deletes its exit code, so that `attend` starts it again."""
         return self._enter_and("stop.sh")
 
     def _enter_and(self, name: str, **values: Value) -> str:
@@ -411,7 +411,7 @@ class LogTail:
             self._has_ended.wait(self._pause_seconds)
 
     def _show(self) -> None:
-        """Show the log over one connection; a line that its end has cut short is left to the next connection."""
+        """Show the log over one connection; an incomplete last line is left to the next connection."""
         self._process = subprocess.Popen(
             self._connect(self._next_line),
             stdin=subprocess.DEVNULL,

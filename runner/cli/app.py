@@ -122,8 +122,8 @@ COMMANDS.add(
     "Writes a request into the run's directory and returns; the job reads it at its next steps.",
 )
 
-# Module and function that carry out a command. Most modules bring jax, so each is imported by its name when its command
-# runs. A job is run by `_run_job`.
+# Module and function of each command. Most modules import jax, so each is imported by its name when its command runs. A
+# job is run by `_run_job`.
 _IMPLEMENTATIONS = {
     declared.PlanArguments: ("runner.cli.plan", "print_plan"),
     declared.StatusArguments: ("runner.cli.status", "print_status"),
@@ -162,7 +162,7 @@ def run_program() -> int:
     # An idle standby ends at Ctrl-C without a traceback, and writes no core at SIGQUIT. Handlers replace both later.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)
-    _import("runner.trainer")  # which brings almost all that a job needs until its first step
+    _import("runner.trainer")  # which imports almost everything that a job needs until its first step
     sys.argv[1:] = _import("runner.cli.run").wait_for_arguments(int(descriptor))
     # The time of this process begins now.
     return main(sys.argv[1:], Clock(0.0, TimeBucket.PROCESS_START))
@@ -175,7 +175,7 @@ def main(words: Sequence[str], clock: Clock | None = None) -> int:
     """
     clock = clock or Clock.since_process_start()
     stop = StopNotice(clock)
-    # A request to stop must be heard in every phase, so before anything that takes time.
+    # A stop may be requested in every phase, so install the handlers before anything that takes time.
     stop.install_signal_handlers()
     # The user's job class is found from the working directory, also by the console script.
     with contextlib.suppress(ValueError):

@@ -1,7 +1,7 @@
 """Arguments and options of each command of `python -m runner`.
 
-Only declarations, so that `--help` and a mistyped option cost no import of jax. Each class is parsed by
-`runner.command_line`, and taken by the function that `runner.cli.app` names for it.
+This module contains only declarations, so that `--help` and errors in options do not import jax. `runner.command_line`
+parses each class, and `runner.cli.app` names the function that takes it.
 """
 
 from dataclasses import dataclass, field
@@ -313,7 +313,7 @@ class VerifyResumeArguments:
         str | None,
         typer.Option(
             metavar="M[,M...]",
-            help="CPU devices to fake in each process; several numbers take turns at the starts of the killed run.",
+            help="CPU devices to simulate in each process; the starts of the killed run cycle through several numbers.",
         ),
     ] = None
     seed: Annotated[int, typer.Option(metavar="S", help="Seed of the moments of the kills.")] = 0
@@ -331,7 +331,7 @@ class VerifyResumeArguments:
 
     @property
     def device_counts(self) -> list[int] | None:
-        """Numbers of CPU devices to fake in each process, by start; None to use the devices of this machine."""
+        """Numbers of CPU devices to simulate in each process, by start; None to use the devices of this machine."""
         return None if self.devices_per_process is None else [*map(int, self.devices_per_process.split(","))]
 
 
@@ -358,7 +358,7 @@ class SpecFromArguments:
     data: Annotated[
         str | None,
         typer.Option(
-            metavar="SOURCE", help="Tokens to train on, as config.data.source names them. Default: a placeholder."
+            metavar="SOURCE", help="Text or tokens to train on, as in config.data.source. Default: a placeholder."
         ),
     ] = None
     is_lora: Annotated[bool, typer.Option("--lora", help="Train a LoRA adapter beside the frozen weights.")] = False

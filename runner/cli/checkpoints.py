@@ -40,7 +40,7 @@ def request_steps(arguments: ProfileArguments) -> int:
     if not 0 < arguments.steps <= MAX_PROFILE_STEPS:
         raise InvalidError(f"--steps {arguments.steps}: needs a number from 1 to {MAX_PROFILE_STEPS}")
     with convert_read_errors():
-        # A request in a directory that holds no run would never be read, and nobody would be told.
+        # A request in a directory without a run would never be read, without any message.
         store = open_run_store(arguments.where)
         request_profile(store, arguments.steps)
     say(

@@ -39,17 +39,17 @@ from runner.spec.document import dump_yaml
 from runner.storage import JsonObject, LocalStore, local_directory
 from runner.trainer import BaseTrainer
 
-# Jobs that `spec-from` tries, by name, since this package knows no model.
+# Jobs that `spec-from` tries, by name, because this package does not import models.
 _JOBS = ("experiments.model.decoder:PretrainDecoder", "experiments.gpt:PretrainGPT")
 # Matrices that get an adapter, by the last part of their module's name: those of attention.
 _ADAPTED = ("query", "key", "value", "out", "attention_out", "query_down", "query_up", "key_value_down", "key_value_up")
 _POSITIONS = ("max_position_embeddings", "n_positions")  # keys of config.json
-# Sources that are text by their names alone: those of the Hub, and lines of JSON, but no index of token files.
+# Sources whose names imply text: those of the Hub, and lines of JSON, except an index of token files.
 _TEXT = re.compile(r"^hf://datasets/|(?<!/index)\.(jsonl|json|ndjson)(\.[a-z0-9]+)?$")
 _NUM_BYTES = 256  # ids of the placeholder's tokenizer
 _LENGTH_MAX, _CPU_LENGTH_MAX = 8192, 1024
 _BATCH_TOKENS, _LORA_BATCH_TOKENS, _CPU_BATCH_EXAMPLES = 1 << 20, 1 << 17, 8
-# Formulas miss what a compiler adds, and nothing is compiled here.
+# Nothing is compiled here, and formulas underestimate memory.
 _MEMORY_SHARE = 0.9
 
 
@@ -78,7 +78,7 @@ def print_schema(arguments: SchemaArguments) -> int:
     With a spec, `config` has the keys of that spec's job class; without one, the keys of a trainer or any others. Only
     the top level of the spec must be valid, so `config` may be unfinished.
     """
-    # Most specs are of trainers, so an editor without a spec at hand gets their keys.
+    # Most specs are of trainers, so an editor without a spec gets their keys.
     config: type[JobConfig] = TrainerConfig
     if arguments.spec is not None:
         document = load_document(arguments.spec)
@@ -187,7 +187,7 @@ def _find_accelerator(text: str | None) -> Accelerator | None:
             if found.num_chips is None:
                 raise InvalidError(f"--topology {text}: add the number of chips, for example {text}-8")
             if found.chip.is_tpu:
-                found.shape  # noqa: B018 - raises for a number of chips that is no slice
+                found.shape  # noqa: B018 - raises for a number of chips that is not a slice
         return found
     chip = find_chip(jax.devices()[0].device_kind)
     names = [name for name, each in CHIPS.items() if each is chip and each.speeds is not None]

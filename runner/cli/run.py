@@ -1,10 +1,10 @@
 """The command `python -m runner SPEC`: join the other processes of the job, run it, end with its exit code.
 
-This module brings jax. It is imported when the top level of the spec is known to be valid.
+This module imports jax. It is imported only when the top level of the spec is known to be valid.
 
 A supervisor may start the process ahead of time, as a standby: it imports what every job needs, and waits until a
-command line comes through a pipe (`wait_for_arguments`). Then it becomes the process of that job. The restart has not
-waited for the imports. A standby touches no device, and imports none of the user's modules, which might.
+command line comes through a pipe (`wait_for_arguments`). Then it becomes the process of that job, so that the restart
+does not wait for imports. A standby uses no device, and imports none of the user's modules, which might use one.
 """
 
 import json
@@ -67,7 +67,7 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
         members.close()
     clock.enter(TimeBucket.SET_UP)
     if hosts.num_processes > 1:
-        # Only now is it known which process this is.
+        # The process number is known only from here on.
         level = spec.logging.level if hosts.is_main else spec.logging.level_other_hosts
         configure_console(spec.job, spec.logging.format, level, hosts.process_id)
     # A bug must end the process at once: Python would wait for threads that wait for peers.
@@ -86,7 +86,8 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
             drain_log_file()
             end_process(code)
     except SystemExit as error:
-        # `sys.exit` in the job's own code is not an end, whatever code it names: a scheduler would believe it.
+        # `sys.exit` in the job's own code is a failure, whatever its code: a scheduler would take the code for the
+        # job's.
         end_process(EXIT_FAILED, str(error_from_exit(error)))
     # The order matters: `leave` may wait for other processes, and what is logged must be written before.
     drain_log_file()
@@ -98,9 +99,9 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
 def wait_for_arguments(descriptor: int) -> list[str]:
     """Wait for a line of JSON with the words of a command line, and return them.
 
-    The line is an object with `words` and with `variables`, which are added to the environment first: those that the
-    supervisor sets anew for each start. The caller has imported what a job needs. If a module has been changed since,
-    the process executes the command line from the beginning instead.
+    The line is an object with `words`, and with `variables` that the supervisor sets for each start, which are added to
+    the environment first. The caller has imported what a job needs. If a module has been changed since, the process
+    executes the command line from the beginning instead.
 
     An empty line ends the process with 0, and so does a closed pipe with 76, since the supervisor has ended. The codes
     differ because a supervisor must not take a line that was lost for the end of the job.

@@ -57,7 +57,7 @@ _VERIFICATION_COLOURS = {
 
 def find_directory(where: str) -> str:
     """Return the directory that a spec names, or `where` itself, which is a directory or URL then."""
-    # The ending decides without touching the file system, so that a bucket and a missing spec get errors of their own.
+    # Decided by the suffix, without the file system, so that a bucket and a missing spec get specific errors.
     if not where.endswith((".yaml", ".yml")):
         return where
     return str(validate_spec(load_document(where)).directory)
@@ -104,7 +104,7 @@ def convert_read_errors(*normal_ends: type[BaseException]) -> Iterator[None]:
 
 
 def print_status(arguments: StatusArguments) -> int:
-    """Print where a run stands, once or until it is done."""
+    """Print the status of a run, once or repeatedly until it is done."""
     # A terminal whose encoding lacks the characters of bars and plots shows question marks instead of an error.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
@@ -132,7 +132,7 @@ def print_status(arguments: StatusArguments) -> int:
             return finish_output()
 
         def is_watched(history: History, is_text: bool) -> bool:
-            # The run goes on with its training when the text is done.
+            # The run continues with training when the text is tokenised.
             return arguments.is_watch and (is_text or history.state is not RunState.DONE)
 
         if arguments.is_watch:
@@ -230,7 +230,7 @@ def _draw_summary(history: History) -> Text:
     """Return name, state, progress, quality and pace."""
     summary = Text().append_text(Text(f"{history.name or '?'}  ", "bold"))
     summary.append_text(Text(history.state.value, _STATE_COLOURS.get(history.state, "red")))
-    # For a run that stands still, the time since it stopped says whether somebody should look.
+    # For a run that makes no progress, show the time since it stopped.
     if history.state not in (RunState.RUNNING, RunState.DONE):
         age = format_duration(history.now - history.since)
         summary.append(f" since {_format_time(history.since)}, {age} ago")
@@ -294,7 +294,7 @@ def _draw_summary(history: History) -> Text:
 
 
 def _describe_stage(stage: StageRecord, ahead: str = "") -> str:
-    """Return first step, changes and reason of a stage; `ahead` is put behind the step."""
+    """Return first step, changes and reason of a stage; `ahead` is inserted after the step."""
     changes = f": {_join_changes(stage.changes)}" if stage.changes else ""
     return f"{stage.from_step:,}{ahead}{changes}" + (f" ({stage.why})" if stage.why else "")
 

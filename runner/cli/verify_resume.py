@@ -1,10 +1,10 @@
-"""The command `verify-resume`: prove on this machine that the user's own job resumes bit by bit.
+"""The command `verify-resume`: check on this machine that the user's own job resumes bit-identically.
 
 The job runs twice, as real processes in a scratch directory, to the same step: once undisturbed, and once with kills.
-Both runs have the spec's configuration but for settings that do not change the bits, such as the save interval. Then
-the digest of every leaf at every checkpoint is compared, and every row of metrics.
+Both runs have the spec's configuration, except for settings that do not change the bits, such as the save interval.
+Then the digest of every leaf at every checkpoint and every row of metrics are compared.
 
-A run that ends by itself with 75 or 76, or is killed by somebody else, proves nothing about resume. It is started
+A run that ends by itself with 75 or 76, or is killed by another program, proves nothing about resume. It is started
 again, the undisturbed run from scratch.
 """
 
@@ -59,10 +59,11 @@ class Trial:
         steps: last step of both runs.
         kills: number of kills of the second run.
         processes: number of processes of the job, on this machine.
-        devices_per_process: CPU devices to fake in each process. The undisturbed run has the first number; the starts
-            of the killed run take turns, beginning with the second. None for the devices of this machine.
+        devices_per_process: CPU devices to simulate in each process. The undisturbed run has the first number; the
+            starts of the killed run cycle through the numbers, beginning with the second. None for the devices of this
+            machine.
         seed: of the moments of the kills.
-        output_keys: dotted keys of the spec that would lead output of the job out of its directory.
+        output_keys: dotted keys of the spec that would place output of the job outside of its directory.
         borders: steps at which stages of the config begin.
     """
 
@@ -117,8 +118,7 @@ class TrialRun:
         # The user's own `--set` options come first, so that the overrides above outrank them.
         command = [sys.executable, "-m", "runner", *trial.arguments, *options]
         counts = trial.devices_per_process
-        # The killed run changes its number of devices from start to start, which proves that it resumes on another
-        # mesh.
+        # The killed run has another number of devices at each start, to check that it resumes on another mesh.
         num_devices = counts[0 if self._is_undisturbed else self._num_starts % len(counts)] if counts else None
         self._num_starts += 1
         with self._log.open("ab") as log:
@@ -128,7 +128,7 @@ class TrialRun:
         """Kill one process with SIGKILL and the others a moment later; return the number of the first."""
         victim = chance.randrange(len(self._processes))
         self._processes[victim].kill()
-        # The survivors may notice the loss, and must not commit anything that differs.
+        # The survivors may notice the loss. Whatever they still commit must not differ.
         time.sleep(chance.uniform(0, _MAX_SURVIVAL_SECONDS) if len(self._processes) > 1 else 0)
         self.end()
         return victim
@@ -171,7 +171,7 @@ class TrialRun:
         return True
 
     def _retry(self, codes: Sequence[int]) -> None:
-        """Start a job again that has ended by itself with these codes, or raise its error if that is no use."""
+        """Restart a job that has ended by itself with these codes, or raise its error if a retry cannot help."""
         problem = f"the job ended with {', '.join(map(str, codes))} by itself"
         is_retryable = all(code in _RETRYABLE for code in codes)
         if self._num_retries == _MAX_RETRIES or not is_retryable:
@@ -187,7 +187,7 @@ class TrialRun:
         self._num_retries += 1
         say(f"verify-resume: {problem}, which proves nothing; retry {self._num_retries} of {_MAX_RETRIES}")
         if self._is_undisturbed:
-            # A run that went on from a checkpoint would no longer be the reference.
+            # A run that continued from a checkpoint could not serve as the reference.
             shutil.rmtree(self.directory, ignore_errors=True)
         self.start()
 
@@ -244,7 +244,7 @@ def verify_resume(arguments: VerifyResumeArguments) -> int:
         undisturbed = TrialRun(trial, Path(scratch) / "undisturbed", is_undisturbed=True)
         killed = TrialRun(trial, Path(scratch) / "killed")
         try:
-            # The undisturbed run comes first, and tells how long a start and an interval between two saves take.
+            # The undisturbed run comes first; it measures how long a start takes and the time between two saves.
             began = time.monotonic()
             undisturbed.start()
             undisturbed.wait_until(lambda: undisturbed.find_newest_step() > 0)
@@ -259,7 +259,7 @@ def verify_resume(arguments: VerifyResumeArguments) -> int:
                 f"verify-resume: undisturbed: {len(undisturbed.read_leaf_digests())} checkpoints, "
                 f"{len(undisturbed.read_metrics())} rows of metrics"
             )
-            # The moments take turns, so that few kills cover every kind.
+            # Cycle through the kinds of moments, so that few kills cover every kind.
             usual = (*BORDER_MOMENTS, *KILL_MOMENTS) if trial.borders else KILL_MOMENTS
             moments = [usual[number % len(usual)] for number in range(trial.kills)]
             # The kill in the roll-back comes first only if no border does, since the run would pass it before.
@@ -328,7 +328,7 @@ def _run_with_kills(
             else:
                 time.sleep(chance.uniform(0, interval_seconds))
         victim = run.kill(chance)
-        # A kill before the first commit makes the run start from scratch, which is no resume yet.
+        # A kill before the first commit makes the run start from scratch, which is not a resume.
         first_kill = first_kill or run.find_newest_step()
         say(
             f"verify-resume: kill {number + 1} of {trial.kills}: -9 to process {victim} {moment}, "

@@ -131,7 +131,8 @@ def _print_records(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts, a
             append_record(path, record)
         lines = [json.dumps(record)] if arguments.as_json else format_lines(record)
         is_read = write_text("".join(f"{line}\n" for line in lines))
-        # `evaluate RUN --follow | head` ends when `head` does. With several processes all go on, or all would wait.
+        # `evaluate RUN --follow | head` ends when `head` does. With several processes all continue: if one ended, the
+        # others would wait for it.
         if not is_read and path is None and hosts.num_processes == 1:
             break
 

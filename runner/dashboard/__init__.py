@@ -1,7 +1,7 @@
 """Dashboard and report: charts of runs as one self-contained page or as a read-only server.
 
-Python decides what is drawn and bounds its size; `static/page.js` draws it with plotly.js, the same in both. The
-package claims no attempt, writes nothing to a run's directory, and knows no jax.
+Python selects the content of a page and bounds its size; `static/page.js`, which both share, draws it with plotly.js.
+The package claims no attempt, writes nothing to a run's directory, and does not import jax.
 
 - `charts`: bounded, thinned series of a run's metrics, and their charts
 - `reader`: runs below a directory or prefix, differences of their specs, and an incremental reader of one run

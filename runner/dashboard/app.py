@@ -95,7 +95,7 @@ class AccessPolicy:
         wanted = self.token
         if wanted is None:
             return True
-        # The time of this comparison does not tell how much of a token is right.
+        # The time of this comparison does not reveal how much of a token is right.
         return any(hmac.compare_digest(token.encode(), wanted.encode()) for token in tokens)
 
 
@@ -132,7 +132,7 @@ class ResponseBody:
         """Return the body of a text with this content type."""
         plain = text.encode(errors="replace")
         tag = f'"{hashlib.sha256(plain).hexdigest()[:16]}"'
-        # The lowest level: data are compressed anew every few seconds.
+        # The lowest level: data are compressed again every few seconds.
         return cls(kind, plain, gzip.compress(plain, compresslevel=1), tag, policy)
 
 

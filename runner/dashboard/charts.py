@@ -40,7 +40,7 @@ class Bin(NamedTuple):
 
 @dataclass(frozen=True)
 class ThinnedSeries:
-    """Part of a series that is drawn.
+    """Thinned series, as it is drawn.
 
     Attributes:
         points: in order of step; all points if they were few, else the extremes of each bin, the first and the last.
@@ -143,11 +143,11 @@ class Chart:
     Attributes:
         title: its title.
         unit: unit of its values.
-        form: "share" for shares of one, "stack" for amounts that are drawn as shares of their sum, else "".
-        has_any_scale: the axis is logarithmic where the curve of a linear one would be flat.
-        is_smoothed: a smoothed line is drawn over the values of training.
-        starts_at_zero: a linear axis has the zero.
-        factor: unit of the values in the rows, in units of the chart.
+        form: "share" for fractions of 1, "stack" for amounts that are drawn as fractions of their sum, else "".
+        has_any_scale: True if the axis becomes logarithmic for values that differ by a large factor.
+        is_smoothed: True if a smoothed line is drawn over the values of training.
+        starts_at_zero: True if a linear axis includes zero.
+        factor: factor from the unit of the rows to the unit of the chart.
     """
 
     title: str

@@ -1,8 +1,8 @@
 """Discovery of runs, differences of their specs, and an incremental reader of one run. Writes nothing.
 
 A run is a directory with a `job.json`, and no run lies inside another. The search is bounded in levels, directories and
-runs. It does not follow symbolic links, so it cannot run in circles. No file is read through a link either, since
-whoever writes to a run's directory could otherwise have any file of this user shown.
+runs. It does not follow symbolic links, which could form cycles, and reads no file through a link (see
+`ConfinedStore`).
 
 `RunReader` reads one run, also while it is alive: its history, the rows of its metrics, its log. Each row of
 `metrics.jsonl` is read once. If a resumed attempt has dropped rows, all rows are read again.
@@ -216,7 +216,7 @@ class RunSnapshot:
         history: events, attempts and checkpoints.
         curves: series of the run's metrics.
         newest: rows that `curves` does not hold yet.
-        given_up: rows that each roll-back has given up, by its number.
+        given_up: rows that each roll-back has discarded, by its number.
         spec: text of `spec.yaml`, truncated if it is very long; None if it cannot be read.
         log: end of the log of the newest attempt's process 0, None if there is none.
         notes: parts that could not be read, one line each.
@@ -263,7 +263,7 @@ class RunReader:
         def read_rows() -> list[Row]:
             """Add new final rows to the curves, and return the rows after them."""
             update = self._metrics.read()
-            # Rows of lost steps cannot be removed from a series, so it is built anew.
+            # Rows of lost steps cannot be removed from a series, so it is built again.
             if update.is_restart:
                 self._curves = RunCurves()
             for row in update.rows:
@@ -282,7 +282,7 @@ class RunReader:
         return RunSnapshot(self._name, history, self._curves, newest, given_up, spec, log, notes)
 
     def _read_given_up(self) -> dict[int, list[Row]]:
-        """Return the rows that roll-backs have given up, of the newest `ROLL_BACKS_MAX`."""
+        """Return the rows that the newest `ROLL_BACKS_MAX` roll-backs have discarded."""
         found = {}
         names = map(parse_number, self._store.list_names(ROLL_BACK_FOLDER))
         for number in sorted(number for number in names if number is not None)[-ROLL_BACKS_MAX:]:

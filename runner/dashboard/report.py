@@ -126,10 +126,10 @@ def make_run_names(urls: Sequence[str]) -> list[str]:
 
 
 def list_parent_places(fork: ForkRecord, url: str) -> list[Store]:
-    """Return the places in which the parent of the fork at `url` may be: where it was, and beside the fork.
+    """Return the directories in which the parent of the fork at `url` may be: the recorded one, or one beside the fork.
 
-    A record in a run's directory must not send this machine to other hosts or buckets, so only this disk, or the bucket
-    of the fork, is looked at.
+    Only directories on this disk or in the bucket of the fork are returned, so that a record in a run's directory
+    cannot make this machine access other hosts or buckets.
     """
     beside = f"{url.rpartition('/')[0]}/{fork.run.rpartition('/')[2]}"
     places = []
@@ -166,7 +166,7 @@ def write_report(stores: Sequence[Store], path: Path) -> int:
     Raises:
         OSError: a store does not respond, or the file cannot be written.
     """
-    # The name of a directory may hold bytes that are no text.
+    # The name of a directory may contain bytes that are not text.
     content = render_report(stores).encode(errors="replace")
     # A reader of the file sees the old page or the new one, never a part.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

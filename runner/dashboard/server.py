@@ -1,16 +1,17 @@
 """Server of the dashboard: one shared reader of all runs, and waitress, which responds to clients in threads.
 
-One reader serves all clients. A run is read at most once per second for any number of clients, and never without one:
+One reader serves all clients. A run is read at most once per second, independent of the number of clients, and only
+while there is a client:
 
 1. A request names a page and at once gets the newest data that were read for it. It waits, up to a deadline, only if
    there are none yet, or if they are old and no other request waits.
 2. One loop reads the pages that were requested since its last round. It rests after each round, so that it takes no
    more than a fixed share of one core from a job that trains on this machine.
-3. A run that cannot be read is data too: the page shows the reason, also if it is a bug of the reader.
+3. If a run cannot be read, its page shows the reason, also if that is a bug of the reader.
 
 Runs are read again only where something has changed. On a disk, a run whose files are unchanged is not read again,
 unless it is alive, since it may have stalled. In a bucket, where checking costs as much as reading, each run is read
-again after a while. A round of the table takes a bounded time; the next round begins with the runs that it left.
+again after a while. A round over the table of runs takes a bounded time; the next round begins with the remaining runs.
 """
 
 import collections
@@ -104,7 +105,7 @@ class SharedReader:
         self._cache: dict[str, CachedReading] = {}  # bounded by the requests of the last KEEP_SECONDS
 
     def get_data(self, name: str) -> ResponseBody | None:
-        """Return what was last read for a page, None if there is no such run. Thread-safe.
+        """Return the newest data of a page; None if there is no such run. Thread-safe.
 
         Raises:
             TimeoutError: nothing was read for it within `wait_seconds`.
@@ -139,7 +140,7 @@ class SharedReader:
         """Read once what has been requested by now."""
         with self._changed:
             wanted, self._wanted = self._wanted, set()
-            # Pages that nobody has requested for a while are dropped, so that the number of viewers bounds the memory.
+            # Pages that were not requested for a while are dropped, so that the number of viewers bounds the memory.
             oldest = time.monotonic() - KEEP_SECONDS
             self._cache = {name: cached for name, cached in self._cache.items() if cached.when > oldest}
         # Reading happens outside of the lock, so requests for other pages are served meanwhile.
@@ -258,7 +259,7 @@ class PageData:
         return reader
 
     def list_parent_places(self, fork: ForkRecord, url: str) -> list[Store]:
-        """Return the runs below the root that have the last name of a fork's parent; no other run is looked at."""
+        """Return the runs below the root that have the last name of a fork's parent; no other run is read."""
         name = fork.run.rpartition("/")[2]
         return [run.store for run in self._found.runs if run.store.url.rpartition("/")[2] == name][:SAME_NAMES_MAX]
 
@@ -356,7 +357,7 @@ def format_prometheus(lines: Sequence[JsonObject], now: float) -> str:
     """
     runs: dict[str, JsonObject] = {}
     for line in lines:
-        # A name may hold bytes that are no text, and was shortened if it is very long; a series must be unique.
+        # A name may contain bytes that are not text, and was shortened if it is very long; a series must be unique.
         name = line["name"].encode(errors="backslashreplace").decode()
         name = name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         runs[f"{name} ({line['id']})" if name in runs else name] = line.get("values", {"state": "unreadable"})
@@ -382,19 +383,19 @@ def format_prometheus(lines: Sequence[JsonObject], now: float) -> str:
 
 
 def _try_reading(read: Callable[[], Value]) -> Value | str:
-    """Return what `read` returns, or the reason why it cannot."""
+    """Return the result of `read`, or the reason why it failed."""
     try:
         return read()
     except (RunnerError, OSError, ValueError) as error:
         return truncate(str(error))
-    # Files of a run may be damaged in a way that nobody has thought of, which must hide no other run.
+    # Files of a run may be damaged in an unforeseen way, which must not hide other runs.
     except Exception as error:  # shown in the place of the run, and logged with its traceback
         logging.getLogger(__name__).exception("a run cannot be read")
         return truncate(f"cannot be read, a bug: {type(error).__name__}: {error}")
 
 
 class DashboardChannel(HTTPChannel):
-    """Connection of a client, which knows since when it owes a whole request, or the client its reading."""
+    """Connection of a client, with the time since which a request, or the reading of a response, is outstanding."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.since_seconds = time.monotonic()
@@ -414,7 +415,7 @@ class DashboardChannel(HTTPChannel):
 
 
 class DashboardServer(TcpWSGIServer):
-    """HTTP server that clients which are idle, slow or many cannot close to others.
+    """HTTP server that idle, slow or numerous clients cannot block for others.
 
     A client must send each request within `IDLE_SECONDS` of the one before, and read each response within
     `RESPONSE_SECONDS`. If there are `CONNECTIONS_MAX` connections, a new one takes the place of another: the one that

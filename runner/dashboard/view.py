@@ -1,4 +1,4 @@
-"""JSON that `page.js` draws: texts, and numbers with as many digits as a reader can see, all of bounded size."""
+"""JSON that `page.js` draws: texts, and numbers rounded to visible digits, of bounded size."""
 
 import json
 import math
@@ -20,7 +20,7 @@ ATTEMPTS_MAX = 2000  # of all runs of a page together
 CHECKPOINTS_MAX = 500  # of a run, the newest
 LINE_CHARACTERS_MAX = 1000
 _CHANGES_MAX = 8
-_GIVEN_UP_BINS = 100  # of the loss that a roll-back has given up
+_GIVEN_UP_BINS = 100  # of the losses that a roll-back has discarded
 _HOSTS_MAX = 8
 _OWN_TILES_MAX = 2
 _TILE_POINTS_MAX = 60
@@ -56,7 +56,7 @@ def build_view(
     bins_max = max(points_max // (2 * num_series), 10)
     attempts_max = max(ATTEMPTS_MAX // max(len(snapshots), 1), 20)
     found = {chart.title: chart for run in drawn for chart, _ in map(find_chart, run.curves.keys)}
-    # A parent is dimmed before the first step at which one of its forks parts from it.
+    # A parent is dimmed before the first step at which a fork branches off.
     names = {run.history.id: run.name for run in drawn}
     parts: dict[str | None, int] = {}
     for run in drawn:
@@ -245,7 +245,7 @@ def _build_tiles(history: History) -> list[JsonObject]:
     """Return the headline of a run: tiles with a label, a value, a note, and a trend or a share of one."""
     speed, last = history.speed, history.attempts[-1]
     losses = [(row["step"], loss) for row in history.trend if (loss := get_float(row, "train/loss")) is not None]
-    # A page is sent again only if it has changed, so it tells times and no ages.
+    # A page is sent again only if it has changed, so it contains times instead of ages.
     is_over = history.state not in (RunState.RUNNING, RunState.DONE)
     since = time.strftime("since %Y-%m-%d %H:%M UTC", time.gmtime(history.since)) if is_over else ""
     state_note = history.reason or since or f"attempt {last.number}"
@@ -378,7 +378,7 @@ def _build_goodput(
         first_step = _compute_first_step_time(attempt)
         for moment, more in ((first_step, 0.0), (attempt.ended, attempt.seconds.get(TimeBucket.STEPS, 0.0))):
             good += more
-            # At the very beginning there is no time that a share could be of.
+            # At the very beginning no time has passed, so there is no share.
             if began is not None and moment > began:
                 found.append((round(moment, 2), round_value(min(good / (moment - began), 1.0))))
     return found[-2 * attempts_max :]
@@ -436,7 +436,7 @@ def format_state(history: History) -> str:
 
 
 def format_stage(history: History) -> str:
-    """Return the stage in force and the number of stages; nothing for a run without stages, and before the first."""
+    """Return the current stage and the number of stages; nothing for a run without stages, and before the first."""
     number = history.find_stage(history.step)
     return f"stage {number} of {len(history.stages)}" if number else ""
 

@@ -3,11 +3,11 @@
 `data.source: module:Class` names it; it is called with the keys of `data.options`. A function that returns a data set,
 such as a `grain.MapDataset`, works too. The data set has `__len__` and `__getitem__(index)`, which returns a dict of
 arrays or numbers. It is immutable: an index has the same example on every host and in every attempt. Two attributes are
-optional: `fingerprint`, a text that identifies the data, and `padding`, the value by field that fills the examples
-behind the end of a validation set (0 by default).
+optional: `fingerprint`, a text that identifies the data, and `padding`, the value by field of the padding examples at
+the end of a validation set (0 by default).
 
-The first example declares the fields, and every other one must have the same names, dtypes and shapes. 64-bit numbers
-become 32-bit ones, as devices have no others.
+The first example declares the fields; all others must have the same names, dtypes and shapes. 64-bit numbers are
+converted to 32 bits, because JAX computes in 32 bits by default.
 """
 
 import collections
@@ -78,10 +78,11 @@ def describe_slowest_read() -> str:
 
 
 def make_read_error(error: BaseException, text: str) -> RunnerError:
-    """Return the error to raise for one of a user's data set: retryable if a network or a remote disk has caused it."""
+    """Return the error for an exception of a user's data set: retryable if a network or a remote disk caused it."""
     cause: BaseException | None = error
     while cause is not None:
-        # Libraries raise OSError without a number for broken files, so only these are of the network or a disk.
+        # Libraries raise OSError without a number for broken files, so only errors with a number are of a network or a
+        # disk.
         is_of_network = isinstance(cause, RetryableError | ConnectionError | TimeoutError | socket.gaierror)
         if is_of_network or getattr(cause, "errno", None) in _PASSING:
             return RetryableError(f"{text} raised {format_error(error)}")
@@ -96,8 +97,8 @@ class ArraySource:
         name: key and name in the spec, for messages.
         fields: arrays of an example, without the padding mask.
         fingerprint: digest of the fields, the length, the user's fingerprint, and of a sample of the examples.
-        vocabulary_size: 0, as arrays are no ids.
-        bytes_fetched_per_token: 0; what the data set reads is not known.
+        vocabulary_size: 0, because arrays are not token ids.
+        bytes_fetched_per_token: 0; the traffic of the data set is unknown.
         bytes_copied: 0, likewise.
     """
 
@@ -138,7 +139,7 @@ class ArraySource:
         sample = self.read(indices)
         if any(first[field].tobytes() != array.tobytes() for field, array in aliased.items()):
             raise DataError(f"{name}: example 0 is overwritten when another one is read; return a copy of its arrays")
-        # Of random examples no batch could be made a second time.
+        # If examples are random, a batch cannot be made a second time.
         if any(sample[field][0].tobytes() != array.tobytes() for field, array in first.items()):
             raise DataError(
                 f"{name}: example 0 has other values when it is read again; derive random numbers from the index"
@@ -166,7 +167,7 @@ class ArraySource:
             )
 
     def validate_vocabulary(self, size: int) -> None:
-        """Do nothing: arrays are no ids."""
+        """Do nothing: arrays are not token ids."""
 
     def _get_length(self) -> int:
         try:
@@ -176,7 +177,7 @@ class ArraySource:
 
     def _get_user_fingerprint(self) -> str:
         examples = self._examples
-        # A property that raises is no missing fingerprint.
+        # Do not treat a property that raises as a missing fingerprint.
         has_fingerprint = hasattr(type(examples), "fingerprint") or "fingerprint" in getattr(examples, "__dict__", {})
         try:
             fingerprint: object = getattr(examples, "fingerprint") if has_fingerprint else ""  # noqa: B009
@@ -197,11 +198,11 @@ class ArraySource:
         arrays = {name: np.empty((len(left), *field.shape), field.dtype) for name, field in self.fields.items()}
 
         def load_into(row: int, index: int) -> None:
-            # Copied at once, since the data set may use the memory of an example for the next one.
+            # Copied at once, because the data set may reuse the memory of an example for the next one.
             for name, array in self._load(index).items():
                 arrays[name][row] = array
 
-        # Threads that compute in Python hinder each other, so examples in memory are read here.
+        # Threads that compute in Python slow each other down, so fast reads are done on this thread.
         while left and time.monotonic() - began < ALONE_SECONDS:
             load_into(*left.popleft())
         run_in_parallel([functools.partial(load_into, *place) for place in left])
@@ -307,7 +308,7 @@ def open_array_source(token_source: "TokenSource") -> ArraySource:
         raise DataError(f"{name}: is a Source of tokens, and data.sequence_length is missing; set it")
     if not callable(make):
         raise DataError(f"{name}: is {_describe(make)}; name a class, or a function that returns a data set")
-    # The arguments are bound before the call, so that a TypeError inside the class is not taken for bad options.
+    # The arguments are bound before the call, so that a TypeError inside the class is not mistaken for bad options.
     try:
         inspect.signature(make).bind(**token_source.options)
     except (TypeError, ValueError) as error:

@@ -1,8 +1,8 @@
 """Batches: the examples of a step as global arrays, prefetched on a thread.
 
-Shape legend: S gradient accumulation steps, B examples of one global micro-batch. An array has the shape (S, B, ...),
-with the shape of an example of its field behind: (S, B, T) for sequences of T tokens. Example i of a step is at
-[i // B, i % B]. The examples of a step therefore depend only on S * B, not on devices or hosts.
+Shape legend: S gradient accumulation steps, B examples of one global micro-batch. An array has the shape (S, B, *shape
+of the field in one example): (S, B, T) for sequences of T tokens. Example i of a step is at [i // B, i % B]. The
+examples of a step therefore depend only on S * B, not on devices or hosts.
 
 There is no iterator state to checkpoint: the batch of any step is computed from the step number (`DataPosition`).
 """
@@ -32,11 +32,11 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class DataPosition:
-    """Position of a run in its data. Batches are drawn in their order, and some stretches of them are passed over.
+    """Position of a run in its data. Batches are drawn in order, except that some ranges of them are skipped.
 
     Attributes:
-        skips: (step, number) of each stretch, by ascending step: after `step` completed steps the next `number` batches
-            are passed over.
+        skips: (step, number) of each skipped range, by ascending step: after `step` completed steps the next `number`
+            batches are skipped.
     """
 
     skips: tuple[tuple[int, int], ...] = ()
@@ -47,13 +47,13 @@ class DataPosition:
         return cls(tuple((start, stop - start) for start, stop in ranges))
 
     def get_data_step(self, step: int) -> int:
-        """Return the number of batches that lie before the one after `step` completed steps."""
+        """Return the index, in the order of the data, of the batch after `step` completed steps."""
         return step + sum(number for start, number in self.skips if start <= step)
 
     def count_examples(self, step: int, batch_examples: int) -> tuple[int, list[tuple[int, int]]]:
-        """Return (examples of the data up to `step` completed steps, ranges of those that were passed over)."""
+        """Return (number of examples of the data up to `step` completed steps, ranges of those that were skipped)."""
         num_passed, passed_over = 0, []
-        # A stretch that begins at this step lies ahead.
+        # A range that begins at this step is still ahead.
         for start, number in (skip for skip in self.skips if skip[0] < step):
             first = start + num_passed
             passed_over.append((first * batch_examples, (first + number) * batch_examples))
@@ -61,7 +61,7 @@ class DataPosition:
         return (step + num_passed) * batch_examples, passed_over
 
     def find_first_change(self, other: "DataPosition") -> int | None:
-        """Return the first step that is followed by another batch than in the other position; None if none is."""
+        """Return the number of steps before the first batch that differs in the other position; None if none does."""
         pairs = itertools.zip_longest(self.skips, other.skips)
         return next((min(skip[0] for skip in pair if skip is not None) for pair in pairs if pair[0] != pair[1]), None)
 
@@ -77,7 +77,7 @@ def load_global_batch(
     Args:
         dataset: data set to read.
         split: `train`, or the name of a validation set.
-        step: number of batches before this one: of the training split, that of `BaseTrainer.get_data_step`.
+        step: index of the batch in the order of the data; for the training split see `BaseTrainer.get_data_step`.
         accumulate_steps: S.
         micro_batch: B.
         sharding: sharding of all arrays of the batch, by their leading axes.
@@ -88,7 +88,7 @@ def load_global_batch(
     dataset.validate_split(split)
     S, B = accumulate_steps, micro_batch
     examples_SxB = np.arange(S * B).reshape(S, B)
-    # All fields are sharded alike over S and B, so any of them shows which examples this host has.
+    # All fields have the same sharding over S and B, so any of them shows which examples this host has.
     anyone = next(iter(dataset.fields.values()))
     indices = sharding.addressable_devices_indices_map((S, B, *anyone.shape)).values()
     # Sorted indices, within the step, of the examples on devices of this host. With context parallelism several devices
@@ -110,12 +110,12 @@ def load_global_batch(
 def has_targets(dataset: Dataset, batch: Mapping[str, jax.Array], step: int, batch_examples: int) -> bool:
     """Return True if a training batch has a target, the same on every host. Never computes on a device.
 
-    Only data whose targets have weights can lack all of them. A host whose own sequences have none reads those of the
-    others, which it needs to do for few steps.
+    A batch can lack targets only if the data have target weights. A host whose own sequences have no target reads those
+    of the other hosts, which is rare.
 
     Args:
         dataset: data set of the batch.
-        batch: global batch that `load_global_batch` has made of it.
+        batch: global batch that `load_global_batch` returned for `step`.
         step: number of batches before it.
         batch_examples: S * B.
     """

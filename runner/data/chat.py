@@ -76,7 +76,7 @@ class MarkedTokens:
 
 
 def parse_dialogue(record: Any) -> ChatRecord | str:
-    """Parse a line or row, or return what is wrong with it.
+    """Parse a line or row; return a description of the problem if it is invalid.
 
     A record is `{"messages": [{"role", "content"}, ...]}` or `{"prompt", "completion"}`.
     """
@@ -129,7 +129,7 @@ def compute_marks(spans: np.ndarray, completions: Sequence[tuple[int, int]]) -> 
     starts, stops = spans[:, 0], spans[:, 1]
     marks = np.zeros(len(spans), COMPLETION_DTYPE)
     for begin, end in completions:
-        # An empty token, such as a byte of a multi-byte character, belongs to the completion that it stands in.
+        # An empty token, such as one byte of a multi-byte character, belongs to the completion around it.
         marks |= (starts < end) & ((stops > begin) | ((starts == stops) & (starts >= begin)))
     return marks
 
@@ -142,7 +142,7 @@ def mark_tokens(
     separator: int | None,
     max_tokens: int | None,
 ) -> MarkedTokens:
-    """Return the marked tokens of a dialogue, with `begin` first unless its template has put it there, separator last.
+    """Return the marked tokens of a dialogue: `begin` first, unless the template has added it, and the separator last.
 
     Tokens beyond `max_tokens` are cut off before the separator. The separator counts as a completion token if a
     completion precedes it and nothing was cut off, so that the model learns to end its completions.
@@ -239,7 +239,7 @@ class Renderer:
             text=True,
             env={},
         )
-        # A template is a program of a stranger: it gets no environment, little time and memory, and no files.
+        # A template is untrusted code: it gets no environment, no files, and limited time and memory.
         limits = {"seconds": RENDER_SECONDS, "memory_bytes": MEMORY_BYTES}
         response = self._request({"template": template.source, "names": template.names, **limits})
         if "error" in response:
@@ -261,7 +261,7 @@ class Renderer:
             self._process.communicate()
 
     def render(self, record: ChatRecord) -> Dialogue | str:
-        """Render a dialogue, or return why the template rejects it.
+        """Render a dialogue; return the reason if the template rejects it.
 
         Raises:
             DataError: the template tried something forbidden, or exceeded its limits.
@@ -274,7 +274,7 @@ class Renderer:
         return self._render(record, is_prompt=False)
 
     def render_prompt(self, messages: list[JsonObject]) -> str:
-        """Render the beginning of a dialogue, up to where the model has to continue it. Needs a template.
+        """Render the beginning of a dialogue, up to the position from which the model continues. Needs a template.
 
         Raises:
             DataError: the template rejects the messages, tried something forbidden, or exceeded its limits.
@@ -287,7 +287,7 @@ class Renderer:
     def _render(self, record: ChatRecord, is_prompt: bool) -> Dialogue | str:
         response = self._request({"messages": record.messages, "tools": record.tools, "is_prompt": is_prompt})
         if "error" in response:
-            # An attempt to break out ends the job, while a record that a template rejects is skipped like any bad line.
+            # A forbidden access ends the job, while a record that the template rejects is skipped like any bad line.
             if response["is_hostile"]:
                 raise DataError(f"the chat template is not rendered: {response['error']}")
             return f"the chat template refuses it: {response['error']}"

@@ -1,7 +1,7 @@
 """Corpus as a source: shards of ids with an index, on a disk or in a bucket, with document boundaries.
 
-A corpus of dialogues also has a completion mask, a byte for each token. With `train_on: answers` the completion tokens
-alone count in the loss: their `loss_weight` is 1, that of all others 0.
+A corpus of dialogues also has a completion mask, a byte for each token. With `train_on: answers` only completion tokens
+count in the loss: their `loss_weight` is 1, that of other tokens 0.
 """
 
 import functools
@@ -102,19 +102,18 @@ class Corpus(TokenSequence, Source):
     Errors are detected at these times:
 
     - A file that is missing, has another size, or may not be read (checked for up to 1,024 shards): at the start.
-    - Another tokenizer beside the tokens than the one they were made with: at the start.
-    - Other tokens of the same size: at the start, by the head of a shard (of up to 1,024 shards in a bucket). Behind
-      the head: where the store reports CRC-32C (Google's), where the shards are small and on a disk, or when an id is
-      read that is larger than the largest of the index.
-    - Another completion mask: as tokens, but in a bucket not by the head; a byte that is neither 0 nor 1 when it is
-      read.
-    - Other document ends: by their CRC when they are read whole. Where they are read in parts (from a bucket, or of
-      more than `ENDS_BYTES_MAX`), only impossible numbers are noticed.
+    - A tokenizer file other than the one with which the tokens were made: at the start.
+    - Changed tokens of the same size: at the start, in the head of a shard (in a bucket: of up to 1,024 shards). Beyond
+      the head: if the store reports CRC-32C (Google's), if the shards are small and on a disk, or when an id is read
+      that exceeds the largest id of the index.
+    - A changed completion mask: like tokens, but in a bucket not in the head; also a byte that is neither 0 nor 1, when
+      it is read.
+    - Changed document ends: by their CRC when they are read whole. If they are read in parts (from a bucket, or more
+      than `ENDS_BYTES_MAX`), only impossible numbers are noticed.
     - A file that is replaced while the job runs: by `check`, before each save; in a bucket by the next read of it.
 
-    One change is never detected: in a corpus that is large, or on S3 or Azure, between two attempts, tokens behind the
-    head of a shard become other tokens of the vocabulary, or ends that are read in parts, or the mask, become other
-    valid ones.
+    One kind of change is never detected: changes between two attempts, in a corpus that is large or on S3 or Azure, of
+    tokens beyond the head of a shard, of ends that are read in parts, or of the mask, if the new values are valid too.
     """
 
     has_documents = True
@@ -271,7 +270,7 @@ def open_corpus(
         default_train_on: value for a corpus of dialogues if `train_on` is None.
 
     Raises:
-        DataError: a person must act.
+        DataError: the corpus is missing, damaged, or does not fit the spec.
         OSError: the bucket does not answer.
     """
     with wrap_source_errors(name):
@@ -295,7 +294,7 @@ def open_corpus(
         if any(index.tokenizer.get("file") == present for present in listing):
             read_tokenizer(index.tokenizer, store)
 
-        # Compare every file with the index, as far as the listing alone tells.
+        # Compare every file with the index, as far as possible from the listing alone.
         for shard in index.shards:
             digests = [shard.tokens_crc32c, shard.ends_crc32c, shard.answers_crc32c]
             sizes = shard.file_sizes(np.dtype(index.dtype).itemsize)
@@ -354,7 +353,7 @@ def _open_shards_on_disk(store: Store, root: Path, index: CorpusIndex, cache: Ca
 def _open_shards_in_bucket(
     name: str, store: Store, index: CorpusIndex, listing: Listing, cache: CacheSettings
 ) -> list[TokenFile]:
-    """Open the shards, and fetch the heads of some, because a listing tells neither permissions nor content."""
+    """Open the shards, and fetch the heads of some, because a listing shows neither permissions nor content."""
     dtype = np.dtype(index.dtype).newbyteorder("<")
     reader = BucketReader(name, store, cache, dtype.itemsize)
     tokens = [make_bucket_file(store.url, f"{shard.name}.bin", listing[f"{shard.name}.bin"]) for shard in index.shards]

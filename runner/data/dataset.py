@@ -50,7 +50,7 @@ _SAMPLE_EXAMPLES, _SAMPLE_RUN_EXAMPLES = 128, 16
 def get_batch_fields(config: "DataConfig") -> Fields:
     """Return the arrays of a batch by name, without the axes (S, B).
 
-    Data of arrays are opened, and their first example says what it holds. `padding_mask` is True for a real example.
+    Data of arrays are opened, and their first example declares the fields. `padding_mask` is True for a real example.
 
     Tokens are not read. Each of their arrays has one value per token. `x` is the input, `y` the token after it,
     `padding_mask` is True where the target is real. If an example may hold several documents, `segment` numbers them
@@ -82,10 +82,10 @@ class TrainSource:
         label: key and name in the spec, for messages.
         num_units: number of training tokens, or of examples if they are arrays.
         max_epochs: limit of the spec, or None.
-        content: digest of what the examples are; sources with the same digest have the same examples.
-        first_example: examples of its endless stream that earlier stages of the run have taken.
-        units_before: tokens (or examples) that earlier stages have taken of the sources of this name.
-        is_restarted: True if an earlier stage had the same tokens in other examples.
+        content: digest that determines the examples; sources with the same digest have the same examples.
+        first_example: number of examples of its endless stream that earlier stages of the run have used.
+        units_before: tokens (or examples) that earlier stages have used from sources of this name.
+        is_restarted: True if an earlier stage had the same tokens, divided into other examples.
     """
 
     name: str
@@ -111,8 +111,8 @@ class SourceShare:
     """Contribution of a source to the first examples of a run.
 
     Attributes:
-        units: tokens (or examples) that are read, those of earlier stages included.
-        epochs: passes over the source, with what was passed over.
+        units: tokens (or examples) that are read, including those of earlier stages.
+        epochs: passes over the source, including skipped examples.
         bytes_fetched: bytes that all hosts together fetch for it, if nothing is cached.
     """
 
@@ -243,16 +243,16 @@ class Dataset:
                 source.set_id_range(IdRange(**found[label]))
 
     def continue_stages(self, earlier: Sequence[tuple["Dataset", int, Ranges]]) -> "Dataset":
-        """Return this data set as that of a stage, with sources that go on where earlier stages have left them.
+        """Return this data set for a stage: its sources continue at the positions that earlier stages have reached.
 
-        A source with the examples of an earlier one goes on in its order, whatever its name and weight, also if stages
-        between them did without it. The epoch of any other source begins anew.
+        A source with the same examples as an earlier one continues in its order, even if name and weight differ and
+        stages in between did not use it. Any other source starts a new epoch.
 
         Args:
-            earlier: data set of each earlier stage, itself continued, the number of its examples up to the next stage,
-                and the ranges of those that were passed over.
+            earlier: data set of each earlier stage (itself a result of this method), the number of its examples up to
+                the next stage, and the ranges of those that were skipped.
         """
-        # The order is that of the first stage that had the source, since it may depend on the share of the batch.
+        # Keep the order of the first stage that had the source, because an order may depend on the share of the batch.
         left: dict[tuple[str, int], tuple[Sequence[int], int]] = {}
         units: dict[str, int] = {}
         known: set[str] = set()
@@ -273,14 +273,14 @@ class Dataset:
         return replace(self, train_sources=continued)
 
     def _list_contents(self) -> list[tuple[str, int]]:
-        """Return the digest of each source, and how many sources before it have the same."""
+        """Return the digest of each source, and the number of sources before it with the same digest."""
         contents = [train.content for train in self.train_sources]
         return [(content, contents[:index].count(content)) for index, content in enumerate(contents)]
 
     def compute_shares(self, num_examples: int, passed_over: Ranges = ()) -> list[SourceShare]:
         """Return the contribution of each source to the run up to `num_examples` of this data set.
 
-        Examples in the ranges `passed_over` count in epochs, which say how far a source has got, and are not read.
+        Examples in the ranges `passed_over` are not read, but count in epochs, which measure the position in a source.
         """
         length, count_examples = self.units_per_example, self._mixture.count_examples
         positions = count_examples(num_examples)
@@ -581,7 +581,7 @@ def _validate_examples(fields: Fields, sets: Mapping[str, Examples]) -> None:
     weights = {LOSS_WEIGHT: fields[LOSS_WEIGHT]} if LOSS_WEIGHT in fields else {}
     for label, examples in sets.items():
         if isinstance(examples, ArrayExamples):
-            # The padding of the first source is that of all.
+            # The padding of the first source is used for all.
             found, needed = describe_fields(examples.fields), describe_fields(fields)
             if found != needed:
                 raise DataError(f"{label}: its examples hold {found}; those of the first source hold {needed}")

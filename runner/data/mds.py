@@ -85,7 +85,7 @@ class IdColumn:
 
     @property
     def is_only_variable(self) -> bool:
-        """True if no other column has a variable size, so that the size of a sample tells where its ids are."""
+        """True if no other column has a variable size: the size of a sample then determines where its ids are."""
         return all(size is not None for i, size in enumerate(self.sizes) if i != self.place)
 
     def locate_by_size(self, sample_bytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -110,7 +110,7 @@ class IdColumn:
     def check(self, content: np.ndarray, samples: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
         """Raise ValueError unless the heads of samples match ids that begin at `starts`, `counts` of them in each.
 
-        `content` need not reach further than to the first id of the last sample.
+        `content` may end at the first id of the last sample.
         """
         value_starts, value_bytes = self._read_heads(content, samples)
         _validate(
@@ -351,7 +351,7 @@ def _find_files(records: Sequence[tuple[File, JsonObject]], reader: Reader) -> l
             name = f"{cache_key('mds', [packed])}.mds"
             unpacked[raw_place] = DerivedFile(packed, name, size_bytes, partial(_unpack, packed, size_bytes, reader))
     files |= dict(zip(unpacked, reader.keep([*unpacked.values()]), strict=True))
-    # A cut shard would otherwise be noticed only by a read in the middle of training.
+    # A truncated shard would otherwise be noticed only in the middle of training.
     for place, (_, record) in zip(raw_places, records, strict=True):
         if (size := files[place].size_bytes) != record["raw_data"]["bytes"]:
             raise DataError(
@@ -377,7 +377,7 @@ def _open_shard(file: File, record: JsonObject, column: IdColumn, reader: Reader
     try:
         samples = _read_samples(file, record, reader)
         offsets = samples.astype(np.int64)
-        # The offsets alone tell where the ids are, and a start reads only the head of each shard.
+        # The offsets suffice to locate the ids, so a start reads only the head of each shard.
         if column.is_only_variable:
             starts, counts = column.locate_by_size(np.diff(offsets))
         else:

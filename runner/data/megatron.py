@@ -58,7 +58,7 @@ def open_megatron(
 
 
 def validate_pairs(source: TokenFiles) -> None:
-    """Raise `DataError` if a `.bin` file of a source has an index of Megatron's that says ids of another width.
+    """Raise `DataError` if a `.bin` file of a source has a Megatron index with ids of another width.
 
     Without its index, such a file looks like raw ids.
     """

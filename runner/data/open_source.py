@@ -1,9 +1,8 @@
-"""Opening of a source: from the keys of a spec to the `Source` that reads them. Unused keys are errors.
+"""Opening of a source: makes the `Source` for the keys of a spec. Unused keys are errors.
 
 Text files are tokenised once on each host; later starts memory-map the cached array. Text in a bucket is first copied
 whole to this host's disk. The cached record of a text points to `<digest>.npy` and holds everything else that is needed
-to open it: the digest, which is also the content's part of the data set's fingerprint, and the characters of a
-character tokenizer.
+to open it: the digest (which is also part of the data set's fingerprint) and the characters of a character tokenizer.
 """
 
 import copy
@@ -356,7 +355,7 @@ def load_source_class(token_source: "TokenSource") -> type[Source]:
 
 # Text that is tokenised before the run (`data.tokenise`). Each source becomes a corpus, made by a job with a directory
 # of its own in that of the run.
-_MINUTES_BETWEEN_SAVES = 5  # which tell a supervisor that a job makes progress
+_MINUTES_BETWEEN_SAVES = 5  # saves show a supervisor that a job makes progress
 
 
 @dataclass(frozen=True)
@@ -381,7 +380,7 @@ class RawText:
 def split_text(document: Document, spec: ExecutionSpec, url: str, job: str) -> tuple[Document, list[RawText]]:
     """Return the spec of a run on corpora, and the text of each, in the order in which they are made.
 
-    A tokenizer that is trained is trained by the first job, on all sources of the training data; the other jobs use it.
+    If a tokenizer is to be trained, the first job trains it on all sources of the training data; the other jobs use it.
 
     Args:
         document: spec whose `config.data` is valid and has `tokenise`.
@@ -392,7 +391,7 @@ def split_text(document: Document, spec: ExecutionSpec, url: str, job: str) -> t
     Raises:
         SpecError: two texts have one name.
     """
-    # The digest stays that of the spec as the user wrote it, which supervisors compute.
+    # The digest remains that of the spec as the user wrote it, because supervisors compute that digest too.
     unfilled = document.data if document.unfilled is None else document.unfilled
     document = Document(copy.deepcopy(document.data), document.locations, unfilled, document.written)
     config = document.data["config"]
@@ -467,7 +466,7 @@ def restore_text(config: JsonObject, texts: Sequence[RawText], section: JsonObje
 
 
 def _list_texts(config: JsonObject) -> Iterator[tuple[KeyPath, str, dict[str, Any]]]:
-    """Yield path, name and keys of each source of a config; values of stages that are no sources are left out."""
+    """Yield path, name and keys of each source of a config; values of stages that are not sources are left out."""
     data = config["data"]
     mixture = data.get("mixture") or []
     if not mixture:

@@ -4,7 +4,7 @@ Each position holds an input token and, as its target, the token after it. There
 
 - `TokenWindows`: windows of T + 1 tokens, regardless of documents. Neighbouring windows share one token, which is a
   target of the first and an input of the second.
-- `PackedDocuments`: whole documents side by side; attention stays within a document.
+- `PackedDocuments`: several whole documents in an example; attention does not cross from one document to another.
 - `PaddedDocuments`: one document in an example, the rest of it padding.
 
 With the last two, every token whose successor belongs to the same document is an input of exactly one example. A
@@ -353,7 +353,7 @@ def pack_spans(spans: np.ndarray, num_examples: int, capacity: int) -> PackingPl
     whole = np.stack([np.arange(num_filled), starts, np.full(num_filled, capacity)], axis=1)
     remainders = spans + num_whole[:, None] * [capacity, -capacity]
     remainders = remainders[remainders[:, 1] > 0]
-    # Ties are broken by position, which makes the result a function of the documents alone.
+    # Ties are broken by position, so that the result depends only on the documents.
     remainders = remainders[np.lexsort((remainders[:, 0], -remainders[:, 1]))]
     packed = np.concatenate([whole, _best_fit(remainders, range(num_filled, num_examples), capacity)])
     # Within an example the spans keep the order of the corpus.

@@ -9,11 +9,11 @@ Derived files are small records and the arrays they point to. The protocol of th
 1. The key of a record is made of the paths, sizes and modification times of the files it is derived from (in a bucket:
    of URLs and versions), and of FORMAT.
 2. A file is written under a temporary name in the same directory, fsynced, then renamed. A reader sees it whole or not
-   at all, whichever process is killed. Processes that race to write a small file write the same content, and the last
-   rename wins. A file that is identified by its time, or that is much work, is made by one process while the others
-   wait (`publish_once`).
+   at all, even if a process is killed. Processes that race to write a small file write the same content, and the last
+   rename wins. A file that is identified by its modification time, or is expensive to make, is made by one process
+   while the others wait (`publish_once`).
 3. An array is named by the digest of its content and written before the record that points to it.
-4. A record carries its own digest and the size of its array. A mismatch is a miss, and the file is rebuilt.
+4. A record carries its own digest and the size of its array. A mismatch counts as a miss, and the file is made again.
 
 A cache that cannot be written never stops a run: a warning is printed, and the work is repeated at the next start.
 """
@@ -149,7 +149,7 @@ def wrap_disk_errors(subject: str, directory: Path) -> Iterator[None]:
     """Turn errors of the disk of `directory` into a DataError about `subject`; pass on errors of a bucket."""
     try:
         yield
-    # A bucket that does not answer is infrastructure (exit code 76), not a disk that a person must look at.
+    # A bucket that does not answer is an infrastructure failure (exit code 76), not a problem of this disk.
     except StorageError:
         raise
     except OSError as error:
@@ -197,7 +197,7 @@ class DerivedFile:
     """Whole file to keep on this host's disk: a copy of `origin`, or its decompressed content.
 
     Attributes:
-        name: name of the file, which differs for another content.
+        name: name of the file; different for different content.
         make: yields the content in chunks. Raises as a `Reader` does.
         crc32c: CRC-32C of the content, where it is known in advance.
     """
@@ -236,7 +236,7 @@ class Reader(Protocol):
         """
 
     def copies(self, files: Sequence[File]) -> list[SourceFile]:
-        """Return the files, or whole copies on this host's disk, for a library that opens nothing but paths."""
+        """Return the files, or whole copies on this host's disk, for a library that can only open paths."""
 
     def keep(self, wanted: Sequence[DerivedFile]) -> list[SourceFile]:
         """Return derived files on this host's disk, and make those that are missing."""
@@ -277,7 +277,7 @@ class DiskReader:
         return local
 
     def keep(self, wanted: Sequence[DerivedFile]) -> list[SourceFile]:
-        """Make the files in `directory`; a file of the right size is taken for whole."""
+        """Make the files in `directory`; a file of the right size is assumed to be whole."""
 
         def is_whole(path: Path, size_bytes: int) -> bool:
             return path.exists() and path.stat().st_size == size_bytes

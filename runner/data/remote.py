@@ -3,7 +3,7 @@
 An object is read only in the version that the listing at the start named. An object that is replaced under a running
 job is therefore noticed by the next read.
 
-**Cache of ranges** (`RangeCache`). Whatever happens to its file, the worst outcome is a miss.
+**Cache of ranges** (`RangeCache`). If its file is deleted, damaged or shared, the worst outcome is a cache miss.
 
 1. The cache is one sparse file of slots of one size. A hash of object, version, start and stop gives the slot of a
    range, and a write replaces what was there. The file is therefore bounded, and no index is kept in memory.
@@ -209,7 +209,7 @@ class FileCopies:
             # The lock is taken once and held until the process ends, because a reader may open its files at any time.
             if self._descriptor is None:
                 self._descriptor = self._lock_directory({derived.name for derived in wanted})
-            os.utime(self._directory)  # its time says when the source was last opened
+            os.utime(self._directory)  # its modification time is when the source was last opened
             others = {path: _measure(path) for path in self._root.iterdir() if path != self._directory}
             if self._max_bytes is not None:
                 bound = self._max_bytes
@@ -371,7 +371,7 @@ class BucketReader:
             for index in group:
                 file, start, stop = ranges[index]
                 piece = content[start - first : stop - first]
-                # The cache takes the range as it was requested, which is how the next attempt will look for it.
+                # The cache stores the range as it was requested, because the next attempt will look it up in this form.
                 self._cache.put(_in_bucket(file).versioned_url, start, stop, piece)
                 found[index] = piece
         return [content for content in found if content is not None]
@@ -391,7 +391,7 @@ class BucketReader:
         for present, file in zip(self.find([str(file) for file in objects]), objects, strict=True):
             if present != file:
                 raise make_changed_error(file)
-        return list(files)  # a version tells one content from another for certain
+        return list(files)  # equal versions mean equal content
 
     def fetch(self, ranges: Sequence[ByteRange]) -> list[bytes]:
         """Return the bytes of each range from the bucket itself, without the cache. Raises as `read` does."""

@@ -35,9 +35,9 @@ GROUP_BLOCKS = 64  # smallest number of blocks that `LocalShuffle` mixes within 
 
 @dataclass(frozen=True)
 class TokenSplit:
-    """The tokens `start .. start + num_tokens` of a source, cut into windows of `sequence_length` + 1.
+    """The tokens `start .. start + num_tokens` of a source, divided into windows of `sequence_length` + 1.
 
-    Of a data set of arrays: its examples, with a length of 1.
+    For a data set of arrays: its examples, with a `sequence_length` of 1.
     """
 
     start: int
@@ -79,7 +79,7 @@ def split_tokens(num_tokens: int, *, validation_fraction: float, sequence_length
 
 def split_examples(num_examples: int, validation_fraction: float) -> tuple[TokenSplit, TokenSplit]:
     """Return the training examples (the head) and the last `validation_fraction` of them. See `split_tokens`."""
-    # The boundary is part of a run's identity, as that of tokens is.
+    # The boundary is part of a run's identity, like that of tokens.
     num_train = int(num_examples * (1 - validation_fraction))
     if not num_train or (validation_fraction and num_train == num_examples):
         split = "validation" if num_train else "training"
@@ -237,7 +237,7 @@ class Mixture:
         self.shares = [Fraction(part, sum(self._parts)) for part in self._parts]
 
     def count_examples(self, num_examples: int) -> list[int]:
-        """Return how many of the first `num_examples` come from each source.
+        """Return the number of examples from each source among the first `num_examples`.
 
         The first source takes its share, rounded up, then the second takes its share of the remainder, and so on. When
         `num_examples` grows by one, exactly one count grows by one and the others stay.

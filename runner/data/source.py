@@ -175,7 +175,7 @@ class CheckedSource(Source):
                 f"document_ends({start}, {stop}) gave {ends[:4].tolist()}..., needs ascending positions above "
                 f"{start} and up to {stop}"
             )
-        # Positions exceed 32 bits in large sources, whatever integer type the source returns.
+        # Positions in large sources exceed 32 bits, so the source's integer type is not kept.
         return ends.astype(np.int64, copy=False)
 
     def check(self) -> None:

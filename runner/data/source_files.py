@@ -1,6 +1,6 @@
 """Resolution of `data.source`: which files it names, in which order, on a disk or in a bucket.
 
-Works on names, sizes and suffixes. The only content it reads is an `index.json`, to tell a corpus from MDS.
+Works on names, sizes and suffixes. The only content that it reads is an `index.json`, to distinguish a corpus from MDS.
 """
 
 import contextlib
@@ -22,8 +22,7 @@ from runner.storage import DeniedError, FileInfo, Store, Version, open_store, pa
 
 PYTHON_STDLIB = "python-stdlib"
 TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
-# A file with one of these suffixes is read as text. With any other suffix, its bytes may be nothing a model should
-# learn, so it is refused.
+# A file with one of these suffixes is read as text. Files with other suffixes are refused, because they may be binary.
 # fmt: off
 TEXT_SUFFIXES = frozenset({
     "", ".txt", ".text", ".md", ".rst", ".tex", ".adoc", ".org", ".html", ".htm", ".xml", ".css",
@@ -56,7 +55,7 @@ class SourceFile:
         size_bytes: its size.
         mtime_ns: its modification time.
         ctime_ns: time of the last change of content or metadata, which no tool can set back.
-        inode: its number in the file system, which another file in its place does not have.
+        inode: its number in the file system, which a replacement file does not have.
     """
 
     path: Path
@@ -70,9 +69,9 @@ class SourceFile:
 
     @property
     def identity(self) -> list[str | int]:
-        """Values that differ for another content; part of the cache key of derived files.
+        """Values that change with the content; part of the cache key of derived files.
 
-        Change time and inode are not among them: they also differ after a copy, a chmod or a new hard link.
+        Change time and inode are not included, because they also change by a copy, a chmod or a new hard link.
         """
         return [str(self.path), self.size_bytes, self.mtime_ns]
 
@@ -97,7 +96,7 @@ class BucketFile:
 
     @property
     def versioned_url(self) -> str:
-        """Text that differs for another content; the key of cached ranges."""
+        """Text that changes with the content; the key of cached ranges."""
         return f"{self}\0{self.version}"
 
 
@@ -233,7 +232,7 @@ def wrap_source_errors(name: str) -> Iterator[None]:
 
 
 def _hold_tokens(name: str, paths: Sequence[PurePath]) -> bool:
-    """Return True if the suffixes are of token ids, False if of text. Raises DataError if mixed or unknown."""
+    """Return True if the suffixes are those of token ids, False for text. Raises DataError if mixed or unknown."""
     unknown = [path for path in paths if path.suffix.lower() not in TEXT_SUFFIXES | TOKEN_SUFFIXES]
     if unknown:
         raise DataError(

@@ -1,6 +1,6 @@
 """Parquet and Arrow files of token ids: a row is a document, its ids are a list in the column `data.options.column`.
 
-Columns, each a list of one value for each id:
+Columns, each with a list of one value per id:
 
     input_ids         the ids (or another column, `data.options.column`)
     attention_mask    if it exists: 0 for padding, which is left out, else 1
@@ -12,7 +12,7 @@ The values of a row cannot be read without their page, so the columns are conver
 the cache of these parts:
 
     uint32    ids, and zeros for the padding that was left out
-    uint8     marks: 1 for an id that counts; only with `train_on: answers`
+    uint8     marks: 1 for an id that counts in the loss; only with `train_on: answers`
     int64     bounds of the documents, from 0 to the number of ids
 """
 

@@ -1,8 +1,8 @@
 """Sandboxed process that renders chat templates. Run as a program; it imports nothing of the project.
 
-A chat template comes with somebody else's tokenizer and is effectively a program, so it is confined three times: by
-Jinja's sandbox, which hides everything that the template is not given; by this process, which can open no file and has
-a memory limit; and by a CPU time limit, after which the kernel kills the process. Templates have no access to random
+A chat template comes from a third party and is effectively a program, so it is confined three times: by Jinja's
+sandbox, which hides everything that is not passed to the template; by this process, which can open no file and has a
+memory limit; and by a CPU time limit, after which the kernel kills the process. Templates have no access to random
 numbers or to a clock.
 
 Protocol, in lines of JSON: the first request holds the template and its limits, each further one a dialogue. Each

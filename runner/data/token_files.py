@@ -1,7 +1,7 @@
 """Token files: arrays, files and objects of token ids, read as one long sequence.
 
-- `TokenFile`: one file or object of ids. `DocumentFile` also knows where its documents end; in a `RecordFile` other
-  bytes stand between the documents.
+- `TokenFile`: one file or object of ids. `DocumentFile` also has document boundaries; a `RecordFile` has other bytes
+  between the documents.
 - `TokenSequence`: several files or arrays, read as if they were concatenated.
 - `TokenFiles`, `DocumentFiles`: a sequence of files as a `Source`.
 
@@ -63,7 +63,7 @@ class TokenFile:
     """File or object of ids, which follow each other from the byte `offset_bytes` on. Read through `reader`.
 
     Attributes:
-        is_contiguous: True if no other bytes stand between the first and the last id.
+        is_contiguous: True if there are no other bytes between the first and the last id.
         has_byte_ranges: True if a range of ids can be read as a range of bytes.
     """
 
@@ -334,9 +334,9 @@ class TokenSequence:
     def check(self) -> None:
         """Raise DataError if a file has changed since the job started. Usually reads no content.
 
-        In a bucket this is one listing, of sizes and versions. On a disk size and modification time tell a change, and
-        another change time or inode makes it possible: then the content is compared, once. A change of mode, a new hard
-        link or a restored backup is therefore no change.
+        In a bucket this is one listing, of sizes and versions. On a disk another size or modification time means a
+        change. If only the change time or the inode differs, the content is compared, once; a chmod, a new hard link or
+        a restored backup is therefore not a change.
         """
         if not self._files:
             return
@@ -352,7 +352,8 @@ class TokenSequence:
             return
         if (changed := self.find_changed(replaced)) is not None:
             raise make_changed_error(changed)
-        # Some network file systems number their files anew at each look, and comparing each time would cost too much.
+        # On some network file systems inodes change all the time, and comparing the content each time would be
+        # expensive.
         self._has_unstable_inodes |= all(
             part.file.ctime_ns == old.file.ctime_ns
             for index, part in replaced.items()
@@ -364,7 +365,7 @@ class TokenSequence:
         self._files = [part for part in self.parts if isinstance(part, TokenFile)]
 
     def find_changed(self, replaced: Mapping[int, TokenFile]) -> File | None:
-        """Return a file whose content has changed, None if none has; `replaced` are possibly other files by part.
+        """Return a file whose content has changed, None if none has. `replaced` has possibly replaced files by part.
 
         Compares the sample of `probe`, if one was taken.
         """
@@ -392,7 +393,7 @@ class TokenSequence:
         block_tokens = min(PROBE_BLOCK_BYTES // max(part.dtype.itemsize for part in self.parts), len(self))
         num_blocks = min(PROBE_BLOCKS, -(-len(self) // block_tokens))
         starts = [(len(self) - block_tokens) * i // max(num_blocks - 1, 1) for i in range(num_blocks)]
-        # The digest is taken before the ids are checked: it must not depend on a vocabulary.
+        # The digest is computed before the ids are checked, because it must not depend on a vocabulary.
         digest.update(self._gather(np.array(starts, np.int64), block_tokens).astype("<i8").data)
         return digest.hexdigest()
 
@@ -419,7 +420,7 @@ class TokenSequence:
 class TokenFiles(TokenSequence, Source):
     """Files of ids as a source. The range of the ids is found by reading all of them once.
 
-    That would take long for many ids, and for ids in a bucket. There the vocabulary that the spec names is trusted, and
+    For many ids, and for ids in a bucket, that would take too long. The vocabulary in the spec is then trusted, and
     each id is checked when it is read.
     """
 
@@ -476,7 +477,7 @@ class TokenFiles(TokenSequence, Source):
 
 
 class DocumentFiles(TokenFiles):
-    """Files of documents as a source. An empty document holds no token and counts as none."""
+    """Files of documents as a source. Empty documents are ignored."""
 
     has_documents = True
 
@@ -495,7 +496,7 @@ class DocumentFiles(TokenFiles):
         """Digest of sizes, dtypes, a sample of the ids, and the end of each document."""
         digest = hashlib.sha256(super().fingerprint.encode())
         for file in self._document_files:
-            # Empty documents are left out, because they change nothing in what a model sees.
+            # Empty documents are left out, because they do not affect examples.
             ends = file.bounds[1:][np.diff(file.bounds) > 0].astype("<i8")
             digest.update(f"{len(ends)}\n".encode())
             digest.update(ends.data)
@@ -540,8 +541,8 @@ def open_token_files(
 def _validate_width(file: TokenFile, dtype: str | None, vocabulary_size: int | None) -> None:
     """Raise `DataError` if raw ids look like ids of another width, in blocks all over the file.
 
-    Every other id is then an upper half, or each id holds two. A spec overrules this where that may be right: by the
-    `dtype`, or by the vocabulary.
+    Such ids are alternately lower and upper halves, or each is two ids in one. The `dtype` or the vocabulary in the
+    spec overrides the check.
     """
     if len(file) < 2 * HALVES_PAIRS_MIN:
         return
@@ -568,7 +569,7 @@ def _validate_width(file: TokenFile, dtype: str | None, vocabulary_size: int | N
 
 def scan_cached(tokens: TokenSequence, cache_directory: Path) -> IdRange:
     """Return `tokens.scan()` of token files, from the cache if these files have been scanned before."""
-    # The encoding is part of the key: one file read as other ids has another range.
+    # The encoding is part of the key: a file read with another id type has another range.
     files = [part for part in tokens.parts if not isinstance(part, np.ndarray)]
     key = cache_key("-".join(["ids", *sorted({part.encoding for part in files})]), [part.file for part in files])
     record = read_record(cache_directory, key)

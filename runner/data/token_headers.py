@@ -7,8 +7,8 @@ A `.bin` file is one of these, all little-endian:
 
 (Sources: llm.c, `dev/data/data_common.py`; NeMo Automodel, `components/datasets/llm/nanogpt_dataset.py`.)
 
-A `.npy` file is an array of NumPy with its header, or raw ids, as Dolma and OLMo write them. Any other content that is
-in circulation under these suffixes is refused by its name, because its bytes would otherwise be read as ids.
+A `.npy` file is an array of NumPy with its header, or raw ids, as Dolma and OLMo write them. Other known formats with
+these suffixes are refused, with the name of the format, because their bytes would otherwise be read as ids.
 """
 
 import io
@@ -89,7 +89,7 @@ class TokenLayout(NamedTuple):
 
 
 def parse_head(file: File, head: bytes, dtype: str | None) -> TokenLayout:
-    """Return where the ids are in a `.bin` or `.npy` file.
+    """Return the layout of the ids in a `.bin` or `.npy` file.
 
     Args:
         file: the file.
@@ -160,7 +160,7 @@ def _is_text(head: bytes) -> bool:
 
 
 def _parse_npy(file: File, head: bytes) -> TokenLayout:
-    """Return where the ids are in a `.npy` file with a header. Raises DataError."""
+    """Return the layout of the ids in a `.npy` file with a header. Raises DataError."""
     stream = io.BytesIO(head)
     try:
         version = np.lib.format.read_magic(stream)
@@ -178,7 +178,7 @@ def _parse_npy(file: File, head: bytes) -> TokenLayout:
 
 
 def _parse_int32_header(file: File, head: bytes) -> TokenLayout | None:
-    """Return where the ids are behind a header of 256 int32; None if there is no such header. Raises DataError."""
+    """Return the layout of the ids after a header of 256 int32; None if there is no such header. Raises DataError."""
     if len(head) < 8:
         return None
     magic, version = np.frombuffer(head, "<i4", 2).tolist()

@@ -85,7 +85,7 @@ class CharacterTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of the text. Raises `DataError` for a character outside the vocabulary."""
         code_points = _code_points(text)
-        # A character that is unknown finds its neighbour, and the comparison below detects it.
+        # For an unknown character the search returns a neighbour, which the comparison below detects.
         ids = np.minimum(np.searchsorted(self._code_points, code_points), self.vocabulary_size - 1)
         unknown = code_points[self._code_points[ids] != code_points]
         if unknown.size:
@@ -217,7 +217,7 @@ def _convert_encode_errors() -> Iterator[None]:
     except Exception as error:  # the libraries raise nothing more specific
         raise EncodeError(f"the tokenizer cannot encode a document: {format_reason(error)}") from error
     except BaseException as error:
-        # A panic is no `Exception`, but it ends nothing: the library can encode the next document.
+        # A panic is not an `Exception`, but the library can still encode the next document.
         if type(error).__module__ != "pyo3_runtime":
             raise
         raise EncodeError(f"the tokenizer cannot encode a document: {format_reason(error)}") from error
@@ -260,10 +260,10 @@ class HuggingFaceTokenizer(_TextTokenizer):
             raise DataError(f"is not a tokenizer.json: {error}") from error
         except Exception as error:  # the library raises nothing more specific
             raise DataError(f"is not a tokenizer.json: {format_reason(error)}") from error
-        # A file may switch on padding and truncation, which would put ids into a corpus that its text does not have.
+        # A file may enable padding and truncation, which would add ids to a corpus that are not in its text.
         self._library.no_padding()
         self._library.no_truncation()
-        # Ids may have gaps, so the largest one counts and not their number.
+        # Ids may have gaps, so the vocabulary size follows from the largest id, not from their number.
         self.vocabulary_size = max(self.list_tokens().values(), default=-1) + 1
         if not self.vocabulary_size:
             raise DataError("is not a usable tokenizer.json: it has no tokens")

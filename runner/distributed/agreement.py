@@ -1,6 +1,6 @@
 """Agreement between the processes of a job, and detection of lost peers.
 
-**Agreement** uses the coordinator's key-value store and no device collective, so it works before a mesh exists and
+**Agreement** uses the coordinator's key-value store instead of device collectives, so it works before a mesh exists and
 while devices are busy. Every wait has a deadline, and its error names the missing processes.
 
 1. The training threads of all processes make the same calls in the same order. Each process counts its calls, so
@@ -69,9 +69,9 @@ class Liveness:
         return [process for process, connection in self._peer_sockets.items() if connection.fileno() in closed]
 
     def get_own_address(self) -> str:
-        """Return the address of this host by which it is connected to the others; that of loopback without any.
+        """Return the address of this host on its connections to the others; the loopback address without connections.
 
-        Among several it is one that is not of loopback, which processes of the same host may use with each other.
+        A loopback address, which processes of one host may use with each other, is returned only if there is no other.
         """
         addresses = [connection.getsockname()[0] for connection in self._peer_sockets.values()]
         found = [ipaddress.ip_address(str(address).partition("%")[0].removeprefix("::ffff:")) for address in addresses]

@@ -21,9 +21,9 @@ from runner.distributed.agreement import Hosts
 from runner.distributed.clock import STEP, Progress
 from runner.errors import EXIT_FAILED
 
-# From a failure that ends the job to the end of the processes that do not learn of it by themselves.
+# Time from a failure that ends the job to the end of the processes that do not notice it by themselves.
 LOCAL_FAILURE_SECONDS = 10.0
-# The other processes normally reach the same point within this time; only later is a failure a local one.
+# The other processes normally reach the same point within this time; after it the failure counts as local.
 _COMMON_FAILURE_SECONDS = 2.0
 
 
@@ -67,8 +67,9 @@ def find_failure(beats: Mapping[int, Heartbeat]) -> HealthVerdict | None:
     """Return the verdict on a failure of some processes alone, or None if there is none.
 
     Those processes wait for the others, which may be inside a collective that never returns, so the failure is
-    announced without waiting for a deadline. A failure that ends the job does so after `LOCAL_FAILURE_SECONDS`. Any
-    other is ended by the deadline of its phase, because the others may be doing something long.
+    announced without waiting for a deadline. If the failure ends the job, the processes end after
+    `LOCAL_FAILURE_SECONDS`. Otherwise the wait lasts until the deadline of its phase, because the others may be doing
+    slow work.
     """
     failed = {
         process: beat for process, beat in beats.items() if beat.failure and beat.seconds >= _COMMON_FAILURE_SECONDS
@@ -85,9 +86,9 @@ def find_failure(beats: Mapping[int, Heartbeat]) -> HealthVerdict | None:
 
 
 def has_overdue(beats: Collection[Heartbeat], seconds_since_data: float, step_deadline_seconds: float) -> bool:
-    """Return True if a process is overdue and the wait of another process for its data does not explain it.
+    """Return True if a process is overdue for another reason than a wait for data.
 
-    While one process waits for data, and for the duration of a step after that, the step lasts longer on every process.
+    While one process waits for data, and for the duration of a step after that, every process is late.
 
     Args:
         beats: the heartbeats of all processes.
@@ -208,7 +209,7 @@ class StragglerDetector:
         # Every process must read the step before it reaches it, and reads once a second.
         num_steps_ahead = 1 + int(_LEAD_SECONDS / max(statistics.median(step_seconds), 1e-4))
         self._arrivals_seconds = {}
-        # The processes may have run another job together before, whose rounds the others have joined.
+        # The processes may have run another job before; rounds of that job must be ignored.
         earlier, _ = self._hosts.store.try_get(key_value.ROUND) or [0, 0]
         self._join_round(max(earlier, self._number) + 1, self._progress.step + num_steps_ahead)
         self._hosts.store.set(key_value.ROUND, [self._number, self._step])

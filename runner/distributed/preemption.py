@@ -190,7 +190,7 @@ class StopNotice:
         """Set the tick of the stop from the encoded ticks of all processes, or end the process if the job is idle."""
         if self._stop_tick is not None:
             return
-        # The process that is farthest decides for all whether the job has begun.
+        # If any process has begun the job, it has begun for all.
         farthest = max(ticks)
         if farthest % 2 == 0:
             self._stop_tick = farthest // 2 + 1

@@ -16,8 +16,8 @@ continued alone would be one of N silent single-process runs.
    joined, renumbered in the same order, unless other hosts run it already.
 4. If process 0 is missing in an elastic job, the lowest process that is present takes its role. Processes that cannot
    reach process 0 find each other by notices in the directory of the run (`Members`), so the run must have begun. Each
-   of them listens, and goes on asking process 0 and the lower ones. Once it reaches one of them, it stops listening,
-   and the processes that have joined it follow.
+   of them listens, and keeps trying to reach process 0 and the lower processes. When it reaches one of them, it stops
+   listening, and the processes that have joined it follow.
 """
 
 import contextlib
@@ -102,7 +102,8 @@ def _detect_with_jax(deadline_seconds: float) -> Placement | None:
         cluster = getattr(clusters, name)
         if not cluster.is_env_present():
             continue
-        # In an allocation of several tasks the shell of `salloc` is a step of one, to which JAX gives their number.
+        # The shell of `salloc` in an allocation of several tasks is a step of one task, but JAX reads the number of all
+        # tasks.
         step_tasks = os.environ.get("SLURM_STEP_NUM_TASKS") if name == "SlurmCluster" else None
         num_processes = int(step_tasks or cluster.get_process_count())
         if num_processes == 1:
@@ -246,7 +247,7 @@ class _Listener:
         self._listener.close()
 
     def accept(self, seconds: float) -> None:
-        """Accept the processes that come within this time, at most until the first has come and no other waits."""
+        """Accept processes for this time at most; return once one has joined and no other waits."""
         while True:
             self._listener.settimeout(seconds)
             try:
@@ -259,7 +260,7 @@ class _Listener:
             # A connection that closes early, or that is not from this job (a port scan), must not end the start.
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 greeting = _receive_line(connection)
-                # The address of a process that listens for lost ones may have been another job's before.
+                # The address may have belonged to another job before.
                 run_id = None if self._members is None else self._members.run_id
                 is_own_run = self._placement.process_id == 0 or greeting["run"] == run_id
                 process = int(greeting["process_id"]) if is_own_run else None
@@ -372,7 +373,7 @@ def _join_lower_process(
             patience_seconds = _ANSWER_SECONDS if address == process_0 else _CONNECT_SECONDS
             try:
                 connection = socket.create_connection(_split_address(address), min(left_seconds, patience_seconds))
-            # It is not up yet, or is being restarted.
+            # The process has not started yet, or is being restarted.
             except (OSError, ValueError, OverflowError) as failure:
                 reason = str(failure) if address == process_0 else reason
                 continue
@@ -389,7 +390,7 @@ def _join_lower_process(
                     members.announce(None)
                 connection.settimeout(max(end_seconds - time.monotonic(), 0) + answer_seconds)
                 present = _receive_answer(connection, placement.process_id)
-            # It has ended, or has followed a lower process, or something else has its port for now.
+            # The process has ended, or has followed a lower process, or another program uses its port.
             except (OSError, ValueError, KeyError, TypeError, OverflowError) as failure:
                 connection.close()
                 reason = f"no {failure} in the answer" if isinstance(failure, KeyError) else str(failure)

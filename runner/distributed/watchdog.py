@@ -4,7 +4,7 @@ The training thread reports its phase and its last completed step (`clock.Progre
 and publishes them, so its heartbeat never hides that the training thread hangs.
 
 1. Each second every process publishes a heartbeat through the job's key-value store: the phase and step of its training
-   thread, since when, and whether that is overdue. It also reads the verdict, if there is one.
+   thread, when the phase began, and whether it is overdue. It also reads the verdict, if there is one.
 2. Process 0 reads all heartbeats. A process whose heartbeat stays the same for `LOST_SECONDS` is frozen or
    disconnected. A crashed process is noticed at once by its peer socket (`agreement.Liveness`).
 3. If a process is lost or overdue, process 0 writes the verdict: a line that names it and its phase. While a process
@@ -86,10 +86,10 @@ class Watchdog:
         self._reported_step, self._next_report_beat = 0, 1
         self._is_over = threading.Event()
         self._reporting = threading.Lock()  # over the two below
-        self._reporter: threading.Thread | None = None  # thread of the newest callback that is no verdict
+        self._reporter: threading.Thread | None = None  # thread of the newest callback that is not a verdict
         self._is_silent = False
         self._suspects_peer = False  # a collective has failed here
-        self._has_waited = False  # for the cause of an error
+        self._has_waited = False  # whether this process has waited for the cause of an error
         self._last_warning = ""
         self._num_beats = 0
         self._last_beats: dict[int, tuple[int, float]] = {}  # process -> (number of its last beat, time it was seen)
@@ -181,7 +181,7 @@ class Watchdog:
             self._end(format_diagnosis({0: beat}, {}), EXIT_RETRYABLE)
 
     def _report(self, callback: Callable[[Any], None], argument: Any) -> None:
-        """Call a function that writes to the directory on a thread, unless the one before has not returned yet."""
+        """Call a function that writes to the directory on a thread, unless the previous call is still running."""
         with self._reporting:
             if not self._is_silent and (self._reporter is None or not self._reporter.is_alive()):
                 self._reporter = threading.Thread(target=callback, args=(argument,), name="incident", daemon=True)
@@ -251,7 +251,7 @@ class Watchdog:
         return find_failure(beats)
 
     def _decide_alone(self) -> None:
-        """End this process by what it knows itself, because process 0 cannot be reached."""
+        """End this process with a verdict of its own, because process 0 cannot be reached."""
         quiet_seconds = time.monotonic() - self._reached_seconds
         is_dead = 0 in self._hosts.liveness.find_disconnected()
         description = "has died" if is_dead else f"has not responded for {quiet_seconds:.0f} s"
@@ -259,7 +259,7 @@ class Watchdog:
         self._end(format_diagnosis({self._hosts.process_id: self._make_beat()}, unresponsive), EXIT_RETRYABLE)
 
     def _end(self, line: str, code: int) -> None:
-        # On a thread of its own with a deadline, because the directory may be what hangs.
+        # On a thread of its own with a deadline, because the write to the directory may hang.
         callback = threading.Thread(target=self._on_verdict, args=(line, code), daemon=True)
         callback.start()
         callback.join(_CALLBACK_SECONDS)

@@ -1,6 +1,6 @@
 """Evaluation of weights besides their loss: generated text and multiple-choice tasks, inside a run and outside of it.
 
-These modules know models and their weights, no job and no run: callers pass in what they have.
+These modules depend on models and weights, not on jobs or run directories.
 
 - `generation`: codecs, sampling, decoders and sample texts
 - `likelihood`: likelihood of texts, and multiple choice

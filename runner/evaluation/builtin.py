@@ -246,13 +246,13 @@ class EvaluationData:
     def measure(self, name: str) -> ValidationSize:
         """Read a set once more, and count its targets and the bytes of their text.
 
-        With a tokenizer of bytes each token is one byte; separators of other tokenizers have none. A character that the
-        end of a sequence cuts counts as it is displayed: three bytes for each part.
+        With a tokenizer of bytes each token is one byte; separators of other tokenizers have none. A character that is
+        split by the end of a sequence counts three bytes for each part (U+FFFD).
         """
         codec, fields = self.codecs[name], self.dataset.fields
         if isinstance(codec, str):
             return ValidationSize(0, None, codec)
-        # Bits per byte divide a sum over all tokens by the bytes of all text, so every token must weigh 1.
+        # Bits per byte divide a sum over all tokens by the bytes of all text, so every token must have weight 1.
         if "padding_mask" not in fields or "loss_weight" in fields:
             return ValidationSize(0, None, "its tokens do not count alike")
         num_targets = num_bytes = 0
@@ -260,13 +260,13 @@ class EvaluationData:
         chunk_examples = max(1, _DECODED_TOKENS // self.dataset.units_per_example)
         for first in range(0, num_examples, chunk_examples):
             sequences = self.dataset.read(name, first, min(chunk_examples, num_examples - first))
-            # Only targets count: the first token of a sequence is predicted from nothing.
+            # Only targets count: the first token of a sequence is not predicted.
             ids = sequences["y"][sequences["padding_mask"]]
             num_targets += len(ids)
             if codec.is_of_bytes:
                 num_bytes += len(ids)
             else:
-                # Separators are targets with a loss, but no part of the text.
+                # Separators are targets with a loss, but are not part of the text.
                 text_ids = ids[~np.isin(ids, [each for each in (codec.begin, codec.separator) if each is not None])]
                 num_bytes += len(codec.tokenizer.decode(text_ids).encode())
         return ValidationSize(num_targets, num_bytes)
@@ -365,14 +365,14 @@ class BuiltinEvaluators:
         """Iterate over all evaluators, the same objects each time."""
         if self._has_sets:
             yield self.validation
-        # The loss comes first: it is cheap, and hooks and `keep_best` wait for it.
+        # The loss comes first, because it is cheap, and hooks and `keep_best` need it.
         for evaluators in self._by_key.values():
             yield from evaluators
 
     def validate_chosen(self, returned: Any, document: Document) -> list[Evaluator]:
-        """Return what a job's `evaluator` has returned, as a list.
+        """Return the return value of a job's `evaluator` as a list.
 
-        Raises `SpecError` if it leaves out evaluators that a key asks for, because nothing would read the key.
+        Raises `SpecError` if it lacks an evaluator that a key of the spec asks for, because nothing would read the key.
         """
         chosen = [] if returned is None else list(returned) if isinstance(returned, list | tuple) else [returned]
         for key, evaluators in self._by_key.items():

@@ -1,14 +1,14 @@
 """Text generation: codecs between text and tokens, sampling, decoders, and the evaluator that writes samples.
 
 **Window.** The next token is predicted from the tokens in a window: at first the last `length` tokens of the prompt,
-then each new token too. When the window is full, its last half stays, as a text of its own that begins there. A text
-may therefore become arbitrarily long, and on average a few tokens are read again for each new one.
+then each new token too. When the window is full, its last half is kept and treated as the beginning of a text. A text
+may therefore become arbitrarily long, and on average about one token is read again for each new one.
 
 **Decoders.** A model with `init_cache` reads each token once, see `experiments.gpt`. Any other model reads the whole
 window for each token, padded to one length, so that it is compiled once.
 
-**Sampling.** Noise belongs to token ids, not to ranks: logits that differ by rounding give the same token, unless two
-are nearly equal.
+**Sampling.** Random numbers are assigned to token ids, not to ranks: logits that differ only by rounding give the same
+token, unless two of them are nearly equal.
 
 Shape legend: B batch, T tokens, V vocabulary.
 """
@@ -120,7 +120,7 @@ def load_data_codec(data: DataConfig) -> TextCodec:
 
 
 def find_start_token(codec: TextCodec, data: DataConfig) -> int:
-    """Return the token that a text without a prompt begins after.
+    """Return the token to which the model continues a text without a prompt.
 
     It is the token that begins documents, or else their separator, the newline, or id 0. If examples hold whole
     documents, the separator is never an input of the model, so it is not used.
@@ -138,7 +138,7 @@ def find_start_token(codec: TextCodec, data: DataConfig) -> int:
 def encode_prompt(codec: TextCodec, prompt: str) -> list[int]:
     """Return the ids of a prompt, with the token that begins documents, if there is one, before them.
 
-    The prompt may hold bytes of the command line that are no UTF-8. Raises `DataError`.
+    The prompt may contain bytes of the command line that are not valid UTF-8. Raises `DataError`.
     """
     ids = [int(token) for token in codec.tokenizer.encode_file(os.fsencode(prompt))]
     return ids if codec.begin is None or ids[:1] in ([], [codec.begin]) else [codec.begin, *ids]
@@ -269,13 +269,14 @@ class CachedDecoder:
 
     def __init__(self, model: Any, weights: Any, length: int, dtype: DTypeLike, mesh: Mesh):
         self._mesh, self._chunk = mesh, min(CHUNK_TOKENS, length)
-        # Whole chunks: the last one may be padded, and no token attends to what it writes behind the window.
+        # Whole chunks: the last one may be padded, and no token attends to the padding that it writes after the window.
         num_positions = -(-length // self._chunk) * self._chunk
         # One sequence per batch shard, because a smaller batch cannot be sharded.
         self._make_cache = lambda: model.init_cache(count_batch_shards(mesh), num_positions, dtype)
         self._weights, self._cache = weights, None if weights is None else self._make_cache()
 
-        # Padding must not enter a state, as it enters a cache of keys, where the next tokens overwrite it.
+        # Padding must not change a recurrent state. In a cache of keys it does no harm, because the next tokens
+        # overwrite it.
         takes_count = "count" in inspect.signature(type(model).__call__).parameters
 
         def step(weights: Any, cache: Any, tokens_BxT: jax.Array, start: jax.Array, last: jax.Array) -> Any:
@@ -367,9 +368,9 @@ def infer_vocabulary_size(model: nn.Module, weights: Any, length: int) -> int:
 
 
 class SampleEvaluator:
-    """Evaluator with the metrics `val/sample/<index of the prompt>`, texts for people to read.
+    """Evaluator that generates sample texts, with the metrics `val/sample/<index of the prompt>`.
 
-    Made and called on every host. The same weights write the same texts, at any step.
+    Made and called on every host. The texts depend only on the weights, not on the step.
     """
 
     name = "samples"

@@ -2,14 +2,14 @@
 
 **Likelihood**, as lm-evaluation-harness defines it (https://github.com/EleutherAI/lm-evaluation-harness,
 `lm_eval/api/model.py`): spaces at the end of the context belong to the continuation; both are encoded as one text, and
-the continuation is the ids after those of the context alone; of a text that is longer than the model's sequence the end
-is read; an empty context is the token that a text begins after (and if the continuation begins with that token, the
-token is the context).
+the continuation is the ids after those of the context alone; a text that is longer than the model's sequence is
+truncated on the left; an empty context is replaced by the start token (and if the continuation begins with that token,
+the token is the context).
 
 **Multiple choice**, as lm-evaluation-harness scores a `multiple_choice` task (`lm_eval/api/task.py`): a choice follows
-its question after a space, and the answer is the most probable choice. `acc` takes the choice of the highest log
-likelihood, `acc_norm` divides it by the characters of the choice, `acc_bytes` by its bytes. Between
-equal choices the first is taken.
+its question after a space, and the answer is the most probable choice. `acc` selects the choice with the highest log
+likelihood; `acc_norm` divides the log likelihood by the characters of the choice, `acc_bytes` by its bytes. Of equal
+choices the first is selected.
 
 **Questions** are JSON lines, as benchmarks ship them. A line has one key of each group:
 
@@ -59,7 +59,7 @@ class LikelihoodResult(NamedTuple):
 
 
 def encode_pair(encode: Callable[[str], Sequence[int]], first: int, context: str, continuation: str) -> TextPair:
-    """Encode a context and its continuation. `first` is the token that a text begins after."""
+    """Encode a context and its continuation. `first` is the start token, which replaces an empty context."""
     num_spaces = len(context) - len(context.rstrip())
     if num_spaces:
         context, continuation = context[:-num_spaces], context[-num_spaces:] + continuation
@@ -125,7 +125,7 @@ class LikelihoodScorer:
         shape = self._batch_size, self._length
         x, y, mask = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.bool_)
         for index, pair in enumerate(pairs):
-            # Too long texts lose their beginning, as in the harness.
+            # Texts that are too long are truncated on the left, as in the harness.
             ids = [*pair.context, *pair.continuation][-(self._length + 1) :]
             end = len(ids) - 1
             x[index, :end], y[index, :end] = ids[:-1], ids[1:]

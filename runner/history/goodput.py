@@ -1,10 +1,10 @@
 """Goodput accounting: every second of a run in exactly one bucket, and lost steps. Pure.
 
 1. The window of an attempt lasts from its beginning to its last sign of life. If the next attempt began before that,
-   for instance on a new machine while the old one still saves, the seconds belong to the older attempt until the newer
-   one has claimed the directory, and to the newer one from then on, so windows never overlap. The time between two
-   windows is the gap; so is the time before the first one, if it is known when the job was submitted.
-2. Within its window the clock of an attempt says where the time went. The rest is unattributed.
+   for instance on a new machine while the old one still saves, the older attempt's window ends, and the newer one's
+   begins, when the newer one has claimed the directory, so windows never overlap. The time between two windows is the
+   gap; so is the time before the first one, if it is known when the job was submitted.
+2. Within its window, time is attributed by the clock of the attempt. The rest is unattributed.
 3. The steps of an attempt beyond the lowest step that a later attempt resumed from are lost. Their time is the time
    that the clock had counted for steps at the end, minus what it had counted when that step was saved. Steps that the
    attempt itself has repeated, because it went back to a checkpoint, are lost too.
@@ -38,7 +38,7 @@ START_BUCKETS = (
 
 @dataclass(frozen=True)
 class AttemptTimeline:
-    """Everything that is known about when one attempt ran.
+    """Known times of one attempt.
 
     Attributes:
         events: summary of its events.
@@ -57,7 +57,7 @@ class AttemptTimeline:
             return self.clock.began
         known = [self.events.first]
         began = get_time(self.events.start, "began")
-        # A beginning after the first event comes from a clock that was set meanwhile, and is ignored.
+        # A beginning after the first event is ignored: the system clock was changed in between.
         if began is not None and began <= self.events.first:
             known.append(began)
         if self.claimed is not None:
@@ -194,7 +194,7 @@ def _compute_share(timeline: AttemptTimeline, floor: int | None, now: float | No
         seconds[TimeBucket.LOST_STEPS] += lost_seconds
         lost_steps = reached - kept_step
     if reached is not None and resumed is not None and events.repeated_steps:
-        # Every step of the attempt is taken to be equally long.
+        # All steps of the attempt are assumed to take equally long.
         share = events.repeated_steps / max(reached - resumed + events.repeated_steps, 1)
         repeated_seconds = seconds[TimeBucket.STEPS] * share
         seconds[TimeBucket.STEPS] -= repeated_seconds

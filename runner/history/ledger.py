@@ -94,7 +94,7 @@ class AttemptEvents:
             reached_step: last completed step of the attempt.
             reached_seconds: time spent on steps when that was completed.
         """
-        # Between two saves the pace is assumed to be even, which is off by a fraction of one interval at most.
+        # Steps between two saves are assumed to take equally long; the error is at most a fraction of one interval.
         before, after = (self.resumed_step or 0, 0.0), (reached_step, reached_seconds)
         for mark in self.marks:
             if mark[0] <= step:
@@ -129,7 +129,7 @@ class LedgerSummary:
         figures: step and value of the newest other figures of evaluations, by key.
         is_language_model: False if the newest compiled model returns no logits over ids.
         notices: the newest notices.
-        num_invalid: events without a number of an attempt, a time or a name; they were passed over.
+        num_invalid: events without a number of an attempt, a time or a name; they were skipped.
         saves: all commits, or a part of very many.
         events: the newest events.
         fork: the newest event `fork`; empty if the run is no fork.
@@ -225,7 +225,7 @@ class LedgerReader:
 
     @property
     def num_skipped(self) -> int:
-        """Lines of the ledger that are no events; they were passed over."""
+        """Number of lines of the ledger that are not events, and were skipped."""
         return self._tail.num_skipped + self._summary.num_invalid
 
     def _read_new_events(self, checkpoints: Set[int]) -> Set[int]:
@@ -272,7 +272,7 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
                     summary.fork = row
                 if step is not None:
                     _drop_steps_after(summary, step)
-                    # A restore computes every fingerprint, but a state of the fast tier is no checkpoint in the
+                    # A restore computes every fingerprint, but a state of the fast tier is not a checkpoint in the
                     # directory.
                     if event == "restore" and row.get("tier") != "fast":
                         summary.verified.add(step)
@@ -332,7 +332,7 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
 
 
 def _drop_steps_after(summary: LedgerSummary, step: int) -> None:
-    """Forget everything beyond the step from which an attempt resumes or goes on: it will be repeated."""
+    """Forget everything after the step from which an attempt resumes or continues, because it will be repeated."""
     summary.commits = {known: commit for known, commit in summary.commits.items() if known <= step}
     summary.verified = {known for known in summary.verified if known <= step}
     summary.figures = {key: known for key, known in summary.figures.items() if known[0] <= step}

@@ -1,7 +1,7 @@
 """Lineage: the checkpoint of another run, its parent, with which a fork began, and that of each ancestor.
 
-Read upwards it is the chain in the newest manifest of a run. Read downwards it is the tree of all runs below a root. A
-run that was moved is recognised by its id.
+The ancestors of a run are in its newest manifest. The forks of a run are found by reading all runs below a root. A run
+that was moved is recognised by its id.
 """
 
 import enum
@@ -22,7 +22,7 @@ NodeKey = tuple[str, str]
 
 
 class ParentState(enum.Enum):
-    """Content of the place at which a parent was when it was forked."""
+    """State of the directory in which a parent was when it was forked."""
 
     THERE = "there"
     PRUNED = "there, without that checkpoint"
@@ -40,7 +40,7 @@ class RunLineage:
         id: its id.
         name: its name; None if the directory has checkpoints but no `job.json`.
         step: its newest committed step; None if it has none.
-        ancestors: its parent, the parent of that, and so on; empty if it is no fork.
+        ancestors: its parent, the parent of that, and so on; empty if it is not a fork.
     """
 
     run: str
@@ -59,7 +59,7 @@ class LineageNode:
         id: its id.
         name: its name; None if it is not below the root.
         step: its newest committed step; None if it has none, or is not below the root.
-        state: what is at its place.
+        state: state of its directory.
         depth: number of its ancestors in the tree.
         fork: checkpoint of the nearest node above of lower depth with which it began; None if it has no ancestor.
     """
@@ -74,7 +74,7 @@ class LineageNode:
 
 
 def read_lineage(store: Store) -> RunLineage:
-    """Return the run in a directory and its ancestors, without looking at these.
+    """Return the run in a directory and its ancestors, without reading the directories of the ancestors.
 
     Raises:
         InvalidError: no run is there, or a newer runner has written it.
@@ -86,7 +86,7 @@ def read_lineage(store: Store) -> RunLineage:
         return RunLineage(store.url, run_id, name, manifest.step, parse_ancestors(manifest.lineage or {}))
     if owner is None:
         raise InvalidError(f"{store.url}: no run is here; give a run's directory, its spec, or a directory of runs")
-    # A fork that was killed before its first commit has only told the ledger.
+    # A fork that was killed before its first commit is recorded only in the ledger.
     return RunLineage(store.url, owner.id, owner.name, None, parse_ancestors(LedgerReader(store).read(set()).fork))
 
 
@@ -103,7 +103,7 @@ def parse_ancestors(record: JsonObject) -> tuple[ForkRecord, ...]:
 
 
 def find_parent_state(parent: ForkRecord) -> ParentState:
-    """Return what is now at the place at which a parent was when it was forked."""
+    """Return the state of the directory in which a parent was when it was forked."""
     try:
         store = open_store(parent.run)
         try:
@@ -143,7 +143,7 @@ def build_tree(runs: Sequence[RunLineage]) -> list[LineageNode]:
             key = parent
 
     found: dict[NodeKey, LineageNode] = {}
-    # Damaged records may make a run its own ancestor; then the tree begins anywhere in the circle.
+    # Damaged records may make a run its own ancestor; then the tree begins anywhere in the cycle.
     for root in [key for key in nodes if nodes[key].fork is None] + list(nodes):
         pending = [(root, 0)]
         while pending:

@@ -232,7 +232,7 @@ class HistoryReader:
         )
 
     def _try(self, read: Callable[[], Value], default: Value) -> Value:
-        """Return what `read` returns, or `default` if that is missing or damaged; damage is noted in `_unread`.
+        """Return the result of `read`, or `default` if the file is missing or damaged; damage is noted in `_unread`.
 
         Raises:
             StorageError: a bucket does not answer, which says nothing about its content.
@@ -300,7 +300,7 @@ class HistoryReader:
             if sizes.get(file) != size:
                 problem = f"{file} is missing" if file not in sizes else f"{file} has {sizes[file]} bytes, needs {size}"
                 break
-        # A manifest that matches its own digest may still have been written by anybody.
+        # A manifest that matches its own digest may still have been written by another program.
         moment = get_time({"time": manifest.time})
         is_verified = manifest.is_step and manifest.step in verified
         trust = Verification.DAMAGED if problem else Verification.VERIFIED if is_verified else Verification.COMMITTED
@@ -350,7 +350,7 @@ def infer_outcome(timeline: AttemptTimeline, newer: AttemptTimeline | None, now:
     if now - ended > (SILENT_WITHOUT_CLOCK_SECONDS if clock is None else SILENT_SECONDS):
         return AttemptOutcome(RunState.STALLED, ended)
     if clock is not None and clock.reading.bucket is TimeBucket.STEPS:
-        # It sends heartbeats, but may repeat the same step: the same deadline as that of the watchdog.
+        # It sends heartbeats, but may be stuck at one step. The deadline is that of the watchdog.
         num_steps = max(clock.reading.step - (events.resumed_step or 0), 0)
         current_seconds = now - clock.reading.since
         finished_seconds = max(clock.reading.seconds[TimeBucket.STEPS.index] - current_seconds, 0.0)
@@ -362,7 +362,7 @@ def infer_outcome(timeline: AttemptTimeline, newer: AttemptTimeline | None, now:
 
 
 def read_fork(event: JsonObject) -> ForkRecord | None:
-    """Return what an event `fork`, or the lineage of a manifest, says; None if it says nothing."""
+    """Return the record in an event `fork` or in the lineage of a manifest; None if there is none."""
     step, changes = get_step(event), event.get("changes")
     if step is None:
         return None
@@ -438,7 +438,7 @@ def read_stages(spec: JsonObject, events: Mapping[int, JsonObject]) -> tuple[tup
 
 
 def apply_stage(config: Any, values: Mapping[str, Any]) -> list[str]:
-    """Put the values of a stage into a config, where it has a place for them, and return a line for each change.
+    """Set the values of a stage in a config, as far as it has these keys, and return a line for each change.
 
     Args:
         config: content of a spec below `config`, which is changed.
@@ -480,7 +480,7 @@ def format_setting(value: Any) -> str:
 
 
 def parse_spec(content: bytes) -> object:
-    """Return what a `spec.yaml` holds, without validation, since a later version of the runner may have written it.
+    """Return the content of a `spec.yaml`, without validation: a later version of the runner may have written it.
 
     Raises:
         ValueError: it is too large, or has aliases, which could stand for any amount of data.
@@ -516,7 +516,7 @@ def _compute_throughput(sample: Sequence[JsonObject], attempt: AttemptRecord, to
     seconds, increase = (_compute_increase(newest, key) for key in ("perf/time", f"train/{unit}"))
     reported, mfu = get_float(row, f"perf/{unit}_per_second"), get_float(row, "perf/mfu")
     step_seconds, per_second = None, reported
-    # Differences of clock times include stalls between rows, which a person who waits for the run has to wait for too.
+    # Differences of clock times include stalls between rows, which also delay the end of the run.
     if seconds:
         step_seconds = seconds / (newest[-1]["step"] - newest[0]["step"])
         per_second = increase / seconds if increase else reported

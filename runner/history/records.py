@@ -176,7 +176,7 @@ class StageRecord:
 
 @dataclass(frozen=True)
 class StragglerRecord:
-    """Straggling processes of the newest attempt, each with its arrival at `step` in seconds after the first."""
+    """Straggling processes of the newest attempt, and their arrival at `step` in seconds after the first process."""
 
     step: int
     late: Mapping[str, float]
@@ -244,7 +244,7 @@ class History:
         warnings: newest notices.
         saves: all commits, or every second, fourth, ... of very many.
         events: newest events of the ledger in its order, unchecked.
-        fork: where it was forked from; None if it is no fork.
+        fork: where it was forked from; None if it is not a fork.
         stages: its stages in order, also those that have not begun.
         spec: content of `spec.yaml`; empty if it is missing or damaged.
         unread: one line for everything that could not be read.

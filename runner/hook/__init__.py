@@ -1,4 +1,4 @@
-"""Hooks: read-only or steering views of a run's rows and weights. See README.md in this folder.
+"""Hooks: calls with a run's rows and weights, which may save, evaluate or end the run. See README.md in this folder.
 
 - `protocol`: base classes, verdicts and arguments of hooks
 - `builtin`: early stopping, stop at a loss or a time, best checkpoint

@@ -1,4 +1,4 @@
-"""Built-in hooks. Each is an example too: everything that must survive is in `init`, and nowhere else."""
+"""Built-in hooks. Each also serves as an example: all that survives a restart are its counters."""
 
 import datetime
 import math
@@ -19,14 +19,14 @@ Mode = Literal["min", "max"]
 
 
 class MetricReader:
-    """Reader of one metric; warns of the first row that lacks it, since evaluators have schedules of their own."""
+    """Reader of one metric. Warns once of a row without the metric, because each evaluator has its own schedule."""
 
     def __init__(self, name: str):
         self.name = name
         self._has_warned = False
 
     def read(self, row: Row) -> float | None:
-        """Return the value as the train state holds it; None if it is null or missing. Called on every host."""
+        """Return the value as float32, as the train state stores it; None if null or missing. Called on every host."""
         if self.name in row:
             value = row[self.name]
             return float(np.float32(value)) if isinstance(value, int | float) else None
@@ -63,7 +63,7 @@ class EarlyStoppingConfig(HookConfig):
 
     @property
     def free_keys(self) -> frozenset[str]:
-        """Keys without influence on the counters: a stopped run may go on with more patience."""
+        """Keys without influence on the counters: a stopped run may continue with more patience."""
         return frozenset({"patience"})
 
 
@@ -84,7 +84,7 @@ class EarlyStopping(Hook):
         """Compare with the best value, count, and stop when patience runs out."""
         config, best, waited = self.config, float(moment.counters["best"]), int(moment.counters["waited"])
         value = self._metric.read(moment.row)
-        # An evaluation without this metric, or with a mean over nothing, neither helps nor counts against the patience.
+        # An evaluation that lacks this metric, or in which it is null, neither resets nor uses up the patience.
         if value is None:
             return None
         if is_better(value, best, config.mode, config.min_delta):

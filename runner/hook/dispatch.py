@@ -9,11 +9,11 @@
 5. The new counters go into the train state, with a record of the calls made (`FiredCalls`).
 6. The state may be saved.
 
-A saved state therefore lacks calls of its own step in one case only: the job was asked to stop during the evaluation.
-An attempt that resumes there evaluates first, and then makes the calls that are missing in `FiredCalls`. There is no
-such record of observers: they count as called for a row once the row is complete in the file. `FiredCalls` also records
-that a hook has stopped the run, so an attempt that resumes at the last step, after a kill before `result.json`, ends
-there.
+A saved state therefore lacks calls of its own step only if the job was asked to stop during the evaluation. An attempt
+that resumes from such a state evaluates first, and then makes the calls that are missing in `FiredCalls`. Calls of
+observers are not recorded there: observers count as called for a row once the row is complete in the file. `FiredCalls`
+also records that a hook has stopped the run, so an attempt that resumes at the last step, after a kill before
+`result.json`, ends there.
 
 **One call.** The verdict of process 0 applies on every host. All processes synchronize once after each call, even if it
 raised, so that all of them know the outcome: a hook that raises on one host ends the run on all hosts, and each prints
@@ -67,11 +67,11 @@ _RESULT_KEYS = (
 def call_hook(listed: ListedHook, method: str, moment: Moment) -> tuple[JsonObject, str | None]:
     """Call a method of a hook on this host.
 
-    Infrastructure failures inside a hook are raised, because they are no errors of the hook and are reported to the
-    other hosts in another way.
+    Infrastructure failures inside of a hook are raised, because they are not errors of the hook; other code reports
+    them to the other hosts.
 
     Returns:
-        (return value for JSON, None), or (neutral value, reason why the run cannot go on).
+        (return value for JSON, None), or (neutral value, reason why the run cannot continue).
     """
     try:
         return _encode_returned(listed, method, getattr(listed.hook, method)(moment)), None
@@ -106,7 +106,7 @@ def _encode_returned(listed: ListedHook, method: str, returned: Any) -> JsonObje
     if method not in _VERDICT_METHODS or not isinstance(returned, Verdict):
         needs = {"on_end": "a mapping or None", "on_row": "a Verdict or None", "on_evaluation": "a Verdict or None"}
         raise TypeError(f"returned a {type(returned).__name__}, needs {needs.get(method, 'None')}")
-    # An observer may come and go between attempts, so it must not influence the trajectory.
+    # An observer may be added or removed between attempts, so it must not influence the trajectory.
     if listed.counters is None and (returned.act is not Act.GO_ON or returned.counters is not None):
         raise TypeError("returned a verdict, which an Observer cannot; derive the class from Hook")
     counters = None if returned.counters is None else encode_counters(returned.counters, listed.counters)
@@ -128,7 +128,7 @@ class HookCaller:
     _warned: set[tuple[str, str]] = field(default_factory=set)  # hook and subject of each warning
 
     def get_verdict(self, listed: ListedHook, method: str, moment: Moment) -> Verdict:
-        """Call `on_row` or `on_evaluation`; returns process 0's verdict. Raises `HookError` on every host."""
+        """Call `on_row` or `on_evaluation` and return process 0's verdict. Raises `HookError` on every host."""
         # A hook that decides differently on hosts is a bug, but a harmless one: warn, and follow process 0.
         returned = self._call_on_all(listed, method, moment)
         acts = [each["act"] for each in returned]
@@ -143,7 +143,7 @@ class HookCaller:
         return Verdict(Act(first["act"]), counters, first["reason"])
 
     def call(self, listed: ListedHook, method: str, moment: Moment) -> JsonObject:
-        """Call one of the other methods; returns what it returned on process 0. Raises `HookError` on every host."""
+        """Call one of the other methods and return process 0's result. Raises `HookError` on every host."""
         return dict(self._call_on_all(listed, method, moment)[0])
 
     def _call_on_all(self, listed: ListedHook, method: str, moment: Moment) -> list[JsonObject]:
@@ -247,7 +247,7 @@ class HookDispatcher:
         return state
 
     def go_to(self, state: TrainState, step: int) -> TrainState:
-        """Continue after `step`, which was restored or loaded; returns the state, whose stop may be void."""
+        """Continue after `step`, which was restored or loaded. Returns the state; a void stop is removed from it."""
         if not self._hooks.listed:
             return state
         hosts, row = self._attempt.hosts, self._read_newest_row()
@@ -270,11 +270,11 @@ class HookDispatcher:
         return state
 
     def on_row(self, state: TrainState, step: int) -> TrainState:
-        """Make the calls for `step` if the newest row is complete and its own; returns the state with new counters."""
+        """Make the calls for `step` if the newest row is that of `step` and complete; return the next state."""
         return self.on_given_row(state, step, self._read_newest_row()) if self._hooks.listed else state
 
     def on_given_row(self, state: TrainState, step: int, row: Row) -> TrainState:
-        """Make the calls for `step` with a row that is the same on every host; returns the state with new counters."""
+        """Make the calls for `step` with a row that is the same on every host; return the state with new counters."""
         if row.get("step") != step or not self._hooks.listed:
             return state
         if self._report.is_evaluation_missing(row, step) or self._report.is_suspect(row):
@@ -283,12 +283,13 @@ class HookDispatcher:
         try:
             return self._call_for_row(state, step, row)
         except HookInterruptedError:
-            # No call of this step counts: the state that is saved now lacks them, and the next attempt makes them.
+            # Discard the calls of this step: the state that is saved now lacks them, and the next attempt makes them
+            # again.
             self.stop = stop
             return state
 
     def _call_for_row(self, state: TrainState, step: int, row: Row) -> TrainState:
-        # Reading waits for the device, which it has reached anyway: the row of this step is complete.
+        # Reading waits for the device, but the row of this step is complete, so the device is done with the step.
         before = self._read_state(state)
         after = self._get_verdicts("on_row", "row", before, state, step, row)
 
@@ -300,7 +301,7 @@ class HookDispatcher:
             on_evaluation(row)
         elif after.fired.asked == step and self._report.has_evaluators:
             self._report.evaluate_row(self._get_weights(state), row, on_evaluation)
-        # Hooks may be slow, and must not count in the speed of the next steps.
+        # Exclude the time of slow hooks from the speed of the next steps.
         self._report.restart_clock()
         return self._write_state(state, before, after)
 
@@ -325,7 +326,7 @@ class HookDispatcher:
         return self._result | ({} if self.stop is None else self.stop.result())
 
     def _call_all(self, method: str, state: TrainState, step: int) -> dict[str, JsonObject]:
-        """Call a method without verdict of all hooks that override it; returns what each has returned, by name."""
+        """Call a method without verdict of all hooks that override it; return the results by hook name."""
         implementing = self._hooks.list_implementing(method)
         if not implementing:
             return {}
@@ -375,7 +376,7 @@ class HookDispatcher:
         """Return the argument of a hook's call, with copies of row, weights and counters that the hook may modify."""
         if counters is None and each.counters is not None:
             counters = self._read_state(state).counters[each.name]
-        # Copies, because a hook may write into what it is shown.
+        # Copies, because a hook may modify its arguments.
         own, weights = jax.tree.map(np.copy, counters), copy_containers(self._get_weights(state))
         return Moment(step, copy.deepcopy(row), weights, own, self._attempt.hosts, self._run_began)
 

@@ -63,7 +63,7 @@ class HookState:
     @classmethod
     def from_arrays(cls, arrays: Any) -> "HookState":
         """Return a copy of the arrays of a train state, whose memory the next step overwrites. Waits for the device."""
-        # device_get may return views of device memory on CPUs, hence the copies.
+        # Copied, because device_get may return views of device memory on CPUs.
         copies = jax.tree.map(np.array, jax.device_get(arrays))
         fired = FiredCalls(**{name: int(value) for name, value in copies.pop(FIRED).items()})
         return cls(fired, copies)
@@ -114,7 +114,7 @@ def encode_counters(counters: Any, first: Any) -> list[str]:
                 f"returned counters with {value.dtype} of shape {value.shape}, where init has {like.dtype} of shape "
                 f"{like.shape}"
             )
-        # Bytes and not decimal numbers, so that every host gets the same bits.
+        # Bytes instead of decimal numbers, so that every host gets the same bits.
         encoded.append(base64.b64encode(value.astype(like.dtype).tobytes()).decode())
     return encoded
 
@@ -153,7 +153,7 @@ class ListedHook:
 
     @property
     def digest(self) -> int:
-        """32 bits that distinguish hook, class and config; the train state holds those of the hook that stopped it."""
+        """32-bit digest of hook, class and config. The train state stores that of the hook that stopped the run."""
         return _compute_digest(self.entry)
 
     @property
@@ -179,7 +179,7 @@ class HookList:
 
     @functools.cached_property
     def stateful(self) -> list[ListedHook]:
-        """Hooks that may influence the run, and so have a part in the train state."""
+        """Hooks that may influence the run, and therefore have counters in the train state."""
         return [each for each in self.listed if each.counters is not None]
 
     def list_implementing(self, method: str) -> list[ListedHook]:

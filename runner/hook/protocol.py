@@ -10,9 +10,9 @@ in the order of the spec:
 4. `on_end` when the last step is complete and saved.
 
 Counters are arrays of fixed shape and type in the train state, so they are saved, restored and fingerprinted with it. A
-saved step has the counters after its own calls, so each step is counted exactly once, however often the job was killed.
-Steps that were lost are computed again, and their calls are made again. State that a hook keeps elsewhere does not
-follow this: an attribute is lost, an append to a file is repeated. `verify-resume` finds such hooks.
+saved step includes the counters after its own calls, so each step is counted exactly once, however often the job is
+killed. Steps that were lost are computed again, and their calls are made again. State that a hook keeps elsewhere is
+not restored: an attribute is lost, and an append to a file is repeated. `verify-resume` finds such hooks.
 """
 
 import enum
@@ -110,14 +110,14 @@ class Hook:
 
     Attributes:
         former_paths: paths (`module:Class`) that this class had earlier. A run with counters of a hook of such a path
-            goes on with this class. Not inherited.
+            continues with this class. Not inherited.
     """
 
     Config: ClassVar[type[HookConfig]] = HookConfig
     former_paths: ClassVar[Sequence[str]] = ()
 
     def __init__(self, config: Any, job: SeenJob):
-        """Keep `config`, an instance of `Config`, and the job. Raise `InvalidError` if they do not fit together."""
+        """Store `config`, an instance of `Config`, and `job`. Overrides may raise `InvalidError` if they do not fit."""
         self.config, self.job = config, job
 
     def init(self) -> Any:
@@ -131,7 +131,7 @@ class Hook:
         """React to a new row of metrics. The verdict may depend on row, weights and counters only."""
 
     def on_evaluation(self, moment: Moment) -> Verdict | None:
-        """React to an evaluation, whose metrics are in the row. The same rule as in `on_row`."""
+        """React to an evaluation, whose metrics are in the row. The verdict may depend on the same as in `on_row`."""
 
     def on_checkpoint(self, moment: Moment) -> None:
         """React to a save that is about to start. Not part of the trajectory: saves depend on clocks and failures."""

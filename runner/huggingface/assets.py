@@ -4,9 +4,9 @@ They come from two places: the corpus or text that the run trains on, and the pu
 Both may be gone when the run is exported, so the first attempt records them below `assets` in the run's directory;
 exports of older runs read the sources again.
 
-The tokenizer is that of the data. Where the data are ids that do not say which tokenizer made them, it is that of the
-published weights. If the tokenizer of the data and that of the published weights have the same vocabulary, the files of
-the published weights are used, since they have special tokens and settings that a corpus does not record.
+The tokenizer is that of the data, or of the published weights if the data are ids without a record of their tokenizer.
+If both tokenizers have the same vocabulary, the files of the published weights are used, because they have special
+tokens and settings that a corpus does not record.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ from runner.storage import (
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-# Files of published weights that an export gives back; the names of the format's readers.
+# Files of published weights that an export includes, by the names under which readers of the format look for them.
 BASE_TOKENIZER_FILES = (
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -139,7 +139,7 @@ def _make_corpus_tokenizer(where: str, sequence_length: int) -> TokenizerFiles:
     }
     end_of_turn, template = names.pop(END_OF_TURN, None), names.pop("chat_template", None)
     if kind == "bytes":
-        # No text of a special token is a token.
+        # No special token's text is a token.
         settings = {} if template is None else {"chat_template": _pin_names(template, names, {})}
         return replace(_make_byte_files(size, sequence_length, end, settings), begin=begin)
     if kind not in TOKENIZER_FILES:
@@ -231,7 +231,7 @@ class BaseAssets:
 
     Attributes:
         path: their path or URL.
-        config: content of `config.json`; None if the run that they are of started from random weights.
+        config: content of `config.json`; None if the weights are of a run that started from random weights.
         ids: special tokens, as `config.json` has them.
         generation: content of `generation_config.json`; empty if there is none.
         files: tokenizer files by name.
@@ -245,7 +245,7 @@ class BaseAssets:
 
 
 def read_base_assets(path: str, ignored_config_keys: Sequence[str] = ()) -> BaseAssets | None:
-    """Return the assets of the weights at `path`; None if that is no directory of published weights.
+    """Return the assets of the weights at `path`; None if there are no published weights.
 
     Args:
         path: directory or URL.
@@ -386,7 +386,7 @@ def find_assets(data: DataConfig | None, rule: InitFromConfig | None) -> ExportA
     directory, _ = split_checkpoint(rule.path)
     earlier = read_assets(open_store(directory))
     if earlier is not None:
-        # The run that this one starts from has recorded what it started from itself.
+        # The run that this one starts from has recorded its own base.
         path = earlier.base or directory
         base: BaseAssets | None = BaseAssets(
             path, earlier.config, earlier.list_ids(), earlier.generation, earlier.tokenizer.files
@@ -444,7 +444,7 @@ def _is_same_tokenizer(own: Mapping[str, bytes], theirs: Mapping[str, bytes]) ->
 
 
 def record_assets(store: Store, data: DataConfig, rule: InitFromConfig | None) -> None:
-    """Record the assets of a run that begins. Process 0 calls it; a failure costs no more than a warning."""
+    """Record the assets of a run that begins. Process 0 calls it; a failure only causes a warning."""
     try:
         save_assets(store, find_assets(data, rule))
     except (InvalidError, OSError) as error:

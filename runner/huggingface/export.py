@@ -97,7 +97,8 @@ class SafetensorsWriter:
             head, locations = encode_header({name: (DTYPE_NAMES[tensors[name][0]], tensors[name][1]) for name in names})
             with translate_errors(directory / file), (directory / file).open("wb", buffering=0) as stream:
                 stream.write(head)
-                # A full disk is noticed here, and not as a crash when a page of the mapped file is written.
+                # Allocate the file, so that a full disk is an error here instead of a crash when a mapped page is
+                # written.
                 os.posix_fallocate(stream.fileno(), 0, max([len(head), *(each.stop for each in locations.values())]))
             self._locations |= {name: each._replace(file=file) for name, each in locations.items()}
         if len(shards) > 1:
@@ -271,7 +272,7 @@ def export_into(
         names = find_weight_names(manifest, options.weights)
         leaves = {name: manifest.leaves[saved] for name, saved in names.items()}
         pieces, tensors = _plan_tensors(manifest.name, leaves, family, options.dtype)
-        # Everything that may be refused comes before the weights, which take long.
+        # Checks that may refuse the export come before the weights, which take long to write.
         dtype = max((dtype for dtype, _ in tensors.values()), key=lambda dtype: dtype.itemsize)
         files = _make_files(store, family, data, options, dtype)
         writer = SafetensorsWriter(directory, tensors, options.shard_bytes)
@@ -282,7 +283,7 @@ def export_into(
         # A damaged export is found here, before it is published.
         writer.verify()
         for name, content in files.items():
-            # A disk that is full says nothing about the checkpoint, so its error must not look like one of that.
+            # A full disk is not a problem of the checkpoint, so its error must not be reported as such.
             with translate_errors(directory / name):
                 (directory / name).write_bytes(content)
         return manifest
@@ -319,7 +320,7 @@ def _make_files(
             settings = parse_json(files[TOKENIZER_CONFIG]) | {"model_max_length": options.context}
             files[TOKENIZER_CONFIG] = encode_json(settings)
     elif _CONTEXT in config and assets.config is not None and not family.differences(assets.config):
-        # Training on shorter sequences does not take the context of the published weights away.
+        # Training on shorter sequences does not reduce the context length of the published weights.
         context = unnest_config(assets.config).get(_CONTEXT)
         config[_CONTEXT] = max(config[_CONTEXT], context) if type(context) is int else config[_CONTEXT]
     ids = assets.list_ids()
@@ -377,7 +378,7 @@ class _AdaptedModule:
 
     Attributes:
         name: name of the module.
-        a: a of shape (n R, I).
+        a: A of shape (n R, I).
         b: B of shape (O, n R).
         number: n.
         is_transposed: True if the weight of the module is (in, out).
@@ -420,7 +421,7 @@ def export_adapter(
                 raise InvalidError(
                     f"checkpoint {manifest.name} has no adapter: its run has no config.adapter; leave --adapter out"
                 )
-            # Averages of the weights have A and B of their own.
+            # Averages of the weights have separate A and B.
             pairs = find_adapter(manifest, weights)[1].matrices
             names = [name for pair in pairs.values() for name in pair]
             arrays = {name: np.asarray(array) for name, array in read_named_leaves(store, manifest, names)}
@@ -473,7 +474,7 @@ def _build_adapted_modules(
 
     Args:
         pieces: table of the family.
-        matrices: a and B by the name of the adapted leaf.
+        matrices: A and B by the name of the adapted leaf.
 
     Raises:
         InvalidError: An adapted leaf is not a linear module of a layer.

@@ -6,8 +6,8 @@ of a run is on the card only after the run has ended, when it no longer changes.
 
 **Push** (`HubRepository`). The repository is checked before anything is exported, and changed in one commit:
 
-1. `check` asks whether the token may write, and whether an existing repository is as public as the user said. Nothing
-   is created yet.
+1. `check` checks that the token may write, and that an existing repository has the requested visibility. Nothing is
+   created yet.
 2. `push` creates the repository if it is missing and uploads the large files. Files whose digest the Hub
    already has, for example from a push that was killed, are not uploaded again.
 3. One commit contains all changes, and deletes files of an earlier export that this one does not have. If a model had
@@ -157,7 +157,7 @@ def _list_facts(checkpoint: ExportedCheckpoint, generates_text: bool) -> Iterabl
     for name, key in (("training loss", "train/loss"), ("validation loss", "val/loss")):
         loss = _find_newest(checkpoint.rows, key)
         if loss is not None:
-            # The loss of a model that writes no text is in a unit of its own.
+            # The loss of a model that is not a language model has an unknown unit.
             yield f"{name}, nats a token" if generates_text else name, f"{loss:.4f}"
     weights = [manifest.leaves[name]["shape"] for name in find_weight_names(manifest, PARAMS)]
     yield "parameters", f"{sum(math.prod(shape) for shape in weights):,}"

@@ -3,8 +3,8 @@
 `checkpoint.init_from` names another run, or published weights in Hugging Face's layout.
 
 **Model of published weights.** Keys of `config.model` that a spec leaves out are those of the weights' `config.json`,
-which the job's class translates. They are part of the run's identity like written ones, and `spec.yaml` has them. If
-the weights are gone after the run has begun, the run continues with its own record of them.
+which the job's class translates. They are part of the run's identity like keys in the spec, and are written to
+`spec.yaml`. If the weights are gone after the run has begun, the run continues with the keys in its `spec.yaml`.
 
 **Reading.** Each process reads only the byte ranges in which its devices' shards of a leaf lie. A shard of a tensor is
 many ranges if the tensor is sharded along another axis than the first. Ranges with less than `GAP_BYTES` between them
@@ -12,9 +12,9 @@ are read as one, since a request costs more than reading what lies between. Valu
 by rounding to nearest even, F64 by way of float32. Quantised tensors are dequantised, a few megabytes at a time.
 
 **Base of an adapter.** The frozen weights beside which an adapter is trained are part of what defines the trajectory,
-by a fingerprint: of a named checkpoint the digest of its leaves; of a run, whose newest checkpoint may be another one
-at the time of a resume, the id of the run; of published weights a digest of some bytes of each tensor. The train state
-holds the base, so a resume continues if the source is gone, and is refused if the source is another one.
+by a fingerprint: for a named checkpoint, the digest of its leaves; for a run, whose newest checkpoint may change before
+a resume, the id of the run; for published weights, a digest of some bytes of each tensor. The train state holds the
+base, so a resume continues if the source is gone, and is refused if the source is another one.
 """
 
 import functools
@@ -173,7 +173,8 @@ def _fill_piece(
         axes = [range(*bounds, step) for bounds, step in zip(box, steps, strict=True)]
         places: list[Any] = [*(slice(len(axis)) for axis in axes), ...]
         target = target[tuple(places)]
-        # Along the first axis a part at a time: conversion needs a copy, of quantised tensors one that is much larger.
+        # One part at a time along the first axis, because conversion needs a copy, which is much larger for quantised
+        # tensors.
         num_rows = max(1, SPAN_BYTES // (4 * math.prod(map(len, axes[1:]))))
         for first in range(0, len(axes[0]) if axes else 1, num_rows):
             rows = slice(first, first + num_rows)
@@ -264,7 +265,7 @@ def _compute_base_fingerprint(path: str) -> str:
         raise ResumeError(f"{store.url}: no checkpoint is here")
     if name is None:
         return f"run {manifest.job}"
-    # Step and optimizer state are no part of the base.
+    # Step and optimizer state are not part of the base.
     digests = {leaf: record["digest"] for leaf, record in manifest.leaves.items() if leaf.startswith(_WEIGHTS)}
     return f"run {manifest.job} {hash_record(digests)[:16]}"
 
@@ -299,8 +300,8 @@ def complete_model(
 ) -> Document:
     """Return the document with the keys of `config.model` that it leaves to the weights in `checkpoint.init_from`.
 
-    It leaves them to the weights if it lacks a key that a model needs. Reads `config.json` only. Every process calls
-    it, before they meet.
+    Keys are filled in only if the document lacks a key that the model needs. Reads `config.json` only. Every process
+    calls it, before the rendezvous.
 
     Args:
         document: spec.
@@ -423,7 +424,7 @@ def load_init_from(
             problem = ["invalid", str(error)]
         except OSError as error:
             problem = ["storage", str(error)]
-        # A process that fails alone must not leave the others waiting, so all exchange their problems first.
+        # All processes exchange their problems first, so that none waits for a process that has failed.
         first = next((other for other in attempt.hosts.gather(problem) if other is not None), None)
         if first is not None:
             raise InvalidError(first[1]) if first[0] == "invalid" else StorageError(first[1])

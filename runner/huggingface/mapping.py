@@ -41,7 +41,7 @@ class TensorPiece:
         index: index into the leading axes of the leaf: the layer, or the layer and the expert.
         transpose: True if the file has the last two axes in the other order: (out, in) for a leaf (in, out).
         part: (axis, start, stop) of the file's tensor, if several leaves share it.
-        step: distance of the part's elements on that axis, if the leaves take turns.
+        step: distance of the part's elements on that axis, if the elements of several leaves are interleaved.
     """
 
     tensor: str
@@ -69,12 +69,12 @@ class Family(Protocol):
     def differences(self, config: Mapping[str, Any]) -> list[str]:
         """Return the differences between this model and a `config.json`, one line each.
 
-        A line is `key: got ..., the model needs ...`. Only settings that no shape of a tensor shows are compared: the
-        first is `model_type`; vocabulary and context length are none.
+        A line is `key: got ..., the model needs ...`. Only settings that cannot be inferred from shapes of tensors are
+        compared, `model_type` first; vocabulary and context length are therefore not compared.
         """
 
     def copies(self) -> Mapping[str, str]:
-        """Return the tensors that files hold a second time: the name of each copy, and of the tensor in `pieces`.
+        """Return the tensors that files contain twice: from the name of each copy to that of the tensor in `pieces`.
 
         Called after `pieces`. An export writes them, an import skips them. By default there are none.
         """
@@ -110,7 +110,7 @@ def compute_tensor_shapes(pieces: Iterable[TensorPiece], leaves: Mapping[str, Sh
 
 
 def find_table_problems(pieces: Sequence[TensorPiece], leaves: Mapping[str, Shape]) -> list[str]:
-    """Return the problems of a table, one line each. A table without problems has every leaf once and tensors whole.
+    """Return the problems of a table, one line each. A valid table has every leaf once, and every tensor completely.
 
     Args:
         pieces: the table.
@@ -178,8 +178,8 @@ class TensorMatch:
     """Tensors from which each leaf is read.
 
     Attributes:
-        pieces: for each leaf its pieces with their tensors. A tensor may be shorter in its first axis than the piece,
-            whose beginning it then is. A piece without a tensor keeps its initial values.
+        pieces: for each leaf its pieces with their tensors. A tensor may be shorter in its first axis than the piece;
+            it then fills the beginning of the piece. A piece without a tensor keeps its initial values.
         notes: deviations that the spec allows, one line each.
     """
 
@@ -227,7 +227,7 @@ def match_tensors(
         elif choice.problem is not None:
             problems.append(f"{name}: {choice.problem}")
     problems += [f"{name}: is left over, the model has no such tensor" for name in found.keys() - needed.keys()]
-    # If the family is another one nothing else matches either, so only that is reported.
+    # If the family differs, nothing else matches, so only the family is reported.
     problems = [line for line in problems if line.startswith(f"{CONFIG_FILE}: model_type:")] or problems
     if problems:
         raise InvalidError("\n".join(f"{published.store.url}: {line}" for line in sorted(problems)))

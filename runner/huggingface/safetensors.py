@@ -1,7 +1,7 @@
 """Weights in Hugging Face's layout: `config.json`, and safetensors in one file or in shards with an index.
 
-`open_published_weights` reads the index and the headers, and no tensor. Nothing that it reads is executed, and nothing
-is trusted: it reports every inconsistency.
+`open_published_weights` reads the index and the headers, but no tensor. It executes nothing, does not trust the files,
+and reports every inconsistency.
 
 A safetensors file begins with eight bytes, little-endian, with the length of its header. The header is a JSON object of
 `dtype`, `shape` and `data_offsets` by tensor. The tensors follow, without gaps, little-endian and in C order, up to the
@@ -192,7 +192,7 @@ def _parse_tensor(name: str, entry: Any, file: str, begin: int) -> TensorLocatio
 
 
 def _shorten(name: str) -> str:
-    """Return a name of a file that nobody trusts, as messages show it."""
+    """Return an untrusted file name in a form that is safe for messages."""
     return escape_unprintable(name[:_SHOWN_CHARACTERS])
 
 
@@ -236,7 +236,7 @@ class QuantisedFormat(Protocol):
     dtypes: tuple[tuple[str, ...], ...]
 
     def compute_shape(self, stored: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-        """Return the shape of the values from those of the stored tensors; None if these do not fit each other."""
+        """Return the shape of the values from those of the stored tensors; None if these are inconsistent."""
 
     def find_boxes(self, box: Box) -> list[Box]:
         """Return the box of each stored tensor that holds a box of the values."""
@@ -348,7 +348,7 @@ QUANTISED_FORMATS: dict[str, QuantisedFormat] = {"fp8": Fp8(), "mxfp4": Mxfp4()}
 def join_quantised_tensors(
     url: str, config: JsonObject, tensors: Mapping[str, TensorLocation]
 ) -> tuple[dict[str, PublishedTensor], list[str]]:
-    """Return the tensors with each quantised one in the place of those that store it, and what is wrong with them.
+    """Return the tensors, with each quantised one in place of those that store it, and their problems.
 
     Raises:
         InvalidError: `config.json` names a kind that is not read.
@@ -369,7 +369,7 @@ def join_quantised_tensors(
     form = QUANTISED_FORMATS[method]
     joined: dict[str, PublishedTensor] = {**tensors}
     problems = []
-    # A tensor that is not quantised may have the ending of the values too.
+    # The name of a tensor that is not quantised may have the same suffix.
     endings = [suffix for suffix in form.suffixes if suffix != form.suffix]
     stems = {name.removesuffix(ending) for ending in endings for name in tensors if name.endswith(ending)}
     for stem in sorted(stems):

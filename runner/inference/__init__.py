@@ -1,6 +1,6 @@
 """Inference on a run's weights, read-only: text from them, and their loss on data. Claims no attempt, writes nothing.
 
-- `open_run`: from the directory of a run to its job, which never runs, its weights, and text from them
+- `open_run`: opens a run directory: its job (which is not run), its weights, and text from them
 - `evaluate`: loss of checkpoints on validation sets or any source, per token and per byte
 - `harness`: a run's weights as a model of lm-evaluation-harness
 """

@@ -1,8 +1,8 @@
 """Loss of a run's checkpoints on its own validation sets or on any source, per token and per byte of text.
 
 The loss comes from the run's own `val_step`. On the run's own validation sets and on as many devices it is therefore
-bit-identical to the loss in the rows of `metrics.jsonl`. Everything is called on every host of the command, which need
-not have as many hosts as the run.
+bit-identical to the loss in the rows of `metrics.jsonl`. All functions are called on every host of the command, whose
+number of hosts may differ from that of the run.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ from runner.trainer import BaseTrainer
 DATA_SET = "data"  # name of the set that the command line gives
 FOLLOW_SECONDS = 10.0
 _LARGEST_EXPONENT = 700.0  # exp of slightly more overflows a double
-_STRETCH_BATCHES = 64  # batches whose losses are added in float32, as for a row; stretches are added in float64
+_STRETCH_BATCHES = 64  # batches whose losses are added in float32, as for a row; these sums are added in float64
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def load_evaluation_data(run: ReadOnlyRun, token_source: TokenSource | None) -> 
         if not dataset.validation:
             raise InvalidError(f"{run.store.url}: its spec keeps no validation set; name a source with --data")
         return select_run_data(dataset, job.config)
-    # Losses on ids of another tokenizer would be numbers without meaning.
+    # Losses on ids of another tokenizer would be meaningless.
     codec = load_codec_or_reason(token_source, data)
     try:
         run_codec: TextCodec | None = load_data_codec(data)
@@ -313,7 +313,7 @@ class LossEvaluator:
         self._own: list[Evaluator] = []
         has_own = source is None and type(run.job).evaluator is not BaseTrainer.evaluator
         if has_own and hosts.num_processes > 1:
-            # One that fails on one process would leave the others waiting, and here is no watchdog.
+            # An evaluator that fails on one process would leave the others waiting, without a watchdog.
             if hosts.is_main:
                 warn("evaluators of the job are left out: evaluate calls them in one process only")
         elif has_own:
@@ -333,7 +333,7 @@ class LossEvaluator:
         return record if self.weights == PARAMS else record | {"weights": self.weights}
 
     def _call_own(self, step: int, weights: Any) -> Row:
-        """Return the metrics of the job's own evaluators; one that fails costs its own and a line."""
+        """Return the metrics of the job's own evaluators. One that fails prints a line and has no metrics."""
         metrics: Row = {}
         for evaluator in self._own:
             try:
@@ -351,7 +351,7 @@ def evaluate(
     hosts: Hosts,
     make_evaluator: Callable[[ReadOnlyRun], CheckpointEvaluator] | None = None,
 ) -> Iterator[JsonObject]:
-    """Yield the record of each requested step on process 0, nothing on others. To be exhausted on every host.
+    """Yield the record of each requested step on process 0, nothing on others. Must be exhausted on every host.
 
     A checkpoint that the run deletes meanwhile is left out with a warning if all are requested. `newest` and `best` are
     looked for again.
@@ -360,7 +360,8 @@ def evaluate(
         run: the run.
         request: data, steps and weights.
         hosts: hosts of the command.
-        make_evaluator: other evaluation than that on the data of the request, for the config of a stage of the run.
+        make_evaluator: function that makes the evaluator for a run with the config of one stage; None: on the request's
+            data.
 
     Raises:
         InvalidError: there is no such checkpoint, or it cannot be scored.
@@ -411,7 +412,7 @@ def follow(
         run: live run.
         data: source to score on; None for the run's own validation sets.
         hosts: hosts of the command.
-        is_known: True for a step that needs no record.
+        is_known: function that returns True for a step that needs no record.
         wait: called while there is no new step.
         weights: `params`, or an average.
         make_evaluator: as for `evaluate`.
@@ -440,7 +441,7 @@ def _evaluate_if_there(
 ) -> Iterator[JsonObject]:
     """Yield the record of a step on process 0; nothing on others, or if the run has deleted its checkpoint."""
     checkpoint, weights = run.get_checkpoint(step), None
-    # All hosts decide together: a host that alone missed the checkpoint would leave the others waiting in the program.
+    # All hosts decide together: a single host that misses the checkpoint would leave the others waiting in the program.
     is_there = hosts.run_on_main(functools.partial(run.has_checkpoint, checkpoint))
     if is_there:
         weights, problem = run.load_unless_deleted(checkpoint, evaluator.abstract, evaluator.weights, hosts)

@@ -66,7 +66,7 @@ class HarnessModel(LM):
             self._decoder.set_weights(variables)
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Return for each request the log-likelihood of its continuation, and True if greedy decoding gives it."""
+        """Return for each request the log-likelihood of its continuation, and True if greedy decoding generates it."""
         return self._score([encode_pair(self._encode, self._start_token, *request.args) for request in requests])
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:

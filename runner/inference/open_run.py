@@ -1,7 +1,7 @@
-"""Read-only access to a run: from its directory to its job, which never runs, to its weights, and to text from them.
+"""Read-only access to a run by its directory: its job (which is not run), its weights, and text from them.
 
-The job is made from the run's `spec.yaml`, which was resolved when the run began. The caller needs no spec, and a spec
-that was edited since has no effect.
+The job is made from the run's `spec.yaml`, which was resolved when the run began. The caller needs no spec, and later
+edits of the user's spec have no effect.
 """
 
 import dataclasses
@@ -105,8 +105,8 @@ class ReadOnlyRun:
     ) -> tuple[str, Any]:
         """Return the checkpoint that `newest`, `best` or a number names, and its weights. Called on every host.
 
-        A run deletes its old checkpoints while this process compiles or reads. For `newest` and `best` that is a reason
-        to look again.
+        A run may delete old checkpoints while this process compiles or reads. `newest` and `best` are then resolved
+        again.
 
         Args:
             step: the step, as for `find_checkpoint`.
@@ -185,7 +185,7 @@ def open_run(directory: str) -> ReadOnlyRun:
     """Open the run in a directory or at a URL. Reads `spec.yaml` and claims no attempt.
 
     Raises:
-        InvalidError: no run has begun there, or its job is no trainer.
+        InvalidError: no run has begun there, or its job is not a trainer.
     """
     store = open_store(directory)
     document = read_document(store)
@@ -227,7 +227,7 @@ class SampleRequest:
 
 
 def _render_chat_prompt(run: ReadOnlyRun, assets: ExportAssets, message: str) -> str:
-    """Return the text up to where the model has to answer a message of the user."""
+    """Return the rendered prompt after which the model answers a message of the user."""
     try:
         template = assets.read_template()
     except DataError as error:
@@ -245,7 +245,7 @@ def _render_chat_prompt(run: ReadOnlyRun, assets: ExportAssets, message: str) ->
 def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
     """Return an iterator over the prompt and the text of each token; ids between spaces if no tokenizer is known.
 
-    With `is_chat` it is the answer alone, which ends before the token that ends the turn.
+    With `is_chat` it yields only the answer, which ends before the token that ends the turn.
 
     Raises:
         InvalidError: the request does not fit the run; raised before the first piece.
@@ -288,7 +288,7 @@ def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
             break
 
     model = job.model()
-    # The model itself is asked, because a custom one may ignore the vocabulary of the data.
+    # Inferred from the model, because a custom one may ignore the vocabulary of the data.
     try:
         num_ids = infer_vocabulary_size(model, make_variables(abstract), length)
     except InvalidError as error:
@@ -307,7 +307,7 @@ def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
     else:
         num_ids = codec.tokenizer.vocabulary_size  # ids of the model beyond the tokenizer have no text
         prompt = encode_prompt(codec, text) or [find_start_token(codec, data)]
-    # The model took time to build, and the run may have deleted the checkpoint meanwhile.
+    # Building the model takes time, during which the run may have deleted the checkpoint.
     hosts = Hosts.single_process()
     checkpoint, weights = run.load_found_weights(request.step, abstract, request.weights, hosts, checkpoint)
     variables = make_variables(weights)

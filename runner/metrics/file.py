@@ -15,18 +15,19 @@ durable, `UNSYNCED_BYTES_MAX` at most. While the disk is full it holds all new l
 again as a whole in the background after each row. Before it would exceed `PART_BYTES`, its older rows are sealed: they
 are written to a part, `metrics/<attempt>.<number>.jsonl`, which never gets other content. `metrics.jsonl` then begins
 with a line that names the parts in order, `{"parts": [[name, last step], ...]}`. After `PARTS_MAX` parts the next part
-takes over that line and is named alone. A run whose rows fit into one object has no parts and no such line; all runs of
-early versions are in that form, and continue.
+begins with that line instead, and `metrics.jsonl` names only this part (a chain). A run whose rows fit into one object
+has no parts and no such line. All runs of early versions have this form, and can continue.
 
-1. Only `metrics.jsonl` says which parts count. A kill between a part and the line that names it leaves an object that
-   is never read.
-2. Each write of `metrics.jsonl` first checks the fence, that is, whether a newer attempt owns the run, and names the
-   version that it replaces. A zombie that is suspended between the two may still win once if versions are digests of
-   the content and the newer attempt has not changed the content yet. The owner then writes over it and loses nothing,
-   because it holds all rows that are in no part.
+1. Only the parts that `metrics.jsonl` names are read. After a kill between the write of a part and of the line that
+   names it, the part is never read.
+2. Each write of `metrics.jsonl` first checks the fence, that is, whether a newer attempt owns the run, and is
+   conditional on the version that it replaces. A zombie that is suspended between check and write may still succeed
+   once, if versions are digests of the content and the newer attempt has not changed the content yet. The owner then
+   overwrites it and loses nothing, because it holds all rows that are in no part.
 3. A part has the number of its attempt in its name, so that a zombie cannot write to another attempt's part.
 4. A new attempt deletes the parts that it drops, those beyond the restored step, once `metrics.jsonl` no longer names
-   them. A zombie that drops parts can replace only content that still names them, and such content no longer exists.
+   them. A zombie cannot drop parts after that: its write would need content that still names them, which no longer
+   exists.
 
 A row therefore costs one object of at most `PART_BYTES` and `PARTS_MAX` names, however long the run is, and memory
 holds the same. There is one object for each `PART_BYTES` of rows, and at most one more for each start that was killed
@@ -88,7 +89,7 @@ class MetricsFile(Protocol):
         """Add a row. If the store is full or unreachable, the row is kept and written later; nothing is raised."""
 
     def replace_last(self, row: Row) -> None:
-        """Replace the last row by one that is more complete."""
+        """Replace the last row by a more complete one of the same step."""
 
     def get_newest(self) -> Row:
         """Return the newest row, empty if there is none."""
@@ -109,7 +110,7 @@ class MetricsFile(Protocol):
 
 
 def find_tail_problem(file: MetricsFile, attachments: Mapping[str, bytes]) -> str | None:
-    """Return why the rows saved beside a state cannot continue the rows of the file; None if they can.
+    """Return the reason why the rows saved with a state cannot continue the rows of the file; None if they can.
 
     They cannot if a later attempt, on other machines, resumed from an earlier step and so removed the row that they
     follow. Process 0 only.
@@ -210,7 +211,7 @@ class LocalMetricsFile:
                 if self._file is None:
                     return
                 self._write()
-                # A file that is gone is noticed at each sync, before anyone relies on its durability.
+                # Each sync checks that the file still exists, before other code relies on its durability.
                 self._restore_file()
                 file, size, num_lines = self._file, self._num_bytes, len(self._written)
             # The lock is not held here: a flush may take seconds on a busy disk.
@@ -345,7 +346,7 @@ def _read_texts(store: Store) -> list[bytes]:
 
 
 def _retry_dropped(read: Callable[[], Value]) -> Value:
-    """Return what `read` returns, tried again if a newer attempt has dropped a part meanwhile and names it no more."""
+    """Return the result of `read`, tried again if a newer attempt has dropped a part meanwhile."""
     # Each try reads `metrics.jsonl` again, which then names other parts.
     for _ in range(_READ_TRIES):
         with contextlib.suppress(FileNotFoundError):
@@ -512,7 +513,7 @@ class BucketMetricsFile:
 
 
 def _count_lines_to_seal(lines: list[EncodedRow], start: int) -> int:
-    """Return how many lines from `start` on make the next part, never the last line; 0 if all fit into one object."""
+    """Return the number of lines from `start` that form the next part, never the last line; 0 if all fit in one."""
     size = 0
     for index in range(start, len(lines)):
         size += len(lines[index].text)
@@ -631,9 +632,9 @@ class MetricsTailUpdate(NamedTuple):
     """Result of one reading of a metrics tail.
 
     Attributes:
-        is_restart: True if rows of earlier readings are void, and `rows` begins with the first row of the run.
-        rows: new rows that are final, to be used up before the next reading. Iterating may raise `OSError`.
-        newest: rows after these, which a later reading gives again.
+        is_restart: True if rows of earlier readings are invalid, and `rows` begins with the first row of the run.
+        rows: new rows that are final, to be consumed before the next reading. Iterating may raise `OSError`.
+        newest: rows after these, which may still change; a later reading returns them again.
     """
 
     is_restart: bool
@@ -646,7 +647,7 @@ class MetricsTail(Protocol):
 
     @property
     def num_skipped(self) -> int:
-        """Lines since the last restart that are no rows."""
+        """Number of lines since the last restart that are not rows."""
 
     def read(self) -> MetricsTailUpdate:
         """Return the rows that are new since the last reading; none if there are no rows yet.
@@ -688,7 +689,7 @@ class LocalMetricsTail:
 
     @property
     def num_skipped(self) -> int:
-        """Lines since the last restart that are no rows."""
+        """Number of lines since the last restart that are not rows."""
         return self._rows.num_damaged + self._file.num_skipped
 
     def read(self) -> MetricsTailUpdate:
@@ -710,7 +711,7 @@ class BucketMetricsTail:
 
     @property
     def num_skipped(self) -> int:
-        """Lines since the last restart that are no rows."""
+        """Number of lines since the last restart that are not rows."""
         return self._num_damaged + self._num_damaged_newest
 
     def read(self) -> MetricsTailUpdate:
@@ -719,7 +720,7 @@ class BucketMetricsTail:
         # The names may begin in the middle of the known parts; a part never changes, so those before it are the same.
         if names and names[0] in self._parts:
             names = [*self._parts[: self._parts.index(names[0])], *names]
-        # A resumed attempt replaces parts, so known parts that are gone make all rows void.
+        # A resumed attempt replaces parts, so if known parts are gone, all rows are read again.
         is_restart = names[: len(self._parts)] != self._parts or not self._parts
         if is_restart:
             self._parts, self._step, self._num_damaged = [], -1, 0

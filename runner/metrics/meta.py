@@ -1,4 +1,4 @@
-"""Step metadata ("meta"): what `forward` may return beside the loss, and its form in a row of metrics.
+"""Step metadata ("meta"): values that `forward` may return besides the loss, and their form in a row of metrics.
 
 Meta is a dictionary by name. Each value is that of the last micro-batch, and of the last shard along `data`:
 
@@ -179,7 +179,7 @@ def find_bins(value: RowValue) -> tuple[list[float], list[float]] | None:
     """Return counts and edges of a histogram in a row, or of the numbers of a list; None for any other value."""
     if isinstance(value, dict):
         return (value["counts"], value["edges"]) if {*value} == {"counts", "edges"} else None
-    # A list has no bins of its own, so they are made from its numbers.
+    # A list has no bins, so they are computed from its numbers.
     numbers = [each for each in value if each is not None] if isinstance(value, list) else []
     if not numbers:
         return None

@@ -3,9 +3,9 @@
 A row is one JSON object per logged step. A restart removes the rows beyond the checkpoint that it restores, so the
 readers of lines (`select_surviving`) keep each step once, in order.
 
-The fast tier keeps the newest rows, those that may not be durable yet, beside a state. This tail is a line `{"after":
-step of the row before them, "rows": how many}`, followed by the rows. An earlier version wrote it without that line;
-such a tail holds all rows of the run.
+The fast tier saves the newest rows, which may not be durable yet, with a state. This tail is a line `{"after": step of
+the row before them, "rows": how many}`, followed by the rows. An earlier version wrote it without that line; such a
+tail holds all rows of the run.
 
 Memory holds rows as encoded lines.
 """
@@ -29,8 +29,8 @@ ROW_KEYS = (
         "train/loss",
         float | None,
         "Mean loss (of a language model, cross-entropy) over the real target tokens of the global batch of this step "
-        "alone, not averaged over the steps since the previous row. null if it has no target, which moves nothing, or "
-        "is not finite in a skipped update.",
+        "alone, not averaged over the steps since the previous row. null if the step has no target (and so "
+        "changes no parameter), or if it is not finite and the update was skipped.",
         "nats",
     ),
     Key(
@@ -44,9 +44,8 @@ ROW_KEYS = (
     Key(
         "train/grad_norm",
         float | None,
-        "Global norm of the gradient of this step, before clipping; null if it has no target, or is not finite in a "
-        "skipped update. Absent if a job's own "
-        "`train_step` returns none.",
+        "Global norm of the gradient of this step, before clipping; null if the step has no target, or if it is not "
+        "finite and the update was skipped. Absent if a job's own `train_step` returns none.",
     ),
     Key(
         "train/learning_rate",
@@ -61,7 +60,7 @@ ROW_KEYS = (
     Key(
         "train/roll_backs",
         int,
-        "Roll-backs since step 0 whose data were passed over before this step. Only with `config.stability.roll_back`.",
+        "Roll-backs whose skipped data lie before this step. Only with `config.stability.roll_back`.",
     ),
     Key(
         "train/high_loss_steps",
@@ -164,8 +163,8 @@ ROW_KEYS = (
     Key(
         "<name>",
         float | list | dict | str | None,
-        "Metric that a job which is no trainer has written with `log_metrics`. Its rows have `step`, `perf/time` and "
-        "`perf/attempt` besides, and no other key.",
+        "Metric that a job other than a trainer has written with `log_metrics`. Its rows also have `step`, "
+        "`perf/time` and `perf/attempt`, and no other key.",
     ),
 )
 
@@ -191,7 +190,7 @@ def find_unit(row: Row) -> Unit:
 
 
 def list_own_metrics(row: Row) -> Row:
-    """Return the metrics of a row besides its losses, speed and norms, by names for people: those of the job itself."""
+    """Return the job's own metrics of a row (without losses, speed and norms), by display name."""
     own: Row = {}
     count = f"train/{find_unit(row)}"
     for key, value in row.items():
@@ -210,7 +209,7 @@ def list_own_metrics(row: Row) -> Row:
 def format_metrics(metrics: Row) -> list[str]:
     """Return the numbers among metrics for a line, at most `_SHOWN_MAX`; a mean over nothing is `-`.
 
-    Metrics of single layers, which have a number in their name, are left out, as a model has many layers.
+    Metrics of single layers, which have a number in their name, are left out, because a model has many layers.
     """
     shown = [
         f"{name} {'-' if value is None else format(value, '.4g')}"
@@ -272,7 +271,7 @@ def select_surviving(texts: Iterable[bytes], step: int | None = None, beyond: in
     """Yield the rows among lines of text, each step once and in ascending order.
 
     Args:
-        texts: lines of the file; those that are no rows, which damage may leave, are skipped.
+        texts: lines of the file; damaged lines, which are not rows, are skipped.
         step: last step to yield; None for no limit.
         beyond: only later steps are yielded.
     """
@@ -284,7 +283,7 @@ def select_surviving(texts: Iterable[bytes], step: int | None = None, beyond: in
 
 
 def parse_row(text: bytes) -> Row | None:
-    """Return the row in a line, None if the line is no row."""
+    """Return the row in a line, None if the line is not a row."""
     row = parse_line(text) or {}
     found, loss = row.get("step"), row.get("train/loss")
     # Rows without a loss: of a step without a target, of an evaluation before the first step, of another job.

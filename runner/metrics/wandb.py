@@ -10,9 +10,9 @@ All attempts of a job use one run id, and each attempt gives wandb the whole tra
   `resume="allow"` the server would keep them permanently and drop the recomputed ones. `resume_from`, which would
   remove them, is not available on every server.
 
-A fork is online a fork in W&B too (`fork_from`), whose server then shows the parent's history before its rows. Offline
-it is a run of its own, since a server that refuses forks would refuse the whole file. It is also a run of its own if
-the process has another W&B run, started by the user: after a refused fork its id can be used again only once all W&B
+Online, a fork is also a fork in W&B (`fork_from`), whose server then shows the parent's history before its rows.
+Offline it is a separate run, because a server that refuses forks would refuse the whole file. It is also a separate run
+if the user has started another W&B run in the process: after a refused fork its id can be used again only when all W&B
 runs of the process have ended.
 
 The files of wandb are in `wandb/` of the run directory. wandb writes to local disks only, so for a run in a bucket they
@@ -125,7 +125,7 @@ class WandbWriter:
             self._run = start(None)
 
     def add(self, row: Row) -> None:
-        """Log a row. wandb keeps the last step open, so a second row of a step completes the first one."""
+        """Log a row. wandb merges successive rows of one step, so a second row of a step completes the first one."""
         values = {key: convert_value(value) for key, value in row.items() if key != "step" and value is not None}
         self._run.log(values, step=row["step"])
 
@@ -147,7 +147,7 @@ def convert_value(value: RowValue) -> RowValue | wandb.Histogram:
 
 
 def _has_key() -> bool:
-    """Return True if wandb can log in without asking for a key, for which it would wait."""
+    """Return True if wandb can log in without asking for a key; it would wait for the answer."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname

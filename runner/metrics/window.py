@@ -47,7 +47,7 @@ class StepTimer:
     """
 
     def __init__(self) -> None:
-        # In order: a step by its result, a time from which to measure, a request to catch up, and the end.
+        # Items, in order: the result of a step, a time from which to measure, a request to catch up, or the end.
         self._ends: queue.SimpleQueue[jax.Array | float | threading.Event | None] = queue.SimpleQueue()
         self._seconds: collections.deque[float] = collections.deque(maxlen=STEPS_MAX)
         self._thread = threading.Thread(target=self._watch, name="step timer", daemon=True)
@@ -94,7 +94,7 @@ class StepTimer:
         }
 
     def close(self) -> None:
-        """End the thread as soon as the device has finished the steps that were added."""
+        """Let the thread end when the device has finished the steps that were added. Does not wait."""
         self._ends.put(None)
 
 
@@ -117,7 +117,7 @@ class SpikeError(DivergedError):
 
     Attributes:
         first: the first step of the spike.
-        step: the step at which it was long enough.
+        step: the step at which the spike reached `after_steps`.
         reason: values of that step.
     """
 
@@ -132,7 +132,7 @@ class MetricsWindow:
     Args:
         step: step of that row.
         carry: contribution of the steps since that row that an earlier attempt has saved (`MetricsWindow.carry`).
-        is_whole: False if there were such steps but their contribution is unknown; the next row then has no mean.
+        is_whole: False if the contribution of such steps is unknown; the next row then has no mean.
         policy: stability policy of the job.
     """
 

@@ -5,15 +5,15 @@ may be slow, hang or fail, and must not delay a step. `AsyncMetricWriter` theref
 behind a bounded queue.
 
 A metric writer only mirrors `metrics.jsonl`: each attempt first gives it the rows up to the step that it resumed from,
-and then its own rows. So it shows one trajectory, whatever was lost, recomputed with other bits, or missed while the
-writer was off, and it needs no memory of its own. In return, each start writes those rows once more, during
+and then its own rows. So it always shows one trajectory, even if steps were lost, recomputed with other bits, or missed
+while the writer was off, and it needs no state of its own. The cost is that each start writes all rows again, during
 the first steps.
 
 A writer that raises, or does not keep up, is switched off for the rest of the attempt, and `on_failure` is called once.
 
 **TensorBoard** gets one event file per attempt, `tensorboard/events.out.tfevents.<attempt>`. Each file holds the whole
-trajectory. As soon as the file of an attempt has the earlier rows, the attempt empties the file before it, and deletes
-all files before that one: a TensorBoard that is reading a file finds the next one only while its own is still there.
+trajectory. As soon as the file of an attempt has the earlier rows, the attempt empties the previous file, and deletes
+all earlier ones: a TensorBoard that is reading a file can move on to the next one only while its own file still exists.
 
 A file consists of TFRecords (https://www.tensorflow.org/tutorials/load_data/tfrecord): the length as a uint64, its
 masked CRC-32C, an `Event` of tensorboard/compat/proto/event.proto, its masked CRC-32C. It begins with a `SessionLog`
@@ -55,7 +55,7 @@ _STEM = "events.out.tfevents."  # TensorBoard recognises its files by "tfevents"
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of protocol buffers
 _START = 1
 _DT_STRING = 7
-_TIME = "perf/time"  # the wall time of events. It is no curve: single floats resolve Unix time only to minutes
+_TIME = "perf/time"  # the wall time of events. It is not plotted: single floats resolve Unix time only to minutes
 QUEUE_ROWS = 10_000
 CLOSE_SECONDS = 10.0
 
@@ -128,7 +128,7 @@ class TensorBoardWriter:
         folder = default_cache_directory() / FOLDER / run_id if store.root is None else store.root / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / f"{_STEM}{attempt:010}"
-        # Under this name TensorBoard does not find the file, until it holds the rows of earlier attempts.
+        # TensorBoard ignores this name; the file is renamed when it has the rows of earlier attempts.
         self._hidden_path = folder / f".{attempt:010}"
         self._is_published = False
         self._file = self._hidden_path.open("wb")
@@ -234,7 +234,7 @@ class AsyncMetricWriter:
         self._put(row)
 
     def close(self) -> None:
-        """Let the writer finish for up to `CLOSE_SECONDS`, then leave its thread behind."""
+        """Wait up to `CLOSE_SECONDS` for the writer to finish, then abandon its thread."""
         # None tells the thread to finish after the rows that are queued.
         if self._put(None):
             self._thread.join(CLOSE_SECONDS)
@@ -270,7 +270,7 @@ class AsyncMetricWriter:
             writer.finish()
 
     def _on_exit(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        # Any exception of a writer ends here: a library for viewing rows must not end a run.
+        # Catch every exception of a writer: a library for viewing rows must not end a run.
         if error is not None:
             self._switch_off(format_error(error))
         return isinstance(error, Exception)
@@ -310,7 +310,7 @@ class LiveProgress:
             self._progress.start()
 
     def show(self, row: Row) -> None:
-        """Move the bar; a row with figures of an evaluation is also printed on a line that stays."""
+        """Move the bar. A row with results of an evaluation is also printed on a permanent line."""
         # The terminal may be closed at any time.
         with contextlib.suppress(OSError):
             self._progress.update(self._task, completed=row["step"], figures=_format_row(row))
@@ -391,7 +391,7 @@ class RowLog:
         self._displays: list[RowDisplay] = []
 
     def find_problem(self, attachments: dict[str, bytes]) -> str | None:
-        """Return why the rows beside a state of the fast tier do not continue those of the file; None if they do."""
+        """Return the reason why the rows saved with a state cannot continue those of the file; None if they can."""
         return find_tail_problem(self._file, attachments)
 
     def rewind(self, step: int, attachments: dict[str, bytes] | None = None) -> None:
@@ -433,7 +433,7 @@ class RowLog:
         return float(value) if isinstance(value, int | float) else None
 
     def get_attachments(self) -> dict[str, bytes]:
-        """Return the rows to save beside a state in the fast tier. Process 0 only."""
+        """Return the rows to save with a state in the fast tier. Process 0 only."""
         return {METRICS_FILE: self._file.get_tail().encode()} if self._is_open else {}
 
     def sync(self) -> None:

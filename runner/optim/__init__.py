@@ -1,6 +1,6 @@
 """Optimizers and schedules by the names that a spec uses, as optax objects, and settings for groups of parameters.
 
-All that the package needs of a model are the names, shapes and logical axes of its parameters.
+The package depends on a model only through the names, shapes and logical axes of its parameters.
 
 - `config`: config models and the table of optimizers and schedules
 - `groups`: per-parameter optimizer settings and frozen parameters

@@ -146,7 +146,7 @@ class ParameterGroup(FrozenModel):
 
     @model_validator(mode="after")
     def _validate_frozen(self) -> "ParameterGroup":
-        # A key without effect is an error, so that a spec never promises what does not happen.
+        # A key without effect is an error, because the user expects it to have one.
         for key in ("rate", "weight_decay", "clip_norm"):
             if self.frozen and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} of a group that is frozen is not read; leave it out")
@@ -228,7 +228,7 @@ class OptimizerConfig(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_published_defaults(cls, given: Any) -> Any:
-        # Values of a wrong type and unknown names are left to the validation of the fields, which reports them.
+        # The validation of the fields reports values of a wrong type and unknown names.
         if not isinstance(given, dict) or not isinstance(name := given.get("name", "adamw"), str):
             return given
         return (dict(OPTIMIZERS[name].defaults) if name in OPTIMIZERS else {}) | given

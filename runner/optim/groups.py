@@ -70,15 +70,15 @@ class Parameter:
 def get_default_multiplier(parameter: Parameter) -> float:
     """Return 1, the default learning-rate multiplier of a parameter.
 
-    A trainer whose parameters have different learning rates, as with mu-P, replaces this function. The optimizers of
-    the library multiply the learning rate by the multiplier and divide the weight decay by it, so that adamw subtracts
-    the same share of the parameter as without the multiplier.
+    A trainer whose parameters need different learning rates, as with mu-P, overrides `learning_rate_multiplier`. The
+    optimizers of the library multiply the learning rate by the multiplier and divide the weight decay by it, so that
+    adamw subtracts the same share of the parameter as without the multiplier.
     """
     return 1.0
 
 
 def format_nearest_names(pattern: str, parameters: Iterable[Parameter]) -> str:
-    """Return patterns that fit all the parameters, the most similar to `pattern` first, for an error.
+    """Return patterns that cover all parameters, the most similar to `pattern` first, for an error message.
 
     Names that differ in numbers alone, as those of unrolled layers do, are one pattern: `layer_*.mlp.up.kernel`.
     """
@@ -183,7 +183,7 @@ def make_parameter_settings(config: OptimizerConfig, parameters: Any) -> Paramet
         own = get_group(parameter).weight_decay
         return (config.weight_decay if own is None else own) / parameter.rate_multiplier if parameter.is_matrix else 0.0
 
-    # A masked node has no leaves, so every tree that is mapped from `trained` leaves frozen parameters out.
+    # A masked node has no leaves, so trees that are mapped from `trained` do not contain frozen parameters.
     frozen = frozenset(p.name for p in jax.tree.leaves(parameters) if get_group(p).frozen)
     trained = jax.tree.map(lambda p: optax.MaskedNode() if p.name in frozen else p, parameters)
     if not jax.tree.leaves(trained):
@@ -254,7 +254,7 @@ def match_patterns(patterns: Sequence[str], parameters: Any, key: str) -> Any:
 
 @struct.dataclass
 class FrozenParametersState:
-    """State of an optimizer that leaves out the parameters with these dotted names."""
+    """State of an optimizer that does not update the parameters with these dotted names."""
 
     inner: Any
     names: frozenset[str] = struct.field(pytree_node=False)

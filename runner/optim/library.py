@@ -24,7 +24,7 @@ from runner.optim.transforms import average_schedule_free, orthogonalise, projec
 
 
 def make_schedule(name: str, config: ScheduleConfig, peak: float, total_steps: int) -> optax.Schedule:
-    """Return the learning rate as a function of completed steps. After the last step it keeps its last value."""
+    """Return the learning rate as a function of completed steps. After `total_steps` it keeps its last value."""
     final, warmup = config.final_learning_rate, config.compute_warmup_steps(total_steps)
     rest = total_steps - warmup
 
@@ -141,7 +141,7 @@ def _make_schedule_free_adamw(config: OptimizerConfig, settings: ParameterSettin
     It keeps only the second moment, because the average replaces the first. Weight decay is applied to the point where
     the gradient is taken.
     """
-    # Bias-corrected as in Adam, with eps added to the root and not inside of it.
+    # Bias-corrected as in Adam, with eps added outside of the square root.
     moment = optax.scale_by_rms(config.b2, config.eps, eps_in_sqrt=False, bias_correction=True)
     inner = optax.chain(moment, settings.add_weight_decay(), settings.scale_by_learning_rate(schedule))
     return average_schedule_free(inner, schedule, config.b1)
@@ -173,7 +173,8 @@ def _make_adafactor(config: OptimizerConfig, settings: ParameterSettings, schedu
 
 
 _MAKERS: dict[str, _Maker] = {
-    # The order of the chain says where weight decay enters: before the moments for adam and sgd, after them for adamw.
+    # The order of the chain determines where weight decay is added: before the moments for adam and sgd, after them for
+    # adamw.
     "adamw": _make_adamw,
     "adam": _make_adam,
     "lion": _make_lion,
@@ -206,7 +207,7 @@ def _select_matrices(config: OptimizerConfig, parameters: Any) -> Any:
             )
         return selected
 
-    # Embeddings and logits are matrices by shape only: each of their rows belongs to a token or position.
+    # Embeddings and output heads are matrices by shape only: each of their rows belongs to a token or position.
     def is_selected(parameter: Parameter) -> bool:
         return parameter.holds_matrices and parameter.is_matrix and not parameter.is_table
 

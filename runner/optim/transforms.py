@@ -1,8 +1,8 @@
 """Optax transformations for Muon, GaLore and schedule-free optimizers.
 
-**Muon** (`orthogonalise`): an update made orthogonal, for each matrix of a stack by itself. The version of optax has
-bias-corrected momentum, gives the other parameters to Adam with Nesterov momentum and a weight decay of its own, and
-keeps its coefficients in the state. This is the published one, with one learning rate for all parameters.
+**Muon** (`orthogonalise`): the update of each matrix of a stack is orthogonalised. optax's version has bias-corrected
+momentum, updates the other parameters by Adam with Nesterov momentum and a separate weight decay, and keeps its
+coefficients in the state. This is the published version, with one learning rate for all parameters.
 
 **GaLore** (`project_low_rank`): moments of gradients that are projected to a low rank. Each matrix of a stack has its
 own projection. optax's version does not support stacks, and projects the longer side of a matrix where the paper
@@ -89,7 +89,7 @@ def project_low_rank(
 
     Args:
         inner: optimizer of the projected gradients.
-        is_projected: tree of bools. Parameters with False are passed to `inner` as they are.
+        is_projected: tree of bools. Gradients of parameters with False are passed to `inner` unchanged.
         rank: R.
         every_steps: steps between two updates of the projector.
         scale: factor on the update of projected parameters.
@@ -173,8 +173,8 @@ def average_schedule_free(
     """Return `inner` with an average over its iterates as the parameters. Source: arXiv:2405.15682.
 
     Each iterate has the square of the highest learning rate so far as its weight. Gradients have to be taken at
-    `compute_gradient_point`; parameters are the average, and updates lead to the next average. Nothing moves as long as
-    the learning rate has always been 0.
+    `compute_gradient_point`; parameters are the average, and updates lead to the next average. Parameters do not change
+    before the first learning rate above 0.
     """
 
     def init(params: Any) -> ScheduleFreeState:

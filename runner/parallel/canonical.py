@@ -1,11 +1,11 @@
 """Canonicalised jaxpr, so that XLA simplifies it identically on one and on many devices.
 
-XLA inlines calls and merges equal operations before its SPMD partitioner, that is, for programs of several devices. The
-program of a single device reaches the algebraic simplifier as it is, and some rules of the simplifier ask how many
-users an operation has. For example, it turns a division by a broadcast sum into a multiplication by 1 / sum if nothing
-else uses the broadcast. A softmax and its gradient share one, so their last bits differed between one and two devices.
-A canonicalised jaxpr has every call inlined and every operation once, so it reaches the simplifier in the same form on
-any number of devices.
+Before its SPMD partitioner, that is, only for programs of several devices, XLA inlines calls and merges equal
+operations. A program for a single device reaches the algebraic simplifier unchanged, and some rules of the simplifier
+depend on how many users an operation has. For example, it turns a division by a broadcast sum into a multiplication by
+1 / sum if nothing else uses the broadcast. A softmax and its gradient share such a broadcast, so their last bits
+differed between one and two devices. A canonicalised jaxpr has every call inlined and contains every operation once, so
+it reaches the simplifier in the same form on any number of devices.
 
 The arithmetic does not change: operations and their order are those of the function.
 """
@@ -237,7 +237,8 @@ def _find_call(equation: JaxprEqn, operands: list[Atom]) -> tuple[Jaxpr, list[At
     if any(isinstance(each, jax.sharding.Sharding) for each in shardings):
         return None  # Inlining would lose the shardings.
     called = params[_CALLS[name]]
-    # The class does not tell: newer versions of JAX have one class of jaxprs, with or without values of its constants.
+    # The class cannot be used to decide: newer versions of JAX have one class of jaxprs, with or without constant
+    # values.
     return _open_jaxpr(called, operands) if hasattr(called, "consts") else (called, [], operands)
 
 
@@ -264,7 +265,7 @@ def _find_branch(params: Any, index: Atom) -> ClosedJaxpr | None:
     if platforms is not None:
         device = jax.sharding.get_abstract_mesh().abstract_device
         here = jax.default_backend() if device is None else device.platform
-        # Branches may name the maker of a GPU.
+        # A branch may be named after the vendor of the GPU (`cuda`, `rocm`) instead of `gpu`.
         names = {here, "cuda", "rocm"} if here == "gpu" else {here}
         fitting = (branch for branch, each in zip(branches, platforms, strict=True) if each is None or names & {*each})
         return next(fitting, None)

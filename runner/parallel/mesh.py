@@ -112,7 +112,7 @@ def remove_axes_from_rules(axes: Sequence[str], rules: Sequence[LogicalAxisRule]
 
 
 def list_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the mesh axes that a rule or an entry of a `PartitionSpec` names."""
+    """Return the mesh axes in a rule or in an entry of a `PartitionSpec`."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
@@ -191,7 +191,7 @@ def make_batch_sharding(mesh: Mesh, has_sequences: bool = True) -> NamedSharding
 
 
 def make_abstract_mesh(sizes: Mapping[str, int]) -> Any:
-    """Return a mesh of no devices, for what depends on sizes alone."""
+    """Return a mesh without devices, for computations that depend only on its sizes."""
     return AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
 
@@ -208,7 +208,8 @@ def format_batch_axes(mesh: Mesh) -> str:
 def validate_sequence_sharding(mesh: Mesh, sequence_length: int | None, chunk_positions: int | None) -> None:
     """Validate that sequences and the chunks of their loss divide over the `sequence` axis.
 
-    Every device needs two halves of its part of a sequence, since another device may attend for one of them.
+    Each device's part of a sequence must consist of two equal halves, because zigzag context parallelism moves one of
+    them to another device.
 
     Args:
         mesh: mesh of the job.
@@ -303,7 +304,7 @@ def read_peak_memory_bytes() -> int | None:
 
 
 def has_host_memory(mesh: Mesh | AbstractMesh) -> bool:
-    """Return True if the devices of a mesh can read pinned memory of their hosts. An abstract mesh has any memory."""
+    """Return True if the devices of a mesh can read pinned memory of their hosts. True for an abstract mesh."""
     if isinstance(mesh, AbstractMesh):
         return True
     devices = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
@@ -315,7 +316,7 @@ def read_device_memory_bytes() -> int:
 
     It is the limit that the backend reports, and for CPU devices their share of the memory of the machine or container.
     """
-    # The devices of a process are taken to be alike.
+    # All devices of a process are assumed to have the same memory.
     device = jax.local_devices()[0]
     stats = device.memory_stats()
     if stats is not None and "bytes_limit" in stats:
@@ -328,7 +329,7 @@ def use_sharding_rules(mesh: Mesh, rules: Sequence[LogicalAxisRule] | None = Non
     """Make `mesh` current, so that logical axis names in a model refer to its axes.
 
     Args:
-        mesh: mesh to use. While JAX traces, it can only be the mesh of that trace.
+        mesh: mesh to use. Inside a trace, it must be the mesh of that trace.
         rules: rules by which names are resolved; by default the active ones, else `LOGICAL_AXIS_RULES`.
     """
     context: contextlib.AbstractContextManager[object]

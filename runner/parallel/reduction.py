@@ -2,31 +2,32 @@
 
 **All-reduce over `data` once a step** (`run_per_data_shard`). No parameter is sharded over `data`, so a device can
 accumulate its gradients over all micro-batches of a step, in float32, before any communication along `data`. The sums
-are then all-reduced once, in float32 whatever the compute type. A table that is used twice (tied embeddings) has one
-gradient by then.
+are then all-reduced once, in float32 whatever the compute type. A table that is used twice (tied embeddings) has a
+single gradient at that point.
 
 Over the axes that shard parameters (`fsdp`, `sequence`, `expert`) the partitioner reduce-scatters gradients in each
 micro-batch. To defer that to the end of the step, a device would have to hold all gradients in float32, although such
-an axis was chosen because it cannot hold all parameters. It holds its shard of them, and only that shard is all-reduced
-over `data`, which is the outermost axis and the only one whose traffic crosses slices.
+an axis was chosen because a device cannot hold all parameters. A device therefore holds only its shard of the
+gradients, and only that shard is all-reduced over `data`, which is the outermost axis and the only one whose traffic
+crosses slices.
 
 On TPUs the all-reduce is deferred only if no other axis has more than one device. Otherwise libtpu turns what is
 gathered along the other axes inside the loop into rings of small matmuls: for a Llama 8B on v5p-128 (data 8 x fsdp 16)
-23,392 collective-permutes a step, with copies that cost more than the deferral saves. On all platforms it is deferred
-beside at most one other axis. Beside two, XLA's partitioner (jax 0.10.2) aborts with a failed check on models that do
-not constrain the sharding of their activations. In all other cases the partitioner reduces gradients over `data` in
-each micro-batch.
+23,392 collective-permutes a step, with copies that cost more than the deferral saves. On other platforms it is deferred
+if at most one other axis is larger than 1. With two such axes, XLA's partitioner (jax 0.10.2) aborts with a failed
+check on models that do not constrain the sharding of their activations. In all other cases the partitioner reduces
+gradients over `data` in each micro-batch.
 
 **Order-deterministic reduction** (`run_per_batch_shard`, `sum_gradients`). Floating-point sums depend on their order,
-and the order of a usual step depends on the number of devices. With the spec key `train.same_bits_devices` (G) every
-gradient is made of the same additions of the same numbers:
+which normally depends on the number of devices. With the spec key `train.same_bits_devices` (G) every gradient is the
+result of the same additions of the same numbers:
 
 1. A step has M micro-batches of one shape. Each is computed by one device alone: no sum inside it crosses devices.
 2. They form G groups of equal size. The gradients of a group are accumulated one after another.
 3. Groups are the leaves of a binary tree. Node (l, i) is the sum of groups i 2^l to (i + 1) 2^l - 1, as far as they
    exist, and the left child is the left operand of the addition.
-4. Each of n devices, where n divides G, has G / n consecutive groups. It sums the subtrees that lie wholly among its
-   own groups and keeps those that are part of no larger one; for one group that is the group itself.
+4. Each of n devices, where n divides G, has G / n consecutive groups. It computes the sums of the maximal subtrees that
+   consist only of its own groups (for a single group, the group itself).
 5. An all-to-all gives every device its share of every array of all these subtrees. It sums the rest of the tree for its
    share, and the shares are all-gathered. If the groups of each device form one subtree, as they do if their number is
    a power of two, that costs the bytes of a usual all-reduce in float32; otherwise up to 2 log2(G / n) times as many
@@ -35,11 +36,11 @@ gradient is made of the same additions of the same numbers:
 While a device computes, it holds whole parameters, two whole gradients and the stack of subtrees. The losses, counts
 and metadata of micro-batches are gathered, and each device then sums them in their order.
 
-Equal additions follow from this arithmetic. Equal gradients of a micro-batch depend on the compiler, which sees another
-program on each number of devices. Therefore the micro-batch stands between optimization barriers, and the whole step is
-traced through `runner.parallel.canonical.canonicalise`, with which the program of one device reaches XLA's simplifier
-in the same form as that of several. Tests hold this on 1, 2 and 8 CPU devices for every kind of model and every value
-of a key.
+This makes the additions equal. The gradients of a micro-batch are equal only if the compiler generates the same code,
+although its input program depends on the number of devices. Therefore each micro-batch is enclosed in optimization
+barriers, and the whole step is traced through `runner.parallel.canonical.canonicalise`, so that programs for one and
+for several devices reach XLA's simplifier in the same form. Tests check this on 1, 2 and 8 CPU devices for each kind of
+model and the config keys that change a step.
 
 Shape legend: S micro-batches of a step, B examples of a micro-batch, G groups, n devices that share the batch, c
 micro-batches of a group, d slots of the stack of subtrees.
@@ -189,7 +190,7 @@ def make_reduction_schedule(start: int, stop: int, is_alone: bool = False) -> Re
 
 
 def make_device_schedules(num_groups: int, num_devices: int) -> list[ReductionSchedule]:
-    """Return the schedule of each device; all devices have the same number of groups."""
+    """Return the schedule of each device; every device has num_groups / num_devices groups."""
     own = num_groups // num_devices
     return [
         make_reduction_schedule(own * device, own * (device + 1), num_devices == 1) for device in range(num_devices)
@@ -204,7 +205,7 @@ def compute_stack_depth(num_groups: int, num_devices: int) -> int:
 
 
 def count_subtrees(num_groups: int, num_devices: int) -> int:
-    """Return the largest number of subtrees that a device has after its groups, which is what every device sends."""
+    """Return the largest number of subtrees that a device has left after its groups; every device sends this many."""
     return max(len(each.nodes) for each in make_device_schedules(num_groups, num_devices))
 
 
@@ -248,7 +249,7 @@ def replicate_flat(tree: Any) -> Any:
 def run_per_batch_shard(function: Callable[..., Any], whole: Any, batch: Any) -> Any:
     """Call `function(whole, batch)` on every device with all of `whole` and the device's shard of `batch`.
 
-    All other axes of the mesh have size 1, so logical axis names mean nothing inside. Without a mesh there is one
+    All other axes of the mesh have size 1, so logical axis names have no effect inside. Without a mesh there is one
     device.
 
     Args:

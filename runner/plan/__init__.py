@@ -1,10 +1,10 @@
-"""Plan of a job for hardware that is not available here, before it is queued: `python -m runner plan`.
+"""Plan of a job before it is queued, for hardware that need not be present: `python -m runner plan`.
 
 - `figures`: figures with units and basis, tables and JSON, progress messages
 - `checks`: checks of spec, data and directory, all reported at once
 - `forecast`: step time and memory, op by op, from the compiled program's text
 - `mesh`: meshes to choose from, and warnings about inefficient ones
-- `program`: compiled steps for devices that are absent, by libtpu or fake CPU devices; collectives and roofline
+- `program`: compiled steps for devices that need not be present, by libtpu or simulated CPU devices; roofline
 - `prediction`: memory, traffic and step time by arithmetic, before compiling
 - `profile`: forecast of a step as sections, as a trace, and against a run
 - `report`: first estimate of a job with mesh warnings, and sections of a plan, each number with its basis

@@ -45,7 +45,7 @@ def open_job(document: Document, findings: Findings) -> RestoreableJob | None:
 
     Top level, class and config are checked independently of each other.
     """
-    # Each check runs even if the one before failed, so that the user sees all problems at once.
+    # Each check runs even if the previous one failed, so that the user sees all problems at once.
     spec: ExecutionSpec | None = None
     job_class: type[RestoreableJob] | None = None
     config = None
@@ -77,7 +77,7 @@ def check_directory(job: RestoreableJob, can_compare: bool, findings: Findings) 
 
     Args:
         job: job of the directory.
-        can_compare: the job knows everything that defines its trajectory, its data included.
+        can_compare: True if everything that defines the trajectory is known, including the data.
         findings: collects the problems.
     """
     section = Section("directory")
@@ -142,7 +142,7 @@ def check_grace(job: RestoreableJob, save_seconds: float, basis: str, findings: 
 def check_text(job: BaseTrainer, findings: Findings) -> list[str]:
     """Check the text that the job would tokenise first, and return the names of what is not tokenised yet.
 
-    If the model's vocabulary is that of the data, it becomes the largest one that the tokenizer may have.
+    If the model's vocabulary size is that of the data, it is set to the tokenizer's upper bound.
     """
     names: list[str] = []
     with findings.collect():
@@ -174,8 +174,9 @@ class DataCheck:
 
     Attributes:
         section: section of the plan.
-        is_found: the data can be read.
-        can_build_step: the train step can be built; it cannot if the vocabulary size is only in data that are missing.
+        is_found: True if the data can be read.
+        can_build_step: True if the train step can be built; False if it needs the vocabulary size of data that are
+            missing.
     """
 
     section: Section
@@ -186,7 +187,7 @@ class DataCheck:
 def load_data(setup_builder: TrainSetupBuilder, findings: Findings) -> tuple[Dataset | None, bool]:
     """Load the data as the job would.
 
-    A total in epochs is counted too: data that are too few for it cannot be used either.
+    A total in epochs is converted to steps too, and data that are too few for it count as a problem.
 
     Returns:
         (data set, True if the step can be built). The data set is None if it cannot be loaded; the step can then be

@@ -1,4 +1,4 @@
-"""Figures of a plan with their units and how each is known, formatted as a table or as JSON; progress messages."""
+"""Figures of a plan with their units and basis, formatted as a table or as JSON; progress messages."""
 
 import contextlib
 import threading
@@ -39,9 +39,9 @@ class Figure:
         name: key in the JSON form, which scripts rely on.
         value: number, or text for the unit `text`.
         unit: unit of the value.
-        basis: how the value is known.
-        note: how the value comes about, or what it assumes.
-        label: name in the table, where it differs from the key.
+        basis: origin of the value, see `Basis`.
+        note: derivation of the value, or its assumptions.
+        label: name in the table, if it differs from the key.
     """
 
     name: str

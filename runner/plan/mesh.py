@@ -1,11 +1,11 @@
 """Meshes to choose from, and warnings about inefficient ones.
 
-A warning is given before the step is compiled from shapes and shardings, and after that from its text:
+A warning is given before compilation, from shapes and shardings, or after it, from the compiled step's text:
 
 1. A shard is smaller than a tile. The compiler then gathers and reduces the parameter whole.
 2. An all-reduce moves a parameter or its gradient over axes that shard it. An all-gather or a reduce-scatter would send
    half of that.
-3. A parameter is gathered more often than the passes over it need.
+3. A parameter is all-gathered more often than the forward and backward passes need.
 
 Arrays are matched with parameters by their number of elements, which no reshape or transposition changes.
 
@@ -16,7 +16,7 @@ with fewer elements than a tile has rows is below the tile either way.
 The number of meshes is bounded: `tensor` is 16 at most, `expert` divides the experts, and `sequence` leaves each device
 two chunks of at least `_MIN_STRETCH_POSITIONS` of a sequence, below which it only waits for its neighbours.
 
-This is arithmetic; the module knows no job and no device.
+The module is pure arithmetic and depends on no job and no device.
 """
 
 import math
@@ -77,8 +77,8 @@ def list_near_meshes(sizes: Mapping[str, int], sequence_length: int, num_experts
 def allows_axis_sizes(sizes: Mapping[str, int], sequence_length: int, num_experts: int) -> bool:
     """Return True if sequences and experts can be sharded so, and sequences are long enough for it."""
     sequence, expert = sizes.get("sequence", 1), sizes.get("expert", 1)
-    # A device takes the first and the last stretch of a sequence, the next device the second and the last but one:
-    # so all have equal causal work.
+    # A device takes the first and the last chunk of a sequence, the next device the second and the second to last
+    # (zigzag), so that all have equal causal work.
     stretches = 2 * sequence
     is_long = sequence == 1 or (
         sequence_length % stretches == 0 and sequence_length // stretches >= _MIN_STRETCH_POSITIONS
@@ -148,9 +148,9 @@ class MeshWarning:
 
     Attributes:
         text: message for the user.
-        excess_bytes: bytes that a device sends in a step without need.
+        excess_bytes: bytes that a device sends in a step unnecessarily.
         names: parameters that it is about, largest first.
-        is_of_mesh: another mesh could avoid it.
+        is_of_mesh: True if another mesh could avoid it.
     """
 
     text: str
@@ -225,7 +225,7 @@ def find_mesh_warnings(
         sharded_axes: state axes of more than one device.
     """
     # Elements of a parameter as a matmul needs it -> names, each with the number of such matrices that it stacks. That
-    # is whole, except along axes that are no state axes, and for experts, of which a device has its own.
+    # is whole, except along axes that are not state axes, and for experts, of which a device has its own.
     names_by_size: dict[int, list[tuple[str, int]]] = defaultdict(list)
     for name, leaf in parameters.items():
         if leaf.ndim < 2:
@@ -243,7 +243,7 @@ def find_mesh_warnings(
     def iter_moved(kind: str) -> Iterator[_MovedArray]:
         for one in over_state:
             for shape in one.shapes if one.kind == kind else ():
-                # A vector may have as many elements as a matrix, but it is no parameter of a matmul.
+                # A vector may have as many elements as a matrix, but it is not a parameter of a matmul.
                 if math.prod(shape) in names_by_size and sum(size > 1 for size in shape) > 1:
                     yield _MovedArray(one, shape)
 

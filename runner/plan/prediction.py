@@ -1,4 +1,4 @@
-"""Predicted memory, traffic and least step time of a job on a mesh, by arithmetic, before anything is compiled.
+"""Predicted memory, communication and lowest step time of a job on a mesh, by arithmetic, before anything is compiled.
 
 Each collective has a payload, the whole array of a group of devices, and a factor: the number of times that a ring
 passes the payload on (1 for an all-gather or a reduce-scatter, 2 for an all-reduce). A device sends
@@ -10,7 +10,7 @@ passes the payload on (1 for an all-gather or a reduce-scatter, 2 for an all-red
   experts' own matrices are sharded over `expert` already, so they go over the other two.
 - `sequence`: keys and values. Ring and all-gather send the same number of bytes.
 - `expert`: tokens, to their experts and back, by all-to-all. Tokens for experts on the same device are not sent.
-- `tensor`: the residual stream, gathered before a sharded matmul and scattered behind it.
+- `tensor`: the residual stream, all-gathered before a sharded matmul and reduce-scattered after it.
 """
 
 import functools
@@ -109,7 +109,7 @@ def predict_collectives(
         tokens: tokens of a device in a step: its examples, times its part of a sequence.
         passes: passes over the parameters in a micro-batch: forward, backward and recomputation.
         accumulate_steps: micro-batches of a step.
-        waits: gradients are reduced over `data` once, at the end of the step.
+        waits: True if gradients are reduced over `data` once, at the end of the step.
     """
     num_shards = math.prod(sizes[axis] for axis in STATE_AXES)
     # One gather per pass and one scatter of the gradients; an all-reduce in their place sends twice as much.
@@ -186,7 +186,7 @@ class Prediction:
         sent_bytes: bytes that a device sends in a step.
         times: roofline of the step.
         exposed_seconds: time of the collectives that a layer waits for: those over `tensor`, `sequence` and `expert`.
-        is_lower_bound: the job states no activations, so that more memory is needed.
+        is_lower_bound: True if the job does not state its activations, so that more memory is needed.
     """
 
     micro_batch_examples: int
@@ -201,7 +201,8 @@ class Prediction:
     def rank(self) -> tuple[float, float]:
         """Sort key: least predicted step time first, and of equals the one with less time on all resources.
 
-        All but the exposed collectives is assumed to overlap. The roofline alone ranks dozens of meshes equal.
+        Everything except the exposed collectives is assumed to overlap. By the roofline alone, dozens of meshes would
+        be equal.
         """
         step_seconds, total_seconds = self.times.rank
         return step_seconds + self.exposed_seconds, total_seconds
@@ -323,7 +324,7 @@ class Predictor:
         work = StepWork(executed / math.prod(sizes.values()), traffic, inside, across)
         # Activations exist for one micro-batch at a time.
         activation_bytes = sizing.head_bytes + tokens * sizing.activation_bytes_per_token
-        # The optimizer state comes to the device for the update, when the activations are gone.
+        # Offloaded optimizer state is moved to the device for the update, when activations are no longer needed.
         working_bytes = gradients + max(activation_bytes, state.offloaded_bytes)
         times = compute_roofline(work, self.speeds, chip.devices_per_chip)
         # Gathers of parameters and reductions of gradients overlap with other layers, the others are waited for.
@@ -353,9 +354,9 @@ class Predictor:
 
 
 def build_abstract(setup_builder: TrainSetupBuilder, sizes: MeshSizes) -> TrainSetup:
-    """Return the setup of a job on a mesh of no devices.
+    """Return the setup of a job on a mesh without devices.
 
-    Its shapes are found with a shorter sequence where its own takes long to trace.
+    Its shapes are found with a shorter sequence if the real length takes long to trace.
     """
     length = setup_builder.config.data.units_per_example
     traced_length = math.gcd(length, _LONG_SEQUENCE) if length > _LONG_SEQUENCE else length

@@ -1,4 +1,4 @@
-"""Plan of a spec from end to end: check, compile, report. The exit code is 0 if the job would run, else 2."""
+"""Plan of a spec: check, compile, report. The exit code is 0 if the job would run, else 2."""
 
 import contextlib
 import functools
@@ -49,11 +49,11 @@ class PlanRequest:
     Attributes:
         spec: path of the spec.
         overrides: values of `--set`.
-        as_json: print JSON instead of a table.
-        is_search: rank meshes, micro-batches and the job's own settings.
+        as_json: True to print JSON instead of a table.
+        is_search: True to rank meshes, micro-batches and the job's own settings.
         hours: time in which the run must end, to choose the chips too.
         minutes: time for the compilations of a search.
-        is_profile: add the forecast of the step, op by op.
+        is_profile: True to add the forecast of the step, op by op.
         trace: file for the schedule, for Perfetto.
         against: directory of a run to compare the forecast with.
     """
@@ -122,7 +122,7 @@ def _make_sections(
     sections = [] if machine is None else [report.make_job_section(job.spec, machine)]
     if isinstance(job, BaseTrainer):
         return sections + _make_trainer_sections(job, machine, findings, request)
-    # A job that is no trainer has no step to compile; its state is all that a plan can size.
+    # A job that is not a trainer has no step to compile, so a plan can only size its state.
     with findings.collect():
         job.setup(Hosts.single_process())
     sections.append(checks.check_directory(job, True, findings))
@@ -167,7 +167,7 @@ def _make_trainer_sections(
         _add_mesh_warnings(job, estimate, estimate.small_shard_warnings, findings)
 
     first = None if estimate is None else estimate.first
-    # What is wrong already is told before minutes of compilation, and again at the end.
+    # Problems found so far are printed before minutes of compilation, and again at the end.
     for line in findings.problems:
         warn(f"problem: {line}")
     program: CompiledProgram | None = None
@@ -290,7 +290,7 @@ def make_stage_sections(
 def check_memory_by_arithmetic(
     job: BaseTrainer, first: Prediction | None, machine: TargetMachine, findings: Findings
 ) -> None:
-    """Add what arithmetic says about the memory of a chip whose compiler is not here, if it does not fit."""
+    """Add a problem if the step does not fit by arithmetic, for a chip whose compiler is not available."""
     there = f"{format_amount(machine.hbm_bytes * MEMORY_SHARE, 'bytes')} are there"
     is_too_large = first is not None and first.needed_bytes > machine.hbm_bytes * MEMORY_SHARE
     if first is None or (first.is_lower_bound and not is_too_large):
@@ -357,7 +357,7 @@ def _search(request: PlanRequest) -> int:
         candidates = search.list_candidates(search.list_variants(), accelerator, machine.hbm_bytes)
         start = search.make_start(accelerator, machine.hbm_bytes)
     else:
-        # The largest machine is opened first: see `open_machine`.
+        # `open_machine` requires that the largest machine is opened first.
         open_machine(Accelerator(accelerator.name, accelerator.chip.slice_sizes[-1]))
         accelerator, candidates = find_smallest_slice(search, search.list_variants(), accelerator, request.hours)
         machine, start = open_machine(accelerator), None

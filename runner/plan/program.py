@@ -1,7 +1,8 @@
-"""Compiled steps of a job for devices that this machine does not have: memory, collectives, compile time, roofline.
+"""Compiled steps of a job for devices that need not be present: memory, collectives, compile time, roofline.
 
 libtpu compiles for any TPU topology on any machine. Without libtpu, and for GPUs, the same program is partitioned for
-as many fake CPU devices: sharding and collectives are then those of the mesh, and temporaries those of XLA for CPU.
+the same number of simulated CPU devices. Sharding and collectives are then those of the mesh, but temporaries are those
+of XLA for CPU.
 
 The roofline is a bound: a step cannot be faster than its matmuls at peak FLOP/s, its memory traffic at HBM bandwidth,
 or its collectives at the bandwidth of their network. If all of these overlap, it is as fast as the slowest of them.
@@ -45,7 +46,7 @@ from runner.spec.imports import format_install, is_extra_installed
 from runner.train.compile import MEMORY_SHARE, BatchLayout, CompiledStep, StepTooLargeError
 from runner.train.setup import TrainSetup, TrainSetupBuilder
 
-# libtpu would otherwise ask the metadata server of a TPU host, which is not there, and log at length.
+# Otherwise libtpu would query the metadata server of a TPU host, which does not exist here, and log errors.
 _LIBTPU_VARIABLES = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -74,10 +75,10 @@ class TargetMachine:
 
     Attributes:
         devices: devices in jax's order.
-        stand_ins: the same number of CPU devices; equal to `devices` where these are fake.
+        stand_ins: the same number of CPU devices; equal to `devices` if these are simulated.
         accelerator: accelerator that the devices represent, None for the devices of this machine.
         compiler: name of the compiler, for the user.
-        is_faked: the devices are CPU devices that represent others.
+        is_faked: True if the devices are CPU devices that represent others.
         hbm_bytes: memory of one device.
     """
 
@@ -113,8 +114,8 @@ def is_libtpu_installed() -> bool:
 def open_machine(accelerator: Accelerator | None) -> TargetMachine:
     """Return the devices of an accelerator.
 
-    To be called before jax has started a backend. A caller that opens several machines opens the largest first, since
-    the number of fake devices is fixed when the backend starts.
+    Call it before jax starts a backend. A caller that opens several machines must open the largest first, because the
+    number of simulated devices is fixed when the backend starts.
 
     Args:
         accelerator: None, or a CPU without a number, for the devices of this machine.
@@ -136,7 +137,7 @@ def open_machine(accelerator: Accelerator | None) -> TargetMachine:
             "so plan for fewer slices"
         )
     jax.config.update("jax_platforms", "cpu")
-    shape = accelerator.shape if accelerator.chip.is_tpu else ""  # raises for a number of chips that is no slice
+    shape = accelerator.shape if accelerator.chip.is_tpu else ""  # raises for a number of chips that is not a slice
 
     # The number of devices in XLA_FLAGS would win over the one that is set here. If a backend has been started, its
     # number is fixed, and the first of its devices are used.

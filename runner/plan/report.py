@@ -1,7 +1,7 @@
-"""Sections of a plan, each number with its basis, and the estimate that is printed before anything is compiled.
+"""Sections of a plan, and the estimate that is printed before anything is compiled.
 
 The first estimate of a job on a mesh, the warnings about that mesh and the better meshes near it are arithmetic on an
-abstract state and take seconds. Only the search for a better mesh asks the compiler, for one matmul at a time.
+abstract state and take seconds. Only the search for a better mesh uses the compiler, for one matmul at a time.
 """
 
 from collections.abc import Sequence
@@ -225,7 +225,7 @@ def format_first_estimate(job: BaseTrainer, train_setup: TrainSetup, machine: Ta
 
 
 def build_first_setup(job: BaseTrainer, machine: TargetMachine) -> TrainSetup:
-    """Return the setup of a job on a mesh of no devices.
+    """Return the setup of a job on a mesh without devices.
 
     Raises:
         InvalidError: the mesh does not match the machine.
@@ -339,7 +339,7 @@ def add_stage(section: Section, job: BaseTrainer, stage: RunStage) -> None:
 def make_memory_section(program: CompiledProgram, machine: TargetMachine, first: Prediction | None) -> Section:
     """Return the section of a device's memory: the need of a step against the capacity.
 
-    `first` is the need by arithmetic, which counts where the chip's compiler is not here.
+    `first` is the need by arithmetic, which is used if the chip's compiler is not available.
     """
     section, memory = Section("memory of a device"), program.step.memory
     note = "state, batch, and the random key if the model uses one"

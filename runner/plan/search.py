@@ -7,7 +7,7 @@
    traced once and resharded for each mesh, so some thousand predictions take seconds.
 3. Compile the spec as it is and the best few, drop those that do not fit, and rank the rest by the compiled program: by
    the compiler's estimates of its ops where it writes them (`profile`), else by the roofline.
-4. Compile the best of them with the settings of `BaseTrainer.final_choices` too, which take long to compile.
+4. Also compile the best of them with the settings of `BaseTrainer.final_choices`, which take long to compile.
 """
 
 import functools
@@ -85,7 +85,7 @@ class CompiledCandidate:
         candidate: the candidate.
         program: its compiled step.
         times: roofline of the compiled step.
-        needed_bytes: memory that a device needs, as compiled; by arithmetic where the chip's compiler is not here.
+        needed_bytes: memory that a device needs, as compiled; by arithmetic if the chip's compiler is not available.
         forecast_seconds: step time by the compiler's estimates, None where it has written none.
     """
 
@@ -141,7 +141,7 @@ class Search:
         job = checks.open_job(self.load_document(more), findings)
         if isinstance(job, BaseTrainer):
             is_untokenised = bool(check_text(job, findings))
-            # Data that cannot be read are no problem if the spec has what the step depends on.
+            # Data that cannot be read are not needed if the step depends only on the spec.
             if not findings.problems and (is_untokenised or load_data(job.setup_builder, findings)[1]):
                 return job
         raise InvalidError(
@@ -154,7 +154,7 @@ class Search:
         job = self.open_job([])
         space = job.search_space() | {key: values[:1] for key, values in job.final_choices().items()}
         variants = []
-        # A choice may change the FLOPs, for example by recomputation, so the job is opened anew for each.
+        # A choice may change the FLOPs, for example by recomputation, so the job is opened again for each.
         for values in itertools.product(*space.values()):
             choices = tuple(zip(space, values, strict=True))
             job = self.open_job([_format_override(key, value) for key, value in choices])
@@ -224,8 +224,8 @@ class Search:
         limit_bytes = machine.hbm_bytes * MEMORY_SHARE
         compiled: list[CompiledCandidate] = []
         dropped: dict[Candidate, str] = {}
-        # Formulas miss what a compiler adds. Each candidate that does not fit tells by which factor they were wrong for
-        # its choices, and candidates that do not fit by this factor either are not tried.
+        # Formulas underestimate memory. A candidate that does not fit gives a correction factor for its choices, and
+        # candidates that do not fit after this correction are not tried.
         excess: dict[Choices, float] = {}
 
         def compile_candidate(candidate: Candidate) -> None:
@@ -258,7 +258,7 @@ class Search:
             predicted = candidate.prediction
             if predicted.state_bytes + excess.get(candidate.choices, 1.0) * predicted.working_bytes <= limit_bytes:
                 compile_candidate(candidate)
-        # If none of them fits, the candidate that needs least memory is the last chance.
+        # If none of them fits, try the candidate that needs least memory.
         smallest = min(candidates, key=lambda candidate: candidate.prediction.needed_bytes, default=None)
         if not compiled and smallest is not None and smallest not in dropped:
             compile_candidate(smallest)

@@ -6,6 +6,6 @@
 - `layout`: file names in a run's directory, and the records `job.json` and `result.json`
 - `fence`: single-writer rule, and the check that a spec continues the run in the directory
 - `logs`: `logs/<attempt>.<process>.log`, the log file of a process
-- `membership`: hosts of an elastic job that are missing, wait or return
+- `membership`: missing, waiting and returning hosts of an elastic job
 - `attempt`: `Attempt`: claim of the directory, outcome of the attempt, reports and notifications to the user
 """

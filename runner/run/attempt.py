@@ -1,7 +1,7 @@
 """`Attempt`: one start of a job on all its processes, in a directory that it has claimed.
 
-It holds what every part of a running job needs, records how the attempt ends, and reports to the user.
-`IncidentRecorder` stores what the watchdog finds.
+It holds the services that every part of a running job needs, records the end of the attempt, and reports to the user.
+`IncidentRecorder` stores the findings of the watchdog.
 
 `Notifier` runs a command, or sends a POST to a URL, on process 0. Each notification is sent on its own thread with a
 deadline. A failure only causes a warning. Training never waits for a notification; `drain` waits for a few seconds
@@ -206,10 +206,10 @@ def validate_end(job: str, step: Any, last_step: int, total_steps: int) -> None:
 
 
 class JobReport:
-    """Data that a job keeps beside its state and reports at its end. This base keeps nothing; see `train.report`."""
+    """Data that a job collects besides its state and reports at its end. The base has none; see `train.report`."""
 
     def find_problem(self, attachments: dict[str, bytes]) -> str | None:
-        """Return why the job cannot continue from a state of the fast tier with these attachments, or None if it can.
+        """Return the reason why the job cannot continue from a fast-tier state with these attachments; None if it can.
 
         Called on process 0 only, while an older state can still be chosen.
         """
@@ -220,7 +220,7 @@ class JobReport:
 
         Args:
             step: step of the state, new or restored.
-            attachments: files that the fast tier kept beside the state.
+            attachments: files that the fast tier saved with the state.
             carry: `carry` of the checkpoint's manifest; None if it has none, empty for a fork of such a checkpoint.
         """
 
@@ -234,7 +234,7 @@ class JobReport:
 
 
 def format_end_lines(directory: str, step: int) -> list[str]:
-    """Return the lines to print after `done at step ...`: where the files are, and what a second start does."""
+    """Return the lines to print after `done at step ...`: where the files are, and the effect of another start."""
     return [
         f"files: {directory} (result.json, spec.yaml, checkpoints/{step} ...)",
         "run the same command again: a finished job exits at once, and an interrupted one resumes from its last save",
@@ -244,7 +244,7 @@ def format_end_lines(directory: str, step: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a job, with what every part of the running job needs. Made by `claim_attempt` on every process.
+    """One start of a job, and the services of the running job. Made by `claim_attempt` on every process.
 
     Attributes:
         number: number of the attempt, from 1; only the newest one may write.
@@ -322,7 +322,7 @@ class Attempt:
         self.progress.clock.end(code)
         if self.waiting is not None:
             self.waiting.close()
-        # Uploads come first: they hold the record of the end, which notifications only point at.
+        # Uploads come first, because they contain the record of the end; notifications only refer to it.
         self.background_writer.drain(DRAIN_SECONDS)
         self.notifier.drain(DRAIN_SECONDS)
 
@@ -333,12 +333,12 @@ class Attempt:
         try:
             yield
         except FencedError as error:
-            # The directory belongs to another attempt or is gone, so not even the clock may be written there.
+            # The directory belongs to another attempt or is gone, so nothing may be written there, including the clock.
             self.progress.clock.attach_store(None)
             code = error.exit_code
             is_split = self.hosts.num_missing or self.hosts.liveness.find_disconnected()
             if self.is_elastic and is_split and not isinstance(error, RemovedError):
-                # Hosts of the job that could not reach these ones go on. They are joined at a later start.
+                # Hosts of the job that could not reach these ones continue. This group joins them at a later start.
                 code = EXIT_RETRYABLE
                 raise RetryableError(f"{error}; its hosts go on without this one") from error
             raise
@@ -372,7 +372,7 @@ class Attempt:
             self.say(line)
 
     def report_moves(self, moves: Sequence[str], step: int) -> None:
-        """Print and record that data or classes have other names than when `step` was saved, and are the same."""
+        """Print and record that data or classes were moved or renamed since `step` was saved, without other changes."""
         if moves:
             self.say(f"moved since step {step} was saved, with the same content: {'; '.join(moves)}")
             self.record("moved", step, changes=list(moves))
@@ -390,9 +390,9 @@ class Attempt:
             replace_owner(self.store, owner, identity)
 
     def report_environment_changes(self, saved_environment: JsonObject | None, step: int) -> None:
-        """Print and record how the environment differs from the one in which `step` was saved.
+        """Print and record the differences from the environment in which `step` was saved.
 
-        Only the same versions promise the same bits.
+        Bit-identical results are promised only for equal versions.
         """
         if not saved_environment or not self.environment:
             return
@@ -427,10 +427,10 @@ def claim_attempt(
         stop: stop request of this process.
         progress: progress of the training thread.
         job_class: class of the job, whose git commit is recorded.
-        validate: function that raises `ResumeError` if the owner of the directory is another job. It was checked before
-            the set-up, in which another job may have begun here.
-        discard: function that removes what an attempt that did no work has left outside the directory; called if the
-            directory is free for this spec because of that.
+        validate: function that raises `ResumeError` if another job owns the directory. This is checked a second time
+            here, because another job may have begun in the directory during the set-up.
+        discard: function that removes the output outside of the directory of an attempt that did no work; called if the
+            directory is free for this spec for that reason.
 
     Raises:
         InvalidError: on every process, the directory cannot be written, or belongs to another job.
@@ -449,7 +449,7 @@ def claim_attempt(
             is_replaced = owner.identity != identity and is_unstarted(store)
             number = fence.claim()
             if is_replaced:
-                # In this order, so that a kill in between leaves a directory that is still free.
+                # In this order, so that the directory is still free after a kill in between.
                 discard()
                 replace_owner(store, owner, identity)
             return [owner.id, number]
@@ -466,7 +466,7 @@ def claim_attempt(
     validate_versions(places)
     run_id, number = hosts.run_on_main(claim_directory)
     fence.join(number)
-    # From here on the directory is this attempt's, and what was held back may be written: log lines, clock, events.
+    # From here on this attempt owns the directory, and writes what it had to hold back: log lines, clock, events.
     open_log_file(store, run_id, number, hosts.process_id, background_writer)
     if hosts.is_main:
         start_clock_file(progress.clock, store, number, background_writer)
@@ -497,7 +497,7 @@ def claim_attempt(
 
 
 class IncidentRecorder:
-    """Callbacks of the watchdog, called from threads of its own.
+    """Callbacks of the watchdog, called on the watchdog's threads.
 
     Attributes:
         attempt: None until the directory is claimed; nothing is written there before.
@@ -513,7 +513,7 @@ class IncidentRecorder:
         if attempt is None:
             console.warn(stacks)
             return
-        # The event comes first: it is small, and the directory may be what hangs.
+        # The event comes first, because it is small, and the hang may be that of the directory.
         attempt.events.append("stuck", attempt.progress.step, reason=line)
         attempt.store.write(f"stacks/{attempt.number:06}.{attempt.hosts.process_id}.txt", stacks.encode())
         attempt.end(code)

@@ -70,7 +70,7 @@ class ClockRecord:
     @property
     def is_process_alive(self) -> bool | None:
         """True if process 0 is alive, None if this machine cannot tell."""
-        # Ids of processes mean nothing on another machine, or after a reboot of this one.
+        # Process ids are meaningless on another machine, or after a reboot of this one.
         if not self.machine or self.machine != read_machine_id() or self.created is None:
             return None
         return read_creation_ticks(self.pid) == self.created
@@ -110,7 +110,7 @@ def encode_slot(number: int, reading: ClockReading) -> bytes:
     content = _SLOT.pack(
         number, reading.time, reading.step, reading.since, reading.bucket.index, code, *reading.seconds
     )
-    # A power cut may leave a part of a slot; the checksum tells, and the other slots remain.
+    # A power cut may leave a partial slot. The checksum detects it, and the other slots remain.
     return _CHECKSUM.pack(zlib.crc32(content)) + content
 
 
@@ -136,7 +136,7 @@ def decode_clock_file(content: bytes) -> ClockRecord:
         if len(packed) < slot.size or _CHECKSUM.unpack(checksum)[0] != zlib.crc32(packed):
             continue
         number, moment, step, since, index, code, *seconds = slot.unpack(packed)
-        # No comparison with a NaN is true, so this leaves it out too.
+        # This also excludes NaN, for which every comparison is false.
         if step < 0 or not all(0 <= value <= TIME_MAX for value in (moment, since, *map(abs, seconds))):
             continue
         # A reading with an exit code is always the last one. Others are ordered by the time at which they were taken,

@@ -2,8 +2,8 @@
 
 JAX looks up a program by its key and compiles it on a miss. The key is a SHA-256 of the program (StableHLO), the
 compile options, the versions of jaxlib and of the platform (libtpu, CUDA, driver), the XLA flags, and the topology with
-the kind of its devices (on CPUs: the processor features). Another program, version or machine has another key, so an
-entry can be old but not wrong.
+the kind of its devices (on CPUs: the processor features). A different program, version or machine has a different key,
+so an entry may be obsolete but never wrong.
 
 1. Every entry begins with the SHA-256 of its key and its content. A torn or damaged entry, or one under another key, is
    a miss: the program is compiled and the entry replaced.
@@ -77,7 +77,7 @@ class CompileCache:
         try:
             self._host.write(key, _seal(key, program))
         finally:
-            # Counted even if the disk is full: the program was compiled.
+            # Counted even if the disk is full, because the program was compiled.
             self._record_use(key, num_compiled=1)
 
     def open(self) -> None:
@@ -111,7 +111,7 @@ class CompileCache:
         return {"compiled": self._num_compiled, "from_cache": self._num_found} if self._is_open else {}
 
     def publish(self, raise_if_fenced: Callable[[], None], process: int) -> None:
-        """Copy what is used and missing there to the run's directory from now on, in the background."""
+        """Copy used programs that the run's directory lacks to that directory from now on, in the background."""
         if self._shared is None:
             return
         if directory := os.environ.get(_ENVIRONMENT):
@@ -200,7 +200,7 @@ class CompileCache:
             self._changed.wait_for(lambda: self._is_closing or (until_used and self._unpublished), seconds)
 
     def _publish_missing(self, shared: Store, process: int) -> None:
-        # Listed anew, because another process may have published the same program meanwhile.
+        # Listed again, because another process may have published the same program meanwhile.
         present = _list_entries(shared)
         for key in sorted(self._unpublished):
             program = self._read_host(key)

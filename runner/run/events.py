@@ -4,8 +4,8 @@
 from it.
 
 The environment of a start (versions, CPUs, the git commit of the job's code, hosts) is a detail of the event `start`,
-and is recorded in every manifest. Process 0 collects it. Only the same hardware and versions promise the same bits, so
-a resume reports what has changed. Imports no jax.
+and is recorded in every manifest. Process 0 collects it. Bit-identical results are promised only for equal hardware and
+versions, so a resume reports the differences. Imports no jax.
 """
 
 import inspect
@@ -69,7 +69,7 @@ def collect_environment(job_class: type, hosts: list[str]) -> JsonObject:
 
 
 def read_submit_time() -> JsonObject:
-    """Return when the job was submitted, as the detail `submitted` of the event `start`; empty if it is not known."""
+    """Return the time at which the job was submitted, as the detail `submitted` of `start`; empty if it is unknown."""
     try:
         seconds = float(os.environ.get(SUBMITTED, ""))
     except ValueError:
@@ -159,7 +159,7 @@ def compare_environments(before: JsonObject, now: JsonObject) -> list[str]:
         found.append(f"commit {before['commit'][:12]} -> {now['commit'][:12]}")
     if has_changed("dirty"):
         found.append("uncommitted changes now" if now["dirty"] else "no uncommitted changes any more")
-    # Another order of the same hosts is no change that a user could act on.
+    # A different order of the same hosts does not concern the user.
     if has_changed("hosts") and sorted(before["hosts"]) != sorted(now["hosts"]):
         found.append(f"hosts {_format_hosts(before['hosts'])} -> {_format_hosts(now['hosts'])}")
     return found
@@ -189,15 +189,15 @@ class EventType:
 
 ROLL_BACK_KEYS = (
     Key("number", int, "Number of the roll-back in the run, from 1."),
-    Key("batches", int, "Global batches that are passed over."),
+    Key("batches", int, "Number of skipped global batches."),
     Key("first", int, "First step of the spike."),
-    Key("detected", int, "Step at which the spike was long enough."),
+    Key("detected", int, "Step whose loss triggered the roll-back."),
     _REASON,
 )
 # The record of each roll-back, a file of its own: see `runner.train.stability`.
 ROLL_BACK_FOLDER = "roll_backs"  # also the key of the trajectory in a manifest
-ROLL_BACKS_MAX = 16  # the train state has a place for the data that each has passed over
-_ROLL_BACK_RECORD_KEYS = (Key("begin", int, "Step after which batches are passed over."), *ROLL_BACK_KEYS)
+ROLL_BACKS_MAX = 16  # the train state has room for the skipped range of each
+_ROLL_BACK_RECORD_KEYS = (Key("begin", int, "Step after which batches are skipped."), *ROLL_BACK_KEYS)
 _INT32_MAX = 2**31 - 1
 
 # In the order in which a run writes them: start, restore, saves, training, evaluation, end.
@@ -218,7 +218,7 @@ EVENTS = (
     ),
     EventType(
         "grow",
-        "All hosts that the attempt began without wait to join. The run stops at this save and begins again with them.",
+        "All hosts that were missing at the start wait to join. The run stops at this save and restarts with them.",
         "process 0",
         (Key("processes", int, "Processes that are missing."),),
     ),
@@ -230,7 +230,7 @@ EVENTS = (
     ),
     EventType(
         "moved",
-        "The data are at another place, or a class has another path, than when the restored checkpoint was saved.",
+        "The data or a class have been moved to another path since the restored checkpoint was saved.",
         "process 0",
         (Key("changes", list, "Key, former and present value of each, as text."),),
     ),
@@ -332,7 +332,7 @@ EVENTS = (
         "The gradients of `step` differ when they are computed again; the run ends with 76, trainers only.",
         "process 0",
         (
-            Key("devices", list, "Ids of the devices among which is the defective one."),
+            Key("devices", list, "Ids of devices that include the defective one."),
             Key("processes", list, "Processes of these devices."),
             Key("hosts", list, "Host names of these processes."),
             Key("parameters", list, "Names of the parameters whose gradients differ."),
@@ -341,7 +341,7 @@ EVENTS = (
     ),
     EventType(
         "roll_back",
-        "The run is rolled back because of a spike: after `step`, data are passed over. The event `load` follows, or "
+        "The run is rolled back because of a spike: after `step`, data are skipped. The event `load` follows, or "
         "after a kill `restore`; trainers only.",
         "process 0",
         ROLL_BACK_KEYS,
@@ -426,7 +426,7 @@ EVENTS = (
     ),
     EventType(
         "progress",
-        "Last completed step, written from time to time, so that the cost of a kill can be computed.",
+        "Last completed step, written periodically, so that the cost of a kill can be computed.",
         "process 0",
     ),
     EventType(
@@ -560,7 +560,7 @@ def read_roll_back(store: Store, number: int) -> JsonObject:
     try:
         record = read_json(store, f"{ROLL_BACK_FOLDER}/{number}")
         validate_record(record, _ROLL_BACK_RECORD_KEYS, [key.name for key in _ROLL_BACK_RECORD_KEYS])
-        # The stretches of a run stand in its state, as 32-bit numbers.
+        # The skipped ranges of a run are stored in its state, as 32-bit numbers.
         if record["number"] != number or number > ROLL_BACKS_MAX:
             raise ValueError(f"it is roll-back {number}, and says {record['number']}; {ROLL_BACKS_MAX} are possible")
         if not 0 <= record["begin"] < _INT32_MAX or not 0 < record["batches"] < _INT32_MAX:

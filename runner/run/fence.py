@@ -73,7 +73,8 @@ class Fence:
         self._raise_if_fenced()
         if self._id is None:  # Only the process that made the claim knows its id.
             return
-        # A run that was begun in the same place since may have a claim of the same number, but not of the same id.
+        # A run that was begun in the same directory since may have a claim with the same number, but not with the same
+        # id.
         try:
             is_own_claim = read_json(self._store, f"{_ATTEMPTS}/{self.attempt}").get("id") == self._id
         except (FileNotFoundError, ValueError):
@@ -82,7 +83,7 @@ class Fence:
             raise self._make_removed_error()
 
     def check_locally(self) -> None:
-        """Raise like `check`, but without waiting for a network: in a bucket, by what the last `check` has seen."""
+        """Raise like `check`, but without waiting for a network: in a bucket it uses the result of the last `check`."""
         if self._store.root is not None:
             self.find_newest()
         self._raise_if_fenced()
@@ -129,12 +130,13 @@ class RunIdentity:
         document: the spec, for errors with a line.
         config: validated config of the job, with the defaults of keys that an older run did not record.
         identity: keys that define the trajectory, as far as they are known yet.
-        unread: dotted keys that nothing reads with this spec, which therefore change no trajectory.
-        former_values: earlier values by dotted key that mean the present one, such as former paths of a class.
-        find_first_change: function of a saved trajectory and the keys in which it differs. It returns the first step
-            (number of completed steps) that is followed by another update; None if there is no such step.
-        is_given_up: function of a saved trajectory and its step. It returns True if the run has since given that step
-            up, because it was rolled back.
+        unread: dotted keys that nothing reads with this spec, and that therefore do not affect the trajectory.
+        former_values: earlier values, by dotted key, that are equivalent to the present one, such as former paths of a
+            class.
+        find_first_change: function of a saved trajectory and the keys in which it differs. It returns the number of
+            steps completed before the first update that differs; None if no update differs.
+        is_given_up: function of a saved trajectory and its step. It returns True if a later roll-back has discarded
+            that step.
     """
 
     document: Document
@@ -151,12 +153,12 @@ class RunIdentity:
         return not self.is_given_up(saved, step) and (not keys or self.keeps_past(saved, keys, step))
 
     def list_moves(self, saved: Trajectory) -> list[str]:
-        """Return the differences that are moves: other places of the same content, and former paths of a class."""
+        """Return the differences that are moves: new locations of the same content, and former paths of a class."""
         saved = fill_in_defaults(saved, self.identity, self.config)
         return [self._format_change(saved, key) for key in self._list_differences(saved) if self._is_moved(saved, key)]
 
     def list_changes(self, saved: Trajectory) -> list[str]:
-        """Return the differences that are no moves. In a trajectory that is continued they take effect later."""
+        """Return the differences that are not moves. If the trajectory is continued, they affect only later steps."""
         saved = fill_in_defaults(saved, self.identity, self.config)
         return [self._format_change(saved, key) for key in self._list_changes(saved)]
 
@@ -166,15 +168,15 @@ class RunIdentity:
         return {key: [saved.get(key), self.identity.get(key)] for key in self._list_changes(saved)}
 
     def keeps_past(self, saved: Trajectory, keys: Sequence[str], step: int) -> bool:
-        """Return True if the changes in these keys alter no update before `step`."""
+        """Return True if the changes in these keys leave every update before `step` the same."""
         saved = fill_in_defaults(saved, self.identity, self.config)
         return _is_later(self.find_first_change(saved, keys), step)
 
     def validate_trajectory(self, saved: Trajectory, owner: str, url: str, get_step: Callable[[], int]) -> None:
         """Check that the spec continues a saved trajectory: that both have the same updates up to the newest step.
 
-        A key that is `auto` on one side is not known there yet and is not compared; the identity in a checkpoint has
-        the value that `auto` led to. Places of content are not compared either, because its digest is.
+        A key that is `auto` on one side is not resolved yet and is not compared; the identity in a checkpoint has the
+        resolved value. Locations of content are not compared, because the digest of the content is.
 
         Args:
             saved: the saved trajectory.
@@ -202,7 +204,7 @@ class RunIdentity:
         ]
         past = f": it differs from step {first} on, and step {step} is committed" if first else ""
         hint = self.config.explain_refusal(keys, saved, step)
-        # A fork takes the whole state, so it cannot change what that consists of.
+        # A fork takes the whole state, so it cannot change keys on which the form of the state depends.
         if step and not hint and not any(key == "job" or key.startswith("hooks") for key in keys):
             if changes := self.config.list_fork_changes(keys):
                 fork = {"run": url, "step": step, "changes": shorten_keys(changes)}
@@ -232,13 +234,13 @@ class RunIdentity:
         ]
 
     def _is_moved(self, saved: Trajectory, key: str) -> bool:
-        # Digests of what these keys name lie below them, and are compared.
+        # The digests of the content that these keys name are separate keys below them, and are compared.
         return is_one_of(key, self.config.content_keys) or saved.get(key) in self.former_values.get(key, ())
 
 
 def _is_later(first: int | None, step: int) -> bool:
-    """Return True if a change from step `first` on (None: no step) leaves a run as it is that has reached `step`."""
-    # A change from the beginning is another trajectory even if nothing is saved yet: the directory may be mistyped.
+    """Return True if a change from step `first` on (None: no change) does not affect a run that has reached `step`."""
+    # A change from step 0 on is another trajectory even if nothing is saved yet, because the directory may be mistyped.
     return first is None or first >= max(step, 1)
 
 
@@ -273,7 +275,7 @@ def validate_directory(
     Args:
         store: the directory.
         name: name of the job.
-        run_identity: identity of the run, which must continue that of the directory unless nothing was done there.
+        run_identity: identity of the run, which must continue that of the directory unless the directory is unstarted.
         get_newest_step: function that returns the newest committed step, or 0.
         has_output: function that returns True if the job has made something besides checkpoints.
 

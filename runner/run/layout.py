@@ -1,7 +1,8 @@
 """Layout of a run directory: its file names, the kind of each, and the records `job.json` and `result.json`.
 
-A bucket has no kinds: anything may be an object there. `job.json` says which job owns the directory; the first attempt
-writes it, and it is never written again. `result.json` is written by process 0 when the run has reached its end.
+A bucket has no kinds of entries: every entry is an object. `job.json` says which job owns the directory; the first
+attempt writes it, and it is never written again. `result.json` is written by process 0 when the run has reached its
+end.
 """
 
 import time
@@ -89,7 +90,7 @@ def read_record(store: Store, name: str, keys: Sequence[Key], needs: Sequence[st
 def open_directory(document: Document, spec: ExecutionSpec) -> Store:
     """Return the run's directory, which need not exist yet.
 
-    Only the form of `checkpoint.init_from` is checked here; whether a run is there matters when it is read.
+    Of `checkpoint.init_from` only the form is checked here; its content is checked when it is read.
 
     Raises:
         InvalidError: the directory, or another path in the spec, is not a valid path; the message names its line.
@@ -106,7 +107,7 @@ def open_directory(document: Document, spec: ExecutionSpec) -> Store:
 
 
 def validate_entry_kinds(store: Store) -> None:
-    """Raise `InvalidError` if a file has the place of a directory, or the reverse, where the run reads or writes."""
+    """Raise `InvalidError` if there is a file in place of a directory of the layout, or the reverse."""
     if store.root is None:
         return
     validate_path(store.root)
@@ -229,7 +230,7 @@ def read_result(store: Store) -> RunResult | None:
     if record is None:
         return None
     stopped = {key: record.get(key) for key in ("stopped_by", "stopped_because", "stopped_rule")}
-    # It is read to know where a run stands, so that a step that none can have is no result.
+    # A step that no run can have counts as damage.
     if not 0 <= record["step"] <= STEP_MAX:
         return None
     return RunResult(record["step"], record["fingerprint"], **stopped)

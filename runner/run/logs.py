@@ -3,7 +3,7 @@
 Records wait in a queue until the directory is claimed; from then on a thread appends them as they arrive. A file that
 reaches `LOG_BYTES` becomes `<attempt>.<process>.log.1`, in place of the previous one, and the new file begins with a
 line that says so, so the newest lines are kept. For a run in a bucket the file is in this machine's cache, and is
-uploaded every `UPLOAD_SECONDS`, sooner after a warning, and at the end. A disk that is full or hangs loses lines.
+uploaded every `UPLOAD_SECONDS`, sooner after a warning, and at the end. If the disk is full or hangs, lines are lost.
 """
 
 import contextlib

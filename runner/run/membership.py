@@ -1,14 +1,14 @@
 """Membership of an elastic job (`topology.elastic`), whose hosts may be missing at a start and return later.
 
-The directory of the run is all that hosts can reach when process 0 is missing. A process that cannot reach process 0
+When process 0 is missing, hosts can only reach the directory of the run. A process that cannot reach process 0
 writes `waiting/<process>` there every few seconds, with the address on which it accepts others (`Membership`). The
 lowest process that waits takes the role of process 0 at the deadline of the start (`runner.distributed.rendezvous`).
 
-Two groups of hosts that cannot reach each other must not take turns: each claim of the directory would end the other
-group at its next save. So a group that lacks hosts begins only if no attempt runs in the directory, and none has run
-while the group waited for the others: the hosts of an attempt that has just ended are about to return. The clock of
-the newest attempt tells. If two groups begin at the same moment, the fence ends one of them with 76, and that one then
-waits.
+Two groups of hosts that cannot reach each other must not repeatedly fence each other: each claim of the directory would
+end the other group at its next save. So a group that lacks hosts begins only if no attempt runs in the directory, and
+none has run while the group waited for the others, because the hosts of an attempt that has just ended are about to
+return. An attempt runs if its clock file changes. If two groups begin at the same moment, the fence ends one of them
+with 76, and that one then waits.
 
 With `topology.grow: at_save` the running job stops at a save once all missing hosts wait (`WaitingHosts`).
 """
@@ -32,7 +32,7 @@ WAITING_SECONDS = 60.0  # since the last sign of life of a host that waits
 _LOOK_SECONDS = ANNOUNCE_SECONDS
 _FRESH_SECONDS = 10.0  # since the last sign of life of a process that accepts others
 _CLOSE_SECONDS = 5.0  # for the notice of a process that has joined
-# Within it the clock of an attempt that runs must have reached the directory, also by a network's file system.
+# Within this time the clock of a running attempt reaches the directory, also on a network file system.
 _OBSERVE_SECONDS = 2.5 * max(FLUSH_SECONDS, IDLE_SECONDS)
 _OBSERVE_POLL_SECONDS = 0.5
 _MAX_LOWER = 16  # processes below its own whose notices a process reads; one that is alive is enough
@@ -75,7 +75,7 @@ class _Notices:
 
 
 class Membership:
-    """Part of one process in the membership of an elastic job, while it waits for process 0. Implements `Members`.
+    """Membership of an elastic job, as one process sees it while it waits for process 0. Implements `Members`.
 
     A thread reads and writes the directory, so that a slow one does not keep this process from joining. Nothing is
     written where there is no run yet. Problems with the directory are reported by the job itself.
@@ -109,13 +109,13 @@ class Membership:
         self._closed.set()
         if self._thread.ident is None:
             self._thread.start()
-        # The others wait for this process, and a notice that is left means nothing: a slow directory is not waited for.
+        # Do not wait for a slow directory: the other processes wait for this one, and a leftover notice does no harm.
         self._thread.join(_CLOSE_SECONDS)
 
     def list_addresses(self) -> list[str]:
         """Return the addresses of the processes before this one that wait, the lowest first.
 
-        A notice that a dead host has left is among them for the first seconds.
+        For the first seconds the list may include the notice of a dead host.
         """
         if self._notices is None:
             return []
@@ -185,7 +185,7 @@ class Membership:
 def find_running_attempt(store: Store) -> int | None:
     """Return the number of the newest attempt if it runs, else None.
 
-    Immediate if the attempt has ended, or if it was one of a process of this machine that is gone. Otherwise its clock
+    Returns immediately if the attempt has ended, or if its process ran on this machine and is gone. Otherwise its clock
     is observed for `_OBSERVE_SECONDS`.
     """
     deadline, first = time.monotonic() + _OBSERVE_SECONDS, None
@@ -217,10 +217,9 @@ def _read_clock(store: Store, number: int) -> bytes:
 class WaitingHosts:
     """Hosts that an elastic job has begun without, and that wait to join it. On process 0 only.
 
-    A thread looks at the files in `waiting/`. One whose content changes is of a host that lives, by the clock of this
-    process, and counts for a minute: between two tries to join a host writes nothing. A host that joins and fails soon
-    must not stop the job at every save, so each time that the job has grown within a day doubles the number of saves
-    before it grows again.
+    A thread polls the files in `waiting/`. If the content of a file changes, its host is alive and counts as waiting
+    for a minute, because a host writes nothing between two tries to join. A host that joins and soon fails must not
+    stop the job at every save. Therefore each growth within a day doubles the number of saves before the next one.
 
     Attributes:
         num_missing: processes that the job has begun without.

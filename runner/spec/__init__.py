@@ -1,6 +1,6 @@
 """Specs: frozen models, strict YAML, `--set` overrides, and errors that name file, line and the nearest valid key.
 
-This package knows the top level of a spec. It knows no neural network, no data and no jax: `config` belongs to the job
+This package defines the top level of a spec. It does not depend on models, data or jax: `config` belongs to the job
 class and is validated by that class's `JobConfig`.
 
 A spec is read in three steps, each of which reports all of its problems at once:

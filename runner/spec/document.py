@@ -1,7 +1,7 @@
 """Specs as the user wrote them: strict YAML with the location of every key, `--set` overrides, and messages about both.
 
-A document is one YAML document of plain values, in which every key occurs once. Nothing is validated here, and no key
-of a spec is known.
+A document is one YAML document of plain values, in which every key occurs once. This module validates nothing and
+depends on no key of a spec.
 """
 
 import contextlib
@@ -217,7 +217,7 @@ class Document:
     Attributes:
         data: plain data.
         locations: location of every key, and of the document under the empty path.
-        unfilled: the data as the user wrote them, if `data` differ from these; else None.
+        unfilled: the data as the user wrote them, if `data` is different; else None.
         written: paths of keys or sections of `data` that the user has written under another path, and that path.
             `locations` and messages have the paths that the user has written.
     """
@@ -363,7 +363,7 @@ def _suggest_spec(path: Path) -> str:
     directory, pattern = path.parent, "*.y*ml"
     if not directory.is_dir():
         directory, pattern = directory.parent, "*/*.y*ml"
-    # Common directories and the ending would make any two names alike.
+    # Common directories and the suffix would make any two names similar.
     found = {
         str(each.relative_to(directory).with_suffix("")): str(each)
         for each in itertools.islice(directory.glob(pattern), _MAX_SUGGESTED)

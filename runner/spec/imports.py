@@ -64,7 +64,7 @@ def import_extra(module: str) -> ModuleType:
 
 
 def load_job_class(document: Document, base: type) -> type:
-    """Import the class that `job` of a validated document names, a subclass of `base`."""
+    """Import the class that `job` of a valid document names. Raises `SpecError` unless it is a subclass of `base`."""
     with document.errors_at("job"):
         return load_class(document.data["job"], base)
 
@@ -128,7 +128,7 @@ def list_former_paths(found: type) -> tuple[str, ...]:
 
 
 def _describe_import_error(module_name: str, error: BaseException) -> str:
-    """Return why an import failed: no such module, or the error that the user's code raised, and where."""
+    """Return the reason why an import failed: no such module, or the error in the user's code, and its location."""
     # Only a part of the requested name means a wrong name; any other missing module is a bug inside the user's module.
     if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
         package, _, missing = str(error.name).rpartition(".")
@@ -137,7 +137,7 @@ def _describe_import_error(module_name: str, error: BaseException) -> str:
         prefix = f"{package}." if package else ""
         if package:
             return f"no module {error.name}{suggest_nearest(missing, modules, prefix)}"
-        # The user's module is in the working directory or on PYTHONPATH; what Python brings along is not.
+        # The user's module is in the working directory or on PYTHONPATH; modules of Python itself are not.
         own = [Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)]
         places = [place for place in sys.path if place and not any(map(Path(place).resolve().is_relative_to, own))]
         looked = ", ".join(dict.fromkeys([os.getcwd(), *places]))

@@ -48,7 +48,7 @@ class JobConfig(FrozenModel):
 
     @property
     def content_keys(self) -> frozenset[str]:
-        """Dotted keys or sections of `config` that say where content is, and may change on resume while it is the same.
+        """Dotted keys or sections of `config` that locate content, and may change on resume if the content is the same.
 
         Their values are not compared: the job's `identity` must have a digest of the content.
         """
@@ -60,7 +60,7 @@ class JobConfig(FrozenModel):
         return {}
 
     def explain_refusal(self, keys: Sequence[str], saved: Section, step: int) -> str:
-        """Return what would allow a run to continue although these keys have changed; by default nothing.
+        """Return advice on how a run can continue although these keys have changed; empty by default.
 
         Args:
             keys: keys of the trajectory that differ.
@@ -70,12 +70,12 @@ class JobConfig(FrozenModel):
         return ""
 
     def list_fork_changes(self, keys: Sequence[str]) -> list[str]:
-        """Return the keys that a fork lists which changes these keys of the trajectory; nothing if none may do so."""
+        """Return the keys to list in `fork_from.changes` to change these keys; empty if a fork cannot change them."""
         return list(keys)
 
     @property
     def output_keys(self) -> frozenset[str]:
-        """Dotted keys of `config` that lead output of the job out of its directory, unless they are null."""
+        """Dotted keys of `config` that place output of the job outside of its directory, unless they are null."""
         return frozenset()
 
 
@@ -162,7 +162,7 @@ class InitFromConfig(FrozenModel):
     """Weights to start from, and the differences from the model that are allowed."""
 
     path: str = Field(
-        min_length=1, description="Source of the weights, in the form that init_from has as a plain text."
+        min_length=1, description="Source of the weights, in the same form as an init_from that is plain text."
     )
     weights: str = Field(
         default=PARAMS,
@@ -181,8 +181,8 @@ class InitFromConfig(FrozenModel):
     )
     rename: dict[str, str | None] = Field(
         default={},
-        description="The model's name for a tensor, by its name in the files or by the first parts of its dotted name; "
-        "null: do not read it.",
+        description="Names of tensors in the model, by their names in the files or by the first parts of these; null: "
+        "skip the tensor.",
     )
 
 
@@ -245,8 +245,8 @@ class CheckpointConfig(FrozenModel):
     )
     local_replicas: NonNegativeInt = Field(
         default=0,
-        description="Copies of each host's part of the fast tier on other hosts, from which a host that comes back "
-        "empty gets it.",
+        description="Number of copies of each host's part of the fast tier on other hosts, from which a host without "
+        "its part restores.",
     )
     grace_seconds: PositiveFloat | None = Field(
         default=None, description="Time that the engine gives after SIGTERM; a save that takes longer causes a warning."
@@ -268,7 +268,7 @@ class CheckpointConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _validate_keys_together(self) -> "CheckpointConfig":
-        # A default is not a wish of the user, so only keys that were written count.
+        # Only keys that the user has written count, not defaults.
         given = {key for key in self.model_fields_set & {"every_steps", "every_minutes"} if getattr(self, key)}
         if self.every is not None and given:
             raise ValueError("every: auto chooses the interval; leave out every_steps and every_minutes")
@@ -312,7 +312,7 @@ class NotifyConfig(FrozenModel):
 
     @field_serializer("webhook")
     def _redact_url(self, webhook: str | None) -> str | None:
-        # The resolved spec lies in the run's directory, which more people can read than may post.
+        # The resolved spec is in the run's directory, which people may read who must not post.
         return webhook if webhook is None or webhook.startswith("$") else REDACTED_URL
 
 

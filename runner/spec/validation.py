@@ -2,7 +2,8 @@
 
 Every problem that pydantic finds becomes one line, `location: key: what is wrong`, with the nearest valid choice.
 
-The trajectory is the keys of a spec on which the bits of a run depend. A resume refuses a change in any of them.
+The trajectory is the set of keys of a spec, with their values, on which the bits of a run depend. A resume refuses a
+change in any of them.
 """
 
 import hashlib
@@ -92,7 +93,7 @@ def _validate(document: Document, model: type[SpecModel], data: Any, section: Ke
         return model.model_validate_json(json.dumps(data))
     except ValidationError as error:
         problems = list(_explain(document, model, data, section, error.errors(include_url=False)))
-    # In the order of the file, as a person works through it; pydantic's order is that of the model.
+    # In the order of the file; pydantic's order is that of the model.
     problems.sort(key=lambda problem: document.locate(problem[0]).line)
     raise SpecError(document.format_problems(problems))
 
@@ -234,8 +235,8 @@ def is_one_of(key: str, keys: Iterable[str]) -> bool:
 def fill_in_defaults(saved: Trajectory, present: Trajectory, config: JobConfig) -> Trajectory:
     """Return a saved trajectory with today's default of each key that it lacks.
 
-    An older version of the job may have written it. A later version that adds a key gives it the default that keeps
-    every older trajectory.
+    The trajectory may be from an older version of the job. A version that adds a key gives it a default that does not
+    change older trajectories.
 
     Args:
         saved: trajectory of a checkpoint.

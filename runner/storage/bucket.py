@@ -6,8 +6,8 @@ gives every call one deadline and tries again with exponential backoff until the
 
 An object cannot be appended to, so a growing file is written again as a whole each time it has changed.
 `BackgroundWriter` does this from one thread, so that no other thread waits for the network: the newest content wins,
-and content that has been overtaken is never sent. A failure is kept for `flush` to raise, printed once, and tried
-again.
+and content that has been overtaken is never sent. A failed write is printed once and tried again; `flush` raises the
+error.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from runner.storage.store import (
 )
 
 CALL_SECONDS = 120.0  # deadline of a call, with all its tries
-TRY_SECONDS = 30.0  # one try is given up when no byte has arrived for so long
+TRY_SECONDS = 30.0  # a try is abandoned when no byte has arrived for so long
 CONNECT_SECONDS = 10.0
 NUM_CONNECTIONS = 16
 PERIOD_SECONDS = 1.0  # between two writes of the background writer
@@ -132,14 +132,15 @@ class BucketStore:
     def write_if(self, name: str, content: bytes, version: Version) -> Version:
         """Replace `name` only if it has `version`; return the new version.
 
-        `content` must be unique to this writer: after a try whose answer was lost, the content tells who has won.
+        `content` must be unique to this writer: if the answer to a try is lost, the content shows which writer
+        succeeded.
         """
 
         def act(num_earlier_tries: int) -> Version:
             try:
                 return self._driver.put(self._key(name), content, version)
             except FileExistsError:
-                # An earlier try may have worked and only its answer been lost. Then this writer is the winner.
+                # An earlier try may have succeeded although its answer was lost. Then this writer has succeeded.
                 if num_earlier_tries:
                     present, present_version = self._driver.get(self._key(name))
                     if present == content:
@@ -171,7 +172,7 @@ class BucketStore:
         return dict(sorted((entry.key[len(top) :], FileInfo(*entry[1:])) for entry in found))
 
     def _list(self, prefix: str, delimiter: str) -> list[ObjectInfo]:
-        # A listing is read to its end inside one try: an error on a later page must not leave half an answer.
+        # A listing is read to its end inside one try, so that an error on a later page does not leave a partial result.
         return retry_with_backoff(
             lambda _: list(self._driver.list(prefix, delimiter)), f"list {self.url} below {prefix}", CALL_SECONDS
         )
@@ -223,7 +224,7 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
 
     def mark(self, name: str, send: Callable[[], None]) -> None:
-        """Have `send` called soon: it writes the newest content of `name`, and may raise `OSError`."""
+        """Schedule a call of `send`, which writes the newest content of `name` and may raise `OSError`."""
         with self._condition:
             self._changed[name] = send
             if self._thread is None:

@@ -11,7 +11,7 @@ A log is a sequence of JSON objects ("rows") under one name. It is used in three
 
 On a disk the log is one file, `<name>.jsonl`, which all writers share: an append is one write under a lock. In a bucket
 nothing can be appended to, so each writer has objects of its own, `<name>/<writer>.<part>.jsonl`: the newest one is
-written anew as a whole by the background writer, and a new part begins when one is larger than `PART_BYTES`. The order
+rewritten as a whole by the background writer, and a new part begins when one is larger than `PART_BYTES`. The order
 of rows is that of their appending on a disk; in a bucket it holds within each writer, and `read_log` merges the writers
 by the key `time` of the rows.
 
@@ -50,7 +50,7 @@ from runner.storage.store import (
     translate_errors,
 )
 
-PART_BYTES = 1 << 20  # a part of a bucket's log is written anew at each append, so it must stay small
+PART_BYTES = 1 << 20  # a part of a bucket's log is rewritten at each append, so it must stay small
 NUM_READERS = 16
 _LINE_BYTES_MAX = 1 << 20  # a longer line is skipped: no writer makes one, and it might not fit into memory
 
@@ -68,7 +68,7 @@ def encode_line(row: JsonObject) -> bytes:
 def append_line(path: Path, line: bytes, is_durable: bool = False, mode: int = 0o644) -> None:
     """Append one line to a local file, in one write, so that lines of several processes never mix.
 
-    A line that a full disk or a power cut has torn is closed first, so that it damages no other.
+    If the last line was torn by a full disk or a power cut, it is closed first, so that it does not damage the new one.
 
     Args:
         path: the file; it is created if only its directory exists.
@@ -156,7 +156,7 @@ def open_log(store: Store, name: str, writer: str, background: BackgroundWriter)
         store: the run's directory.
         name: name of the log, without `.jsonl`.
         writer: name of this writer, which no other writer of the log may ever have. Used in buckets only.
-        background: sends the rows of a log in a bucket.
+        background: background writer, for a log in a bucket.
     """
     return BucketJsonlLog(store, name, writer, background) if store.root is None else LocalJsonlLog(store, name)
 
@@ -195,7 +195,7 @@ def iterate_log(store: Store, name: str) -> Iterator[JsonObject]:
         return
     parts = sorted(store.list_names(name))
     with ThreadPoolExecutor(NUM_READERS) as pool:
-        # The pool reads everything that it is given at once, so it gets some parts at a time: the log may not fit into
+        # The pool reads all of its input at once. It gets a few parts at a time, because the log may not fit into
         # memory.
         for start in range(0, len(parts), NUM_READERS):
             for content in pool.map(lambda part: store.read(f"{name}/{part}"), parts[start : start + NUM_READERS]):
@@ -209,9 +209,10 @@ class TailUpdate(NamedTuple, Generic[Item]):
     """Result of one reading of a tail.
 
     Attributes:
-        is_restart: True if everything that was read before is void, and `items` begins with the first one of the log.
-            So it is at the first reading, and where the log was cut, replaced or deleted.
-        items: the new lines or rows. They must be used up before the next reading, and may raise `OSError`.
+        is_restart: True if everything that was read before is invalid, and `items` begins with the first item of the
+            log: at the first reading, and after the log was truncated, replaced or deleted.
+        items: iterator over the new lines or rows. It must be exhausted before the next reading, and may raise
+            `OSError`.
     """
 
     is_restart: bool

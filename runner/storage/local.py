@@ -166,7 +166,7 @@ class LocalStore:
         top = self.root / prefix
 
         def raise_unless_gone(error: OSError) -> None:
-            # A directory that disappears while the tree is walked is simply not part of the answer.
+            # A directory that disappears while the tree is walked is left out of the result.
             if not isinstance(error, FileNotFoundError):
                 raise error
 
@@ -199,7 +199,7 @@ class LocalStore:
             fsync(path.parent)
 
     def flush_tree(self, prefix: str, is_included: Callable[[str], bool] = lambda name: True) -> None:
-        """Make durable what other libraries have written below `prefix`, and its name in every directory above.
+        """Flush files of other libraries below `prefix`, and its name in every directory above it, to the disk.
 
         Args:
             prefix: the directory.
@@ -258,9 +258,9 @@ class LocalStore:
 class ConfinedStore(LocalStore):
     """Directory below `top` as a server or a report reads it, which follows no symbolic link below `top`.
 
-    Whoever can write to a run's directory could otherwise have any file of this user shown. Each part of a path is
-    opened relative to the one above it, so a link that is put in place meanwhile leads nowhere either. `top` itself
-    may be a link. A file that is read whole has a limit, since no record of a run is as large.
+    Otherwise anyone who can write to a run's directory could make the server show any file of this user. Each part of a
+    path is opened relative to its parent, so a link that is created meanwhile is not followed either. `top` itself may
+    be a link. A file that is read whole has a size limit, which no record of a run exceeds.
     """
 
     def __init__(self, top: Path, path: str = ""):
@@ -279,7 +279,7 @@ class ConfinedStore(LocalStore):
                 mode = os.stat(part, dir_fd=descriptor, follow_symlinks=False).st_mode
                 if stat.S_ISLNK(mode):
                     raise WrongKindError(f"{path} is behind a symbolic link, which is not followed here")
-                # A device may act on being opened, so that its kind is looked at before.
+                # Opening a device may have side effects, so the kind of the file is checked first.
                 if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
                     raise WrongKindError(f"{path} is neither a file nor a directory")
                 more = flags if index == len(parts) else os.O_DIRECTORY
@@ -366,7 +366,7 @@ def as_local(store: Store) -> LocalStore:
 
 
 def _get_version(status: os.stat_result) -> Version:
-    # A file is only ever replaced by a rename, which changes the inode; the time guards against an inode used again.
+    # A file is only replaced by a rename, which changes the inode; the time detects a reused inode.
     return f"{status.st_ino}.{status.st_mtime_ns}"
 
 

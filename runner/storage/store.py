@@ -1,7 +1,7 @@
 """Store interface, errors, retries with exponential backoff, digests, and JSON files.
 
-`Store` is everything that a run needs of the place that it writes to, on a disk or in a bucket. Names are relative to
-the run's directory, with parts joined by `/`.
+`Store` is the interface to a run's directory, on a disk or in a bucket. Names are relative to the run's directory, with
+parts joined by `/`.
 
 Errors are those of the operating system on every kind of store: `FileNotFoundError`, `FileExistsError`,
 `PermissionError`, and `TimeoutError` once the deadline of a call is over. A caller therefore handles a full disk and a
@@ -259,7 +259,7 @@ def validate_nesting(value: Any) -> None:
 
 
 def parse_number(name: str) -> int | None:
-    """Return the number that a file name is, as the runner writes it; None for other names.
+    """Return the number in a file name that is a number as the runner writes it; None for other names.
 
     `7` is a number; `007` and the digits of other scripts are not, since the runner never writes them.
     """
@@ -286,7 +286,7 @@ def translate_errors(path: Path) -> Iterator[None]:
     except (InvalidError, DiskError, FileExistsError):
         raise
     except FileNotFoundError as error:
-        # A broken link is an error for a person, whereas a missing file is often just an answer.
+        # A broken link is an error that the user must fix, whereas a missing file is often expected.
         for link in (path, *path.parents):
             if link.is_symlink() and not link.exists():
                 raise WrongKindError(f"{link} is a link that leads nowhere") from error

@@ -41,7 +41,7 @@ def validate_url(text: str) -> None:
         raise InvalidError(f"{text[:60]}... has a name of {longest} bytes; a name has at most {_MAX_NAME_BYTES}")
     if len(path) > _MAX_PATH_BYTES:
         raise InvalidError(f"{text[:60]}... has {len(path)} bytes; a path has at most {_MAX_PATH_BYTES}")
-    # A literal `$HOME` is a legal name, but a run in a directory of that name is never what was meant.
+    # A literal `$HOME` is a legal name, but never the intended directory.
     if variable := _VARIABLE.search(text):
         raise InvalidError(
             f"{text} has {variable[0]}...: variables are not expanded; write the path, or ~ for the home directory"
@@ -101,7 +101,7 @@ def open_store(text: str) -> Store:
         InvalidError: as `make_store`, or a local path or one of its parents is not a directory.
     """
     store = make_store(text)
-    # A bucket is not looked at here: that is the work of `probe_store`.
+    # A bucket is not accessed here; `probe_store` checks it.
     if store.root is not None:
         validate_path(store.root)
     return store

@@ -2,11 +2,12 @@
 
 An auxiliary state is a pytree below `riders` of the train state, by name; it is saved, restored, compared and
 fingerprinted like every leaf. A leaf with the name and the shape of a parameter is sharded like that parameter, all
-other leaves are replicated. A job without auxiliary states has no such leaf, and its program is the one without them.
+other leaves are replicated. A job without auxiliary states has no such leaf, and its compiled program contains no code
+for them.
 
 An auxiliary state with an `update` changes in every step, inside the compiled program, after the optimizer. One with a
-`judge` decides whether the update of a step is applied (see `runner.train.stability`). The step passes one without
-either through unchanged; code on the host may replace it between two steps (hooks do).
+`judge` decides whether the update of a step is applied (see `runner.train.stability`). The step passes an auxiliary
+state without `update` and `judge` through unchanged; code on the host, such as hooks, may replace it between two steps.
 
 **Exponential moving averages** (`make_ema`) are float32 and start as a copy of the parameters. A step computes
 `average + (1 - decay) * (parameter - average)`, in this form, so that the average of constant parameters stays
@@ -15,9 +16,9 @@ bit-identical to them.
 **Gradient-noise scale** (`make_noise_scale`): the batch size, in tokens, above which more data per step gains little
 (McCandlish et al. 2018, https://arxiv.org/abs/1812.06162, appendix A). The expected squared norm of a gradient over n
 tokens is |G|^2 + tr / n, with G the gradient over all data and tr the trace of its covariance for one token; two batch
-sizes determine both, and their ratio tr / |G|^2 is the scale. The two sizes here are the global batch and its two
-halves, by the order of its examples, so that the result does not depend on devices or micro-batches. The formulas of
-the paper then become
+sizes determine both, and their ratio tr / |G|^2 is the scale. The two batch sizes used here are the global batch and
+each of its two halves, in the order of its examples, so that the result does not depend on devices or micro-batches.
+The formulas of the paper then become
 
     |G|^2 = g1 . g2,    tr = mean of n_i (|g_i|^2 - g1 . g2),    g_i the mean gradient over the n_i tokens of half i.
 
@@ -98,8 +99,8 @@ class AuxiliaryState:
         update: function from (pytree, observation of the step) to (next pytree, scalars for the step's metrics), of the
             same shapes and types; None: steps leave it alone.
         judge: function from (pytree, outcome of the step) to (True if the update of the step is applied, next pytree,
-            scalars for the step's metrics), of the same shapes and types. The next pytree is kept in either case; if
-            the update is not applied, all else in the train state stays as it was, except for the counts of steps.
+            scalars for the step's metrics), of the same shapes and types. The next pytree is kept in either case. If
+            the update is not applied, the rest of the train state is unchanged, except for the counts of steps.
         needs_halves: True if `update` reads the gradients of both halves of the batch, which costs the memory of one
             more gradient and needs an even number of micro-batches.
     """
@@ -137,7 +138,7 @@ def judge_update(
 ) -> tuple[jax.Array, Any, Scalars]:
     """Return (True if all states with a `judge` accept the update, their next pytrees by name, scalars). To be traced.
 
-    A step whose update is not accepted counts, but leaves all else in the train state as it was.
+    A step whose update is not accepted is counted, but leaves the rest of the train state unchanged.
     """
     is_accepted = jnp.bool_(True)
     after: dict[str, Any] = {}
@@ -167,7 +168,7 @@ def validate_auxiliary(auxiliary_states: Sequence[AuxiliaryState], before: Any, 
 def make_ema(decays: Sequence[float], names: Sequence[float] | None = None) -> AuxiliaryState:
     """Return averages with these decays in (0, 1): `average + (1 - decay) * (parameter - average)` in each step.
 
-    `names` are the decays after which the averages are called, by default their own.
+    `names` are the decays in the names of the averages, by default `decays`.
     """
     by_name = dict(zip(map(str, names or decays), decays, strict=False))
 

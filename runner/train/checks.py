@@ -2,7 +2,7 @@
 
 A job that is sized for other hardware is refused, with options that make a small version of it run on the local
 devices. All hosts must train on the same data, which must not change during the run. The micro-batch size of an earlier
-attempt on the same hardware is used again, because another one would change bits.
+attempt on the same hardware is reused, because another size would change the bits of the result.
 """
 
 import shlex
@@ -28,7 +28,7 @@ from runner.train.setup import TrainSetup
 
 def list_local_options(spec: ExecutionSpec, topology: Topology, config: TrainerConfig, num_devices: int) -> list[str]:
     """Return the `--set` options that make a trainer's spec run on `num_devices` local devices."""
-    # Small enough for a laptop: what matters is that the same code runs.
+    # Small enough for a laptop; the purpose is to run the same code.
     length = min(config.data.units_per_example, 128)
     total = f"total_tokens={100 * num_devices * length}" if config.train.total_tokens else "total_steps=100"
     data = config.data
@@ -112,8 +112,8 @@ def share_ids(dataset: Dataset, store: Store, hosts: Hosts) -> None:
 def validate_same_on_all_hosts(digest: str, name: str, hosts: Hosts, prefix: str = "") -> None:
     """Raise `DataError` on every host if the digest of one differs from that of process 0.
 
-    `name` says what was digested. Hosts with other data would make another batch, and hosts with other questions would
-    run another number of evaluation steps, which would deadlock in a collective.
+    `name` says what was digested. Hosts with different data would make different batches. Hosts with different
+    evaluation questions would run different numbers of steps, and deadlock in a collective.
     """
     if different := list_different_processes(digest, hosts):
         raise DataError(
@@ -122,7 +122,7 @@ def validate_same_on_all_hosts(digest: str, name: str, hosts: Hosts, prefix: str
 
 
 def validate_same_program(digest: str, hosts: Hosts) -> None:
-    """Raise `InvalidError` on every host if one of them has traced another program of the step than process 0."""
+    """Raise `InvalidError` on every host if one of them has traced a different train step than process 0."""
     if different := list_different_processes(digest, hosts):
         raise InvalidError(
             f"processes {different} have another program of the step than process 0: their code, environment or "
@@ -139,8 +139,9 @@ def list_different_processes(digest: str, hosts: Hosts) -> list[int]:
 def validate_data_unchanged(dataset: Dataset, attempt: Attempt) -> None:
     """Raise `DataError` if a token file has changed since the start. Called before a state is saved.
 
-    Every host checks, and also gets the result of process 0. If hosts share the files, all of them therefore end with
-    exit code 2. A host with its own copy of the files that alone has changed ends alone; the others then lose a peer.
+    Every host checks its files, and also gets the result of process 0. If hosts share the files, all of them therefore
+    end with exit code 2. If only one host's own copy has changed, that host ends with 2, and the others lose a peer
+    (exit code 76).
     """
     problem = None
     with attempt.progress.report_phase(SAVE):
@@ -148,7 +149,8 @@ def validate_data_unchanged(dataset: Dataset, attempt: Attempt) -> None:
             dataset.check()
         except DataError as error:
             problem = f"{error}; the steps since the last commit are not saved"
-        # Process 0 decides, so that hosts which share the files end alike; a host with a problem of its own ends too.
+        # Process 0 decides, so that all hosts that share the files end with the same error; a host with its own problem
+        # ends too.
         problem = attempt.hosts.agree(problem) or problem
     if problem is not None:
         raise DataError(problem)

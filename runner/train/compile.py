@@ -3,16 +3,16 @@
 `BatchLayout` is arithmetic: how the global batch is split over the devices of a mesh and over gradient accumulation
 steps. Steps are traced, lowered and compiled once, from abstract shapes and ahead of the first step, so that nothing is
 traced again during training. The compiler's own memory figures determine the largest micro-batch that fits in device
-memory. Nothing here knows a model or data.
+memory. This module does not depend on the model or the data.
 
 **Silent corruption** (`train.replay_every_steps`, `ReplayedStep`). A defective device computes wrong numbers without an
 error. The gradients of a replayed step are computed twice by one compiled program. Where several groups of devices have
 whole copies of the parameters, the second computation gives every shard of the batch to the next group. Digests of the
 gradients of each shard, before any sum over shards, must be equal, because the same program on the same numbers gives
-the same bits. If they differ, the update is not applied, and a third computation on the group after that tells which of
+the same bits. If they differ, the update is not applied, and a third computation, on the next group, finds out which of
 the two was wrong. The optimizer and the sums over devices are not replayed.
 
-Shape legend: N data shards whose gradients are computed apart, L arrays of gradients.
+Shape legend: N data shards whose gradients are computed separately, L arrays of gradients.
 """
 
 import functools
@@ -197,7 +197,7 @@ def list_batch_layouts(
 
 
 def make_val_layout(config: TrainerConfig, layout: BatchLayout) -> BatchLayout:
-    """Return the split of a validation batch, beside that of a training batch; the same one if no key changes it.
+    """Return the split of a validation batch; that of a training batch, `layout`, if no key changes it.
 
     Raises:
         InvalidError: the batch does not divide over the devices, or into micro-batches; the error has the nearest
@@ -209,7 +209,7 @@ def make_val_layout(config: TrainerConfig, layout: BatchLayout) -> BatchLayout:
         return layout
     shards, axes = count_batch_shards(layout.mesh), format_batch_axes(layout.mesh)
     if wanted is None and layout.is_ordered:
-        # A size that followed from the number of devices would change the order of the sums.
+        # A size derived from the number of devices would change the order of the sums.
         wanted = layout.micro_batch_examples
     sizes = list_micro_batch_sizes(batch_examples, "auto" if wanted is None else wanted, shards, axes)
     if wanted is None:
@@ -268,7 +268,7 @@ def trace_train_step(
         rate = find_injected_rate(after.opt_state) if rate is None else rate
         return after, loss, meta | counted | ({} if rate is None else {"learning_rate": rate}), *digests
 
-    # The state comes back with the shardings it went in with, so that it can be donated to the next step.
+    # The returned state has the shardings of the given one, so that it can be donated to the next step.
     replicated = NamedSharding(layout.mesh, PartitionSpec())
     program = canonicalise(step) if layout.is_ordered else step
 
@@ -319,7 +319,7 @@ def trace_val_step(val_step: Callable[..., Any], abstract: TrainState, layout: B
 
     Raises `InvalidError` if metrics cannot hold the meta.
     """
-    # Every process writes or compares metrics, so every process needs whole lists.
+    # Every process writes or compares metrics, so metrics that are arrays must be replicated.
     replicated = NamedSharding(layout.mesh, PartitionSpec())
 
     def replicate(leaf: Any) -> Any:
@@ -337,7 +337,7 @@ def trace_val_step(val_step: Callable[..., Any], abstract: TrainState, layout: B
 
 
 def lower_step(traced: jax.stages.Traced, layout: BatchLayout) -> jax.stages.Lowered:
-    """Lower what was traced for this layout."""
+    """Lower a step that was traced for this layout."""
     if layout.mesh.devices.flat[0].platform == "gpu" and is_gpu_deterministic(os.environ):
         mark_cudnn_gradients_deterministic()
     with use_sharding_rules(layout.mesh):
@@ -368,7 +368,7 @@ def mark_cudnn_gradients_deterministic() -> None:
 
 
 def compile_lowered(lowered: jax.stages.Lowered, layout: BatchLayout) -> tuple[jax.stages.Compiled, CompilerOptions]:
-    """Compile for the devices of a layout; returns the executable and the compiler options of the chip catalogue."""
+    """Compile for the devices of a layout; return the executable and the compiler options of the chip catalogue."""
     device = layout.mesh.devices.flat[0]
     options: CompilerOptions = make_compiler_options(device.device_kind, os.environ, lowered.as_text())
     # The option exists on CPUs only.
@@ -466,7 +466,7 @@ def compile_to_fit(compile_step: Callable[[int], CompiledStep], sizes: list[int]
 
     Raises:
         StepTooLargeError: even the smallest size does not fit; the error has the numbers.
-        InvalidError: the compiler runs out of another memory than HBM, of which no smaller size needs less.
+        InvalidError: the compiler runs out of another memory than HBM, which a smaller size would not help.
     """
     while True:
         try:
@@ -495,7 +495,7 @@ def compile_to_fit(compile_step: Callable[[int], CompiledStep], sizes: list[int]
 
 
 def _parse_needed_temporaries(message: str) -> int | None:
-    """Return the bytes that a program needs which its compiler refused, from the compiler's message.
+    """Return the bytes that a program needs, from the message with which its compiler refused it.
 
     None if the compiler did not run out of memory. Raises `InvalidError` if it ran out of a memory on the chip itself,
     such as a TPU's vmem.
@@ -519,11 +519,11 @@ def _parse_needed_temporaries(message: str) -> int | None:
 
 @dataclass(frozen=True)
 class DeviceFault:
-    """Two computations of the same gradients that differ.
+    """Result of a replay in which two computations of the same gradients differ.
 
     Attributes:
         parameters: names of the parameters whose gradients differ.
-        devices: devices among which is the one that was wrong.
+        devices: devices that include the defective one.
     """
 
     parameters: list[str]
@@ -561,7 +561,7 @@ class ReplayedStep:
         self._compare = _replicate(COMPARE, inputs.action)
 
     def run(self, state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
-        """Make a step without replay; returns (state, loss, meta). Does not wait for the device."""
+        """Make a step without replay and return (state, loss, meta). Does not wait for the device."""
         state, loss, meta, _ = self._run(state, batch, key, self._update)
         return state, loss, meta
 
@@ -592,7 +592,7 @@ def _replicate(value: int, abstract: Any) -> jax.Array:
 
 
 def find_faulty_groups(digests: Sequence[np.ndarray]) -> list[int]:
-    """Return the groups of devices among which is the one that made two computations differ.
+    """Return the groups of devices that include the one that made two computations differ.
 
     Args:
         digests: uint32 (N, L) of three computations; in number k, group n + k, modulo N, computed shard n. The first
@@ -607,7 +607,7 @@ def find_faulty_groups(digests: Sequence[np.ndarray]) -> list[int]:
         if np.array_equal(moved, third):
             suspects.append({groups[0]})
         elif np.array_equal(first, third):
-            # On two groups the third computation is on the group of the first, which may be wrong each time.
+            # With two groups the third computation runs on the same group as the first, which may be wrong each time.
             suspects.append({groups[1]} if num_groups > 2 else {*groups})
         else:
             suspects.append({*groups})

@@ -6,8 +6,8 @@ metrics that a row cannot hold, metrics that are not finite (null in the row), a
 collective: every host then prints the evaluator's name at once (see the watchdog), and the deadline of a phase ends the
 wait with exit code 76.
 
-`Validation` is the evaluator of the mean loss over the real target tokens of fixed sets of batches, `EmaValidation`
-that of averaged weights on the same sets.
+`Validation` evaluates the mean loss over the real target tokens of fixed sets of batches, and `EmaValidation` the loss
+of averaged weights on the same sets.
 """
 
 import contextlib
@@ -135,10 +135,10 @@ class EvaluatorSchedule:
         metrics: Row = {}
         not_finite: list[str] = []
         try:
-            # In containers of its own, so that nothing it writes there reaches training or other evaluators.
+            # In new containers, so that training and other evaluators do not see what this evaluator writes there.
             returned = evaluator.evaluate(copy_containers(weights), step, hosts)
             is_stopping = returned is None
-            # Inside of `try`, because the objects of a user may raise when they are read.
+            # Inside `try`, because objects of user code may raise when they are read.
             metrics, not_finite = ({}, []) if returned is None else parse_metrics(returned, before)
         except RunnerError:
             raise  # an error of the runner, such as a lost peer, and not of the evaluator
@@ -329,7 +329,7 @@ class ValidationSums:
         return ValidationSums(self.loss + other.loss, self.num_tokens + other.num_tokens, other.last_meta, sums)
 
     def select_common(self) -> "ValidationSums":
-        """Return the sums whose totals over several sets have a meaning: the loss, and the correct predictions."""
+        """Return the sums that can be added over several sets: the loss and the number of correct predictions."""
         correct = self.meta_sums.get(ACCURACY)
         has_own_weight = correct is None or isinstance(correct, tuple)
         return ValidationSums(self.loss, self.num_tokens, {}, {} if has_own_weight else {ACCURACY: correct})
@@ -375,7 +375,7 @@ class Validation:
         """
         self._measure = None if measure is None else functools.cache(measure)
         self._warned: set[str] = set()  # sets whose bytes are unknown
-        # Without the optimizer state, whose memory the validation step does not need.
+        # Without optimizer state, so that the validation step does not take its memory.
         self._abstract = abstract.replace(opt_state=(), riders={})
         self._compile_val, self._sets, self._is_stopping = compile_val, sets, is_stopping
         self._step = step
@@ -424,14 +424,14 @@ class Validation:
         return metrics | self._compute_losses("val", total, total_bytes)
 
     def _compute_losses(self, prefix: str, sums: ValidationSums, num_bytes: int | None) -> EvaluationMetrics:
-        # A mean over nothing is null: 0 would be the best loss there is.
+        # A mean over nothing is null, because 0 would be the best possible loss.
         metrics: EvaluationMetrics = {f"{prefix}/loss": sums.loss / sums.num_tokens if sums.num_tokens else None}
         if self._measure is not None:
             metrics[f"{prefix}/bits_per_byte"] = sums.loss / math.log(2) / num_bytes if num_bytes else None
         return metrics
 
     def _find_num_bytes(self, name: str, sums: ValidationSums, hosts: Hosts) -> int | None:
-        """Return the bytes of the text of a set, if the loss covers exactly its targets; warns once if unknown.
+        """Return the bytes of the text of a set, if the loss covers exactly its targets; warn once if unknown.
 
         Only process 0 counts. The first call for a set decodes it.
         """
@@ -502,5 +502,5 @@ def add_averages(get_weights: Callable[[Any], Any], state: Any) -> Any:
 
 
 def cast_like(averages: Any, params: Any) -> Any:
-    """Return averages in the types of the parameters, which may be abstract, so that they can replace them."""
+    """Return the averages cast to the dtypes of the parameters (which may be abstract), as a replacement for them."""
     return jax.tree.map(lambda average, param: average.astype(param.dtype), averages, params)

@@ -1,8 +1,8 @@
-"""FLOPs, memory and traffic of a train step, by formula or counted in a traced program. Pure.
+"""FLOPs, memory and communication of a train step, by formula or counted in a traced program. Pure.
 
 Only matmuls and convolutions count; a multiply and an add are two FLOPs. The FLOPs of a model are those of one forward
 pass and of a backward pass of twice as many. Recomputation (activation checkpointing) is stated separately. `Sizing`
-has what a token costs besides FLOPs, for a plan that cannot compile every way to run a job.
+has the memory and communication per token, for plans, which cannot compile every candidate.
 """
 
 import math
@@ -57,7 +57,7 @@ class Flops:
     matmul: MatmulType = "compute"
 
     def convert_to_bfloat16(self, speeds: PeakRates) -> "Flops":
-        """Return the FLOPs in bfloat16 that take as long on a chip with these peaks."""
+        """Return the FLOPs in bfloat16 that take the same time on a chip with these peak rates."""
         saved = 1 - speeds.flops_per_second / (speeds.get_matmul_rate(self.matmul) or speeds.flops_per_second)
         return Flops(
             self.per_token - saved * self.quantised_per_token,
@@ -84,8 +84,8 @@ def compute_transformer_flops(
     """Compute the FLOPs of a decoder: 6 per matmul parameter, 12 per attended key and unit of attention width.
 
     A parameter costs one multiply and one add in each of three passes (Kaplan et al., 2020); a key costs as much for
-    its score and for its value. Lookups are no matmuls. `remat` determines what a layer recomputes; the last matmul of
-    the layer is not repeated, since no gradient needs its result.
+    its score and for its value. Embedding lookups are not counted. `remat` determines what a layer recomputes; the last
+    matmul of the layer is not repeated, since no gradient needs its result.
 
     Args:
         layers: number of transformer layers.
@@ -130,8 +130,8 @@ def compute_transformer_flops(
 def count_train_flops(loss: Callable[..., jax.Array], params: Any, *args: Any, num_tokens: int, platform: str) -> Flops:
     """Count the FLOPs of a train step with the forward pass `loss(params, *args)`, in its traced program.
 
-    Arguments may be abstract. The model's FLOPs are three times those of the forward pass; the gradient's program does
-    more only by recomputation.
+    Arguments may be abstract. The model's FLOPs are three times those of the forward pass; any further FLOPs of the
+    gradient's program are recomputation.
     """
     # The backward pass costs twice the forward pass: a matmul for each of the two operands' gradients.
     forward = count_matmul_flops(jax.make_jaxpr(loss)(params, *args), platform=platform)
@@ -145,8 +145,8 @@ def count_train_flops(loss: Callable[..., jax.Array], params: Any, *args: Any, n
 def count_matmul_flops(jaxpr: Jaxpr | ClosedJaxpr, *, platform: str) -> int:
     """Count the FLOPs of every matmul and convolution in a (closed) jaxpr, over all devices.
 
-    The body of a loop counts once per iteration, of branches the most expensive one counts, and of the variants for
-    several platforms (`lax.platform_dependent`) that of `platform`. Raises `ValueError` for what cannot be counted:
+    The body of a loop counts once per iteration. Of several branches, the most expensive one counts; of variants for
+    several platforms (`lax.platform_dependent`), that of `platform`. Raises `ValueError` for what cannot be counted:
     matmuls in a loop of unknown length, and kernels without a cost estimate.
     """
     return sum(_count_equation_flops(equation, platform) for equation in jaxpr.eqns)
@@ -215,7 +215,8 @@ def count_forward_flops(
 def compute_mfu_per_token_rate(flops_per_token: Callable[[TrainSetup], Flops], train_setup: TrainSetup) -> float:
     """Return the MFU (model FLOPs over the devices' peak) of one token per second; 0 if the peak is unknown.
 
-    FLOPs in 8 bits count by their own peak. Where the data are arrays, it is that of one example per second.
+    FLOPs in 8 bits are related to the peak in 8 bits. Where the data are arrays, return the MFU of one example per
+    second.
     """
     mesh = train_setup.mesh
     chip = find_chip(mesh.devices.flat[0].device_kind)
@@ -231,11 +232,11 @@ def compute_mfu_per_token_rate(flops_per_token: Callable[[TrainSetup], Flops], t
 
 @dataclass(frozen=True)
 class Sizing:
-    """Memory and traffic of a device per token of its own part of a sequence, in every micro-batch.
+    """Memory and communication of a device, per token of its own part of a sequence, in every micro-batch.
 
     Attributes:
         activation_bytes_per_token: activations kept for the backward pass.
-        head_bytes: matrix that makes logits, all-gathered as a device needs it, and its gradient; not per token.
+        head_bytes: all-gathered output head (the matrix that makes logits) and its gradient on a device; not per token.
         tensor_bytes_per_token: arrays that are all-gathered before and reduce-scattered after tensor-parallel matmuls,
             forward and backward; an array that is both counts once.
         sequence_bytes_per_token: keys and values that go to the devices which share a sequence (context parallelism),

@@ -1,22 +1,23 @@
 """Self-test of kernels: before the first step, each kernel that the compiled step uses is compared with plain XLA ops.
 
-While a program is traced under the rules of a `TrainSetup`, whatever chooses a kernel asks `get_kernel_use` which ones
-must be avoided, and records a `KernelCase` of the one that it takes. A case is small, and has everything that the
-kernel's code depends on: dtypes, widths, blocks, masks. `KernelChecker` then runs each case on a device of every
+While a program is traced under the rules of a `TrainSetup`, code that chooses a kernel asks `get_kernel_use` which
+kernels to avoid, and records a `KernelCase` of the kernel that it uses. A case is a small input with everything that
+the kernel's code depends on: dtypes, widths, blocks, masks. `KernelChecker` then runs each case on a device of every
 process, forward and gradients:
 
 1. A case that has passed with the same facts, source, chip and versions is in this host's cache, beside the compiled
-   programs, and is not run again. The cache is data: anything but a file that says so means that the case is run.
-2. Process 0 records in the run's directory that a case begins, and removes that when all have ended. Nothing can cancel
-   a program that hangs on a device. So after `CASE_SECONDS` a thread records that the case has failed, and ends the
-   process with 76; the next start finds the record.
+   programs, and is not run again. The cache is not trusted: unless a valid file says that the case has passed, the case
+   is run.
+2. Process 0 records in the run's directory that a case begins, and removes the record when all processes have finished
+   the case. A program that hangs on a device cannot be cancelled. So after `CASE_SECONDS` a thread records that the
+   case has failed, and ends the process with 76; the next start finds the record.
 3. A case is run `REPETITIONS` times with the same inputs. Results must be finite, have the same bits each time, and
    lie within `TOLERANCES` of the reference.
 4. Processes exchange their results after each case. A kernel that fails on one of them is avoided by all: the step is
-   traced again, without it, and the cases of what replaces it are run.
+   traced again without that kernel, and the cases of its replacement are run.
 
-A kernel that is avoided stays so for the run, whatever later starts find: another kernel gives other bits, and
-a restart must not. The record is `kernels.json` in the run's directory.
+A kernel stays avoided for the rest of the run, even if it passes at a later start, because another kernel gives other
+bits and a restart must not change bits. The record is `kernels.json` in the run's directory.
 """
 
 import contextlib
@@ -81,9 +82,9 @@ class KernelCase:
 
     Attributes:
         kernel: name of the kernel, by which it is avoided.
-        role: what it computes, in a word.
-        owner: who keeps it: this repository or a library.
-        fallback: what computes it otherwise, in a few words.
+        role: operation that it computes, in a word.
+        owner: maintainer of the kernel: this repository or a library.
+        fallback: replacement that computes the same operation, in a few words.
         facts: everything that the code of the kernel depends on, as JSON values.
         dtype: dtype of results, which `TOLERANCES` has a tolerance for.
         make_trial: function that makes the functions to compare and their inputs.
@@ -110,7 +111,7 @@ class KernelCase:
 
 
 class KernelUse:
-    """Kernels of a job's programs: which to avoid, and the cases of those that tracing has met."""
+    """Kernels of a job's programs: those to avoid, and the cases of those in use, recorded while tracing."""
 
     def __init__(self, attention: AttentionKernels = "auto"):
         """Avoid nothing yet; `attention` is `memory.attention`."""
@@ -134,8 +135,8 @@ _of_process = [KernelUse()]
 def get_kernel_use() -> KernelUse:
     """Return the choice of kernels for the program that is being traced.
 
-    It is that of the `TrainSetup` by whose rules it is traced; for other programs of a running job, such as those of
-    its evaluators, that of the job.
+    Under the rules of a `TrainSetup` it is the choice of that setup; for other programs of a running job, such as those
+    of its evaluators, it is the choice of the job.
     """
     return _current.get() or _of_process[0]
 
@@ -159,14 +160,14 @@ def use_kernels(use: KernelUse) -> Iterator[None]:
 
 
 def run_case(case: KernelCase) -> str:
-    """Run a case on this process's first device; returns what is wrong with the kernel, or nothing.
+    """Run a case on this process's first device; return the problem of the kernel, empty if it passes.
 
     The case is compiled for that device alone, with the compiler options of the step.
     """
     device = jax.local_devices()[0]
     if device.platform == "gpu" and is_gpu_deterministic(os.environ):
         mark_cudnn_gradients_deterministic()
-    # Without that option kernels of GPUs may add in any order.
+    # Without this option GPU kernels may add in any order.
     repeats_bits = device.platform != "gpu" or is_gpu_deterministic(os.environ)
 
     @jax.jit
@@ -190,7 +191,7 @@ def run_case(case: KernelCase) -> str:
             for _ in range(REPETITIONS - 1):
                 again = kernel(*inputs)
                 is_same = has_same_bits(is_same, first, again) if repeats_bits else is_same
-        # On the host's CPU where JAX has it: compiled in less time, and by another device.
+        # On the host's CPU, if JAX has that backend: it compiles faster, and is independent of the device under test.
         host = device
         with contextlib.suppress(RuntimeError):
             host = jax.local_devices(backend="cpu")[0]
@@ -208,7 +209,7 @@ def run_case(case: KernelCase) -> str:
 
 
 def find_difference(found: Any, wanted: Any, tolerance: float) -> str:
-    """Return how the results of a kernel differ from the reference, or nothing if they are within the tolerance."""
+    """Return a description of the difference from the reference; empty if the results are within the tolerance."""
     leaves, references = jax.tree.leaves(found), jax.tree.leaves(wanted)
     if [leaf.shape for leaf in leaves] != [leaf.shape for leaf in references]:
         return f"its results have shapes {[leaf.shape for leaf in leaves]}"
@@ -259,7 +260,7 @@ class KernelChecker:
 
         Raises:
             InvalidError: a kernel fails that the spec demands.
-            RetryableError: a case has not ended in time on another process.
+            RetryableError: a case did not end in time on another process.
         """
         if not list_cases():
             return
@@ -279,7 +280,7 @@ class KernelChecker:
             untested = [case for digest, case in sorted(cases.items()) if digest not in tested]
             if not untested:
                 break
-            # Hosts may have different caches, so each says what it has to run.
+            # Hosts may have different caches, so each reports the cases that it has to run.
             missing = {case.digest for case in untested if not self.has_passed(case)}
             wanted = {digest for digests in self._hosts.gather(sorted(missing)) for digest in digests}
             for case in untested:
@@ -300,7 +301,7 @@ class KernelChecker:
         """Run a case on every process that has not done so before; returns the reason if it fails on one of them."""
         reason = ""
         if self._hosts.is_main:
-            # Written before the case begins: if this process dies of it, the next start knows of which one.
+            # Written before the case begins: if the process crashes, the next start knows during which case.
             self._starts[case.digest] = self._starts.get(case.digest, 0) + 1
             if self._starts[case.digest] > _MOST_STARTS:
                 reason = f"the process has ended {_MOST_STARTS} times while it ran"
@@ -324,7 +325,7 @@ class KernelChecker:
             failed = [f"process {process}: {each}" for process, each in enumerate(found) if each]
             reason = "; ".join(failed[:2])
             if not own and is_missing:
-                # The next start has less to do; on a full disk it runs the case again.
+                # Saves work at the next start. If the disk is full, the next start runs the case again.
                 with contextlib.suppress(OSError):
                     self._cache.write(make_cache_key(case), encode_json({"case": case.digest, "passed": True}))
         if not reason:
@@ -382,7 +383,7 @@ class KernelChecker:
             or not isinstance(starts, dict)
             or not all(isinstance(each, str) for each in avoided.values())
         ):
-            # Which kernels a run avoids determines its bits, so this is not guessed.
+            # The avoided kernels determine the bits of the run, so a damaged record is an error.
             raise ResumeError(
                 f"{store.url}/{RECORD} cannot be read; restore the file, or delete it if no kernel of this run has "
                 "failed its test"
@@ -390,7 +391,7 @@ class KernelChecker:
         return avoided, {key: value for key, value in starts.items() if isinstance(value, int)}
 
     def _write(self) -> None:
-        """Write the record, or remove it if it has nothing to say. Process 0 only."""
+        """Write the record, or remove it if it is empty. Process 0 only."""
         self._attempt.fence.check()
         if self._avoided or self._starts:
             content = encode_json({"avoided": self._avoided, "starts": self._starts})

@@ -1,10 +1,10 @@
 """LoRA adapters (arXiv 2106.09685): small matrices A and B are trained beside the frozen parameters of the model.
 
 The parameters of the train state are A and B of each target, float32, below the target's name: optimizer, clipping,
-weight decay and averages see nothing else. The model's own parameters are its variable `base`, which has no gradients
-and no moments. Each micro-batch is computed with `base + alpha / rank * A @ B`. B is zero at the beginning, so the
-first step is that of the base. Read-only tools see the sum, with the structure and the types of the model's own
-parameters.
+weight decay and averages apply to them alone. The model's own parameters are the variables `base` of the train state,
+without gradients or moments. Each micro-batch is computed with `base + alpha / rank * A @ B`. B is initialised to zero,
+so the first step computes the same outputs as the base. Read-only tools get the merged weights, with the structure and
+the types of the model's own parameters.
 """
 
 import functools
@@ -37,7 +37,7 @@ def make_merge(config: AdapterConfig, compute: str) -> AdapterMerge:
 def make_abstract_adapter(boxed: Any, config: AdapterConfig) -> Any:
     """Return abstract A and B with their logical axis names, from the boxed parameters of the model.
 
-    Raises `InvalidError` for a target that matches nothing, or no matrix.
+    Raises `InvalidError` for a target that matches no matrix.
     """
 
     def box(shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Any:
@@ -72,7 +72,7 @@ def _match_targets(leaves: Sequence[Parameter], patterns: Sequence[str]) -> list
         near = format_nearest_names(pattern, matrices)
         if not by_module and not by_name:
             raise InvalidError(f"config.adapter.targets: {pattern!r} matches no parameter; the matrices are {near}")
-        # A module may hold vectors beside its matrices (a bias), but a vector that is named itself is a mistake.
+        # A module may hold vectors besides its matrices (a bias), but it is a mistake to name a vector as a target.
         wrong = [leaf for leaf in by_name if not is_matrix(leaf)]
         fitting = [leaf for leaf in (*by_module, *by_name) if is_matrix(leaf)]
         if wrong or not fitting:
@@ -103,7 +103,7 @@ def init_adapter(boxed: Any, key: jax.Array) -> Any:
 
 
 def combine_with_base(variables: Mapping[str, Any], adapter: Any) -> Any:
-    """Return a model's variables, or their shapes or shardings, with the adapter as `params` and its own as the base.
+    """Return variables (or shapes, or shardings) with the adapter as `params` and the model's `params` as `base`.
 
     Raises `InvalidError` if the model has a collection called `base` itself.
     """
@@ -113,7 +113,7 @@ def combine_with_base(variables: Mapping[str, Any], adapter: Any) -> Any:
 
 
 def replace_base(state: TrainState, weights: Mapping[str, Any]) -> TrainState:
-    """Return the state at step 0 with the weights of a model (`get_model_weights`): they are the base of an adapter."""
+    """Return the state at step 0 with a model's weights (`get_model_weights`) as the base of its adapter."""
     if get_merge(state) is None:
         return state.replace(**weights)
     return state.replace(variables={**weights.get(VARIABLES, {}), BASE: weights[PARAMS]})
@@ -164,15 +164,15 @@ class LazyMergedWeights(MutableMapping[str, Any]):
         return len(self._make)
 
     def copy_containers(self) -> "LazyMergedWeights":
-        """Return a copy that shares what is merged, and nothing that can be written to."""
+        """Return a copy that shares the merged weights, but no mutable container."""
         own = {name: functools.partial(lambda make: copy_containers(make()), make) for name, make in self._make.items()}
         return LazyMergedWeights(own)
 
 
 def copy_containers(weights: Any) -> Any:
-    """Return weights in new containers, for code of a user, which may write into them.
+    """Return weights in new containers, for user code, which may write into them.
 
-    Arrays of JAX are shared, because nobody can write into them; those of NumPy are copied.
+    JAX arrays are shared, because they are immutable; NumPy arrays are copied.
     """
 
     def copy(leaf: Any) -> Any:
@@ -184,13 +184,13 @@ def copy_containers(weights: Any) -> Any:
 
 
 def are_donated(weights: Any) -> bool:
-    """Return True if a function has taken over the memory of weights, as `donate_argnums` of `jax.jit` does."""
+    """Return True if weights were donated to a function (`donate_argnums` of `jax.jit`)."""
     return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(weights))
 
 
 def make_lazy_weights(state: TrainState) -> Mapping[str, Any]:
     """Return the model weights of a state with an adapter, and its averages below `ema`, merged on first access."""
-    # Merging costs a matmul and the memory of the model per average, and most rows need none of it.
+    # Merging costs a matmul per target and the memory of the model for each average, and most rows need no weights.
     variables, averages = get_variables(state), state.riders.get(EMA, {})
     make_by_name: dict[str, Callable[[], Any]] = {PARAMS: lambda: _merge(state, state.params)}
     make_by_name |= {VARIABLES: lambda: variables} if variables else {}

@@ -1,14 +1,14 @@
 """Token cross-entropy as a sum, and the fields of a batch that it reads.
 
 The loss is summed, so that the mean over any split of a batch is exact. This module owns the float32 arithmetic from
-logits to the summed loss, whole or chunked. It knows no model, no data and no mesh.
+logits to the summed loss, whole or chunked. It depends on no model, data or mesh.
 
 The data declare the fields of a batch, arrays (S, B, T) by name:
 
 - `x`, `y`, `padding_mask`: input, target, and mask of the real targets.
-- `segment`, `position`: where sequences hold several documents, the document of each token (1, 2, ...; 0 is padding)
+- `segment`, `position`: only if sequences hold several documents: the document of each token (1, 2, ...; 0 is padding)
   and its position in the document.
-- `loss_weight`: weight of each target, where targets do not all weigh the same.
+- `loss_weight`: weight of each target, only if the weights are not all equal.
 
 `forward` must read every other field that the data declare.
 
@@ -57,7 +57,7 @@ def document_arguments(apply_fn: Callable[..., Any], batch: Mapping[str, jax.Arr
     """Return the keyword arguments that describe the documents of a sequence: `segments` and `positions`, or none.
 
     `apply_fn` is the model's `apply`. Raises `InvalidError` if the batch has documents and the model does not take
-    these arguments: it would attend across documents.
+    these arguments, because it would attend across documents.
     """
     arguments = {argument: batch[field] for argument, field in _DOCUMENT_FIELDS.items() if field in batch}
     model = get_bound_module(apply_fn)
@@ -108,8 +108,8 @@ def cross_entropy_sum(
     """Sum -log p(y) over the tokens.
 
     Args:
-        logits_BxTxV: logits of any float type, which may be sharded over V: the label's logit is picked by comparison,
-            which stays on the shard that holds it, and not by a gather.
+        logits_BxTxV: logits of any float type, which may be sharded over V: the label's logit is selected by a
+            comparison, which is local to a shard, instead of a gather.
         y_BxT: labels.
         mask_BxT: weight of each token; 1 for real and 0 for padding tokens, or any other weights.
         z_loss: factor of the squared logsumexp that is added to each token's loss, which keeps logits from drifting
@@ -134,8 +134,8 @@ def count_correct(logits_BxTxV: jax.Array, y_BxT: jax.Array, mask_BxT: jax.Array
 
     Arguments are those of `cross_entropy_sum`.
     """
-    # Two reductions instead of an argmax, because these stay on the shards of logits that are sharded over V. Logits of
-    # bfloat16 are often equal, so a label that shares the largest logit is not always the prediction.
+    # Two reductions instead of an argmax, because reductions are local if logits are sharded over V. bfloat16 logits
+    # are often equal, so a label with the largest logit is not always the prediction.
     ids_V, largest_BxTx1 = jnp.arange(logits_BxTxV.shape[-1]), jnp.max(logits_BxTxV, axis=-1, keepdims=True)
     predicted_BxT = jnp.min(jnp.where(logits_BxTxV == largest_BxTx1, ids_V, logits_BxTxV.shape[-1]), axis=-1)
     return jnp.sum(jnp.where(predicted_BxT == y_BxT, mask_BxT, 0), dtype=jnp.float32)

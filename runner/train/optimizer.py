@@ -44,7 +44,7 @@ class OptimizerChoice:
     def build_schedule(
         self, config: TrainerConfig, get_config_in_steps: Callable[[], TrainerConfig] | None = None
     ) -> optax.Schedule | None:
-        """Return the learning rate by completed steps; None if a custom optimizer contains its own.
+        """Return the learning rate by completed steps; None if a custom optimizer contains its own schedule.
 
         Args:
             config: config of the trainer.
@@ -87,7 +87,7 @@ class OptimizerChoice:
         return found
 
     def uses_config_rates(self, config: TrainerConfig) -> bool:
-        """Return True if the learning rates are those that the config describes, and enter updates in no other way."""
+        """Return True if the learning rates are those of the config, and affect updates in no other way."""
         return isinstance(self.optimizer, str) and self.schedule == config.schedule.name
 
     def find_problems(self, config: TrainerConfig) -> dict[str, str]:
@@ -110,11 +110,11 @@ class ScheduleStage:
 
     Attributes:
         start: steps before the stage.
-        begins_schedule: True if the stage begins a schedule; False if that of the stage before goes on.
+        begins_schedule: True if the stage begins a schedule; False if that of the previous stage continues.
         schedule: schedule of the stage.
-        peak: peak learning rate that the stage sets; None: that of the schedule that goes on, or, where one begins,
-            the rate that the run has reached.
-        total_steps: steps of the run, which a schedule that begins here lasts.
+        peak: peak learning rate that the stage sets. None: that of the continued schedule, or for a new schedule the
+            rate that the run has reached.
+        total_steps: steps of the run, at which a schedule that begins here ends.
     """
 
     start: int
@@ -160,7 +160,7 @@ def compute_rate(schedule: optax.Schedule, step: int) -> float:
 
 
 def compute_rates(schedules: Sequence[optax.Schedule], starts: Sequence[int], steps: np.ndarray) -> np.ndarray:
-    """Return the learning rates of a run at these steps, as updates have them; stage i begins at `starts[i]`."""
+    """Return the learning rates that the updates at these steps use; stage i begins at `starts[i]`."""
     rates = np.zeros(steps.shape, np.float32)
     for schedule, start in zip(schedules, starts, strict=True):
         # A constant schedule returns a Python number.
@@ -192,7 +192,7 @@ def choose_optimizer(
     return OptimizerChoice(chosen_optimizer, chosen_schedule, tuple(overridden))
 
 
-# States with a count by which a schedule is read.
+# Optimizer states with a step count at which a schedule is evaluated.
 _SCHEDULED = (
     optax.ScaleByScheduleState,
     optax.InjectHyperparamsState,
@@ -203,7 +203,7 @@ _SCHEDULED = (
 
 
 def count_step(opt_state: Any) -> Any:
-    """Return the state of an optimizer after a step that moves nothing: the counts of schedules go on, all else stays.
+    """Return the state of an optimizer after a step without an update: only the counts of schedules advance.
 
     The learning rate thus follows the steps of the run.
     """

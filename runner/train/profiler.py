@@ -1,13 +1,13 @@
 """Profiles of some steps on the devices of process 0, recorded by jax.profiler into the run's directory.
 
 The steps are given in the spec (`logging.profile`) or requested by a file: `profiles/request.json`, `{"steps": N}`, as
-the command `profile` writes it. The job polls for the file on a thread, deletes it, and records its next steps. The
-request is a file and not a signal, because every signal that schedulers can be told to send asks a job to stop, and
-because a file reaches a job in a pod, behind a queue and beside a bucket alike.
+the command `profile` writes it. The job polls for the file on a thread, deletes it, and records its next steps
+(`runner/metrics/README.md` explains why the request is not a signal).
 
 `profiles/<attempt>.<start>-<stop>/` then holds the trace of the steps after `start` up to `stop`, in the layout that
 TensorBoard's profile plugin and xprof read, and `memory.prof`, the device memory at its end, which pprof reads.
-Profiling leaves the results bit-identical, and a failure only prints a warning. Process 0 only: the others do nothing.
+Profiling leaves the results bit-identical, and a failure only prints a warning. On processes other than 0 nothing is
+recorded.
 """
 
 import contextlib
@@ -75,9 +75,9 @@ class Profiler:
                 self._requested_steps = take_profile_request(store) or self._requested_steps
 
     def on_step(self, step: int, loss: Any = None) -> None:
-        """Begin or end a trace if it is time, after `step` steps were dispatched.
+        """Begin or end a trace if one is due, after `step` steps were dispatched.
 
-        Waits for `loss`, the output of the last step, where a trace begins or ends, and otherwise for nothing.
+        Waits for `loss`, the output of the last step, only if a trace begins or ends.
         """
         if self._folder is None:
             if self._requested_steps is not None:
@@ -88,7 +88,7 @@ class Profiler:
             self._end(step, loss)
 
     def close(self, step: int) -> None:
-        """End the trace that is being recorded, and keep it: no more steps come. Never raises."""
+        """End and keep the trace that is being recorded, after the last step. Never raises."""
         self._closed.set()
         if self._folder is not None:
             self._end(step, None)

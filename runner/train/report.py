@@ -54,8 +54,8 @@ class Report(JobReport):
             evaluators: evaluators of the weights.
             mfu_per_token_rate: MFU of one token (or example, by the unit of the data) per second; 0 if unknown.
             get_data_metrics: function that returns the metrics of the data at a step.
-            after_row: function called after each row; slow work that the first steps do not need can begin there.
-            is_language_model: False for a model that writes no text.
+            after_row: function called after each row, to start slow work that the first steps do not need.
+            is_language_model: False for a model whose outputs are not logits of tokens.
         """
         self._attempt, self._spec, self._config = attempt, spec, config
         self._is_language_model = is_language_model
@@ -75,24 +75,24 @@ class Report(JobReport):
     # Resuming.
 
     def find_problem(self, attachments: dict[str, bytes]) -> str | None:
-        """Return why the rows saved beside a state cannot continue the rows of the file; None if they can."""
+        """Return the reason why the rows saved with a state cannot continue the rows of the file; None if they can."""
         return find_tail_problem(self._metrics, attachments)
 
     def resume(self, step: int, attachments: dict[str, bytes], carry: JsonObject | None = None) -> None:
         """Remove the rows after `step`, and continue the metrics window of the save.
 
-        Called before the first step, and again if the running job loads a checkpoint. Displays then begin again with
-        the rows that are left.
+        Called before the first step, and again if the running job loads a checkpoint. Displays then restart with the
+        remaining rows.
 
         Args:
             step: step that the attempt resumes from.
-            attachments: rows that were saved beside the state and may be ahead of the file.
+            attachments: rows that were saved with the state; they may be newer than those of the file.
             carry: sums of the metrics window at the save (`Manifest.carry`); None if `step` has a row.
         """
         if self._attempt.hosts.is_main:
             tail = RowTail.decode(attachments[METRICS_FILE]) if METRICS_FILE in attachments else None
             self._resumed_row = self._metrics.rewind(step, tail)
-        # Without carry the window would lack the steps before the save, so its means would be of fewer steps.
+        # Without carry the means of the next row would lack the steps before the save.
         is_whole = carry is not None or step == 0 or self._resumed_row is not None
         self.window = MetricsWindow(step, carry, is_whole, self._config.stability)
         if self._displays:
@@ -203,7 +203,7 @@ class Report(JobReport):
     # Evaluations, for the trainer and its hooks.
 
     def enter_stage(self, evaluators: Sequence[Evaluator], mfu_per_token_rate: float) -> None:
-        """Evaluate with other evaluators from now on, those of the next stage, and use its FLOPs."""
+        """Use the evaluators and the FLOPs of the next stage from now on."""
         self._evaluations = EvaluatorSchedule(self._attempt, self._config, evaluators)
         self._mfu_per_token_rate = mfu_per_token_rate
 
@@ -219,7 +219,7 @@ class Report(JobReport):
     def is_suspect(self, row: Row) -> bool:
         """Return True if the step of a row may still be rolled back because of its loss.
 
-        Nothing judges it then: evaluators and hooks are not called, and it is no best step.
+        Evaluators and hooks are then not called, and it cannot be the best step.
         """
         return bool(row.get(f"train/{HIGH_LOSS_STEPS}")) and row["step"] != self._config.total_steps
 
@@ -236,7 +236,7 @@ class Report(JobReport):
         self.restart_clock()
         if metrics is None:
             return False
-        # Hooks see the row before it is written: a kill in between repeats both, and neither is lost.
+        # Hooks get the row before it is written: after a kill in between both are repeated, and neither is lost.
         before_write(row | metrics)
         if self._attempt.hosts.is_main:
             self._metrics.replace_last(row | metrics)
@@ -275,7 +275,7 @@ class Report(JobReport):
         return [{key: row[key] for key in GIVEN_UP_KEYS if key in row} for row in rows]
 
     def attachments(self) -> dict[str, bytes]:
-        """Return the rows to save beside a state in the fast tier; they may not be durable yet. Process 0 only."""
+        """Return the rows to save with a state in the fast tier; they may not be durable yet. Process 0 only."""
         return {METRICS_FILE: self._metrics.get_tail().encode()}
 
     def sync(self) -> None:

@@ -1,7 +1,7 @@
 """Training job on a mesh: abstract train state, shardings, optimizer and compiled steps.
 
 `TrainSetupBuilder` describes the job independently of devices. It is constructed with the job, and reads data only when
-they are first needed. Its method `build` returns the `TrainSetup` for given devices: the real ones in a run; faked
+they are first needed. Its method `build` returns the `TrainSetup` for given devices: the real ones in a run; simulated
 ones, or those of an abstract TPU topology, in `plan`.
 """
 
@@ -63,8 +63,8 @@ class TrainSetup:
         make_state: function from a key to the state at step 0, to be jitted with the shardings of `abstract_state`.
         auxiliary_states: auxiliary states of the train state.
         rules: logical axis rules of the model.
-        num_logits: size of the last axis of the model's logits (B, T, V); None if it returns none.
-        kernels: choice of kernels, with the cases of those that the traced steps use.
+        num_logits: V of the model's logits (B, T, V); None if it returns no such array.
+        kernels: choice of kernels, with the test cases of the kernels in the traced steps.
         traced: traced, uncompiled train steps by micro-batch size, kept so that compilation need not trace again.
         traced_val: traced, uncompiled validation steps, by the sizes of their batch and micro-batch.
     """
@@ -220,7 +220,7 @@ def build_train_setup(
 
     def init_model(*args: Any, **options: Any) -> Any:
         output, variables = model.init_with_output(*args, **options)
-        # The output itself may be anything, and `eval_shape` can return arrays only.
+        # Drop the output, which may be of any type: `eval_shape` can only return arrays.
         returned.extend(leaf.shape for leaf in jax.tree.leaves(output) if isinstance(leaf, jax.Array))
         return variables
 
@@ -230,7 +230,7 @@ def build_train_setup(
     shapes, shardings = nn.unbox(boxed), train_state.compute_variable_shardings(boxed, mesh, rules)
     if sharded_init is not train_state.sharded_init:
         shapes, shardings = _trace_sharded_init(init_sharded, key, mesh, rules)
-        # Rules, parameter groups and checkpoints go by name, so the two must agree.
+        # Rules, parameter groups and checkpoints refer to parameters by name, so the names of both must be equal.
         if _list_names(shapes) != _list_names(nn.unbox(boxed)):
             raise InvalidError(
                 "sharded_init returns other parameters or variables than the model, by their names; return those of "
@@ -371,7 +371,7 @@ class TrainSetupBuilder:
             raise self.document.error(
                 "config.data.tokenizer", "it has no effect, because token files are tokenized already; leave it out"
             )
-        # How many examples a stage takes of a source depends on the stages before it, too.
+        # The number of examples that a stage takes from a source also depends on the stages before it.
         if self.config.data.mixture and self.stage is None:
             with self.document.errors_at("config.data.mixture"):
                 dataset.validate_epochs(self.data_position.count_examples(self.config.total_steps, batch)[0])
@@ -384,7 +384,7 @@ class TrainSetupBuilder:
 
     @functools.cached_property
     def data_position(self) -> DataPosition:
-        """Position in the data by step, with the stretches that the spec passes over."""
+        """Position in the data by step, with the ranges that the spec skips."""
         return DataPosition.from_ranges(self.config.train.skip_steps)
 
     @functools.cached_property
@@ -416,13 +416,13 @@ class TrainSetupBuilder:
         return not data_has_tokens or not self.has_vocabulary_size or is_in_epochs
 
     def validate_keys_read(self) -> None:
-        """Raise `InvalidError` with a line for each key that optimizer and schedule do not read, or that they miss.
+        """Raise `InvalidError` with a line for each key that optimizer and schedule do not read, or need and lack.
 
         Also raised if the spec has an adapter, but no weights for it.
         """
         self.document.raise_problems(self.optimizer_choice.find_problems(self.config), "config.")
         checkpoint = self.document.data.get("checkpoint") or {}
-        # A fork has the frozen weights in its state.
+        # A fork gets the frozen weights from the state of its parent.
         if self.config.adapter is not None and not (checkpoint.get("init_from") or checkpoint.get("fork_from")):
             reason = "an adapter is trained beside frozen weights; set checkpoint.init_from to them"
             raise self.document.error("config.adapter", reason)
@@ -444,7 +444,7 @@ class TrainSetupBuilder:
         return mesh
 
     def validate_batch(self, mesh: Mesh) -> None:
-        """Raise `SpecError` unless the batches divide over a mesh, so that this shows before the data are read."""
+        """Raise `SpecError` unless the batches divide over a mesh. Reads no tokens."""
         fields = self.fields
         with self.document.errors_at("config.train"):
             layouts = list_batch_layouts(self.config, mesh, fields=fields)
@@ -464,7 +464,7 @@ class TrainSetupBuilder:
         """Build the setup on these devices. Allocates nothing.
 
         `share_ids` gives every host the range of token ids in the data, which only process 0 reads. It is called after
-        the checks of the spec, and before the vocabulary size is needed, which follows from the ids.
+        the checks of the spec, and before the vocabulary size, which is derived from the ids, is needed.
         """
         # Cheap checks first: reading the data may take minutes.
         self.validate_keys_read()
@@ -540,7 +540,7 @@ class TrainSetupBuilder:
         return self.config.data.has_tokens and (train_setup.num_logits or 0) >= self.vocabulary_size
 
     def validate_tasks(self, train_setup: TrainSetup) -> None:
-        """Raise `SpecError` if the spec asks a model for text that is no language model."""
+        """Raise `SpecError` if the spec asks for text from a model that is not a language model."""
         for key in ("samples", "multiple_choice"):
             if getattr(self.config.eval, key) and not self.is_language_model(train_setup):
                 reason = "needs a language model, and the job's model returns no logits (B, T, V); leave it out"
@@ -549,8 +549,8 @@ class TrainSetupBuilder:
     def validate_steps(self, train_setup: TrainSetup, micro_batch: int | None) -> None:
         """Trace the train step to find its errors before compilation; in a new run the validation step too.
 
-        A run is new if no micro-batch was chosen yet. A restart does not trace the validation step, because it would
-        delay every restart: an error in it is then found by the first evaluation.
+        A run is new if no micro-batch was chosen yet. A restart does not trace the validation step, to save time; an
+        error in it is then found by the first evaluation.
         """
         if micro_batch is None:
             self.validate_tasks(train_setup)
@@ -572,7 +572,7 @@ class TrainSetupBuilder:
             return train_setup.compile_to_fit(self.train_step, layouts, limit_bytes)
 
     def compile_val(self, train_setup: TrainSetup, layout: BatchLayout) -> jax.stages.Compiled:
-        """Compile the validation step beside a train step of this layout."""
+        """Compile the validation step that belongs to a train step of this layout."""
         abstract = merge_adapter(train_setup.abstract_state).replace(opt_state=(), riders={})
         return train_setup.compile_val(self.val_step, abstract, make_val_layout(self.config, layout))
 

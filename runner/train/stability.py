@@ -10,20 +10,22 @@ accepted steps; there is no spike before that many steps were accepted. This is 
 window holds accepted values only, so that a stretch of bad data cannot raise its own threshold; a lasting change of
 level ends the run after `max_consecutive_skips` instead of being accepted.
 
-**Roll-back.** The state counts the successive steps whose loss is above the threshold. Once the job has fetched
-`after_steps` of them, or at once a value that is not finite, it is rolled back: the batches from shortly before the
-first of these steps on are passed over, and the job goes on from a checkpoint before them (`BaseTrainer.roll_back`). It
-repeats the steps up to there with their own data, so its further course is a function of the spec alone: it does not
-depend on which checkpoints there were, when the values were fetched, or how often the job was killed. The protocol:
+**Roll-back.** The state counts the successive steps whose loss is above the threshold. When the job has fetched
+`after_steps` such losses, or a single value that is not finite, it is rolled back: it skips a range of batches that
+begins shortly before the first of these steps, and continues from a checkpoint before that range
+(`BaseTrainer.roll_back`). The steps between the checkpoint and the range are repeated with their own data. The
+trajectory is therefore a function of the spec alone: it does not depend on which checkpoints exist, when the values are
+fetched, or how often the job is killed. The protocol:
 
-1. Process 0 creates `roll_backs/<number>`, durably, and only once. From here on the roll-back is a fact.
-2. The newest checkpoint of a step that does not lie behind the beginning of the stretch is loaded. Later ones are
-   quarantined: they belong to a course that is given up. A start quarantines those that a kill has left.
-3. The stretch is written into the state, which is saved with it. A restored state lacks the newest stretches if it was
-   saved before them; they are added from the records.
+1. Process 0 creates `roll_backs/<number>`, durably, and only once. From this moment on every start completes the
+   roll-back.
+2. The newest checkpoint whose step is not after the beginning of the range is loaded. Later checkpoints belong to the
+   discarded trajectory and are quarantined, after a kill by the next start.
+3. The range is written into the state, and saved with it. A restored state lacks ranges of roll-backs after its save;
+   they are added from the records.
 
-The window holds the observed values themselves, and they are added in a fixed order. The decision is then the same on
-any number of devices on which the values are the same (`train.same_bits_devices`).
+The window holds the observed values, which are summed in a fixed order. If the values are the same on any number of
+devices (`train.same_bits_devices`), so are the decisions.
 
 Shape legend: N steps of the window.
 """
@@ -84,7 +86,7 @@ def make_stability(config: StabilityConfig) -> AuxiliaryState:
 
     def judge_skip(before: Any, outcome: StepOutcome) -> tuple[jax.Array, Any, Scalars]:
         is_finite = jnp.isfinite(outcome.loss) & jnp.isfinite(outcome.grad_norm)
-        # With non_finite: stop the host ends the run, whatever becomes of the state.
+        # With `non_finite: stop` the host ends the run, so the state does not matter.
         is_skipped = ~is_finite if skips_non_finite else jnp.bool_(False)
         after = {}
         if spike is not None:
@@ -92,7 +94,7 @@ def make_stability(config: StabilityConfig) -> AuxiliaryState:
             is_skipped |= is_finite & is_spike(before[_WINDOW], before[_ACCEPTED], value, spike.sigmas)
             is_accepted = is_finite & ~is_skipped & outcome.has_target
             after[_WINDOW], after[_ACCEPTED] = _push(before[_WINDOW], before[_ACCEPTED], value, is_accepted)
-        # A step without a target neither is skipped nor ends a series of skips.
+        # A step without a target neither counts as skipped nor ends a series of skips.
         is_skipped &= outcome.has_target
         after[_SKIPPED] = before[_SKIPPED] + is_skipped
         following = jnp.where(is_skipped, before[_CONSECUTIVE] + 1, 0)
@@ -123,23 +125,23 @@ Skips = tuple[tuple[int, int], ...]  # as in `DataPosition`
 
 
 def plan_roll_back(config: RollBackConfig, first: int, batch_examples: int, made: Skips) -> tuple[int, int]:
-    """Return (step, number of batches) of the stretch to pass over because of a spike.
+    """Return (first step, number of batches) of the range to skip because of a spike.
 
     Args:
         config: the policy.
         first: first step of the spike.
         batch_examples: examples of a step.
-        made: stretches of earlier roll-backs.
+        made: ranges of earlier roll-backs.
     """
-    # A stretch never begins before an earlier one, whose data would otherwise come back.
+    # A range never begins before an earlier one: otherwise the data of the earlier one would be used again.
     begin = max(first - 1 - config.steps_before, made[-1][0] if made else 0)
     return begin, first - 1 - begin + -(-config.skip_examples // batch_examples)
 
 
 def find_earliest_begin(state: TrainState, config: RollBackConfig) -> int:
-    """Return the earliest step to which a spike that lasts may take back a run with this state. Waits for the device.
+    """Return the earliest step to which a run with this state may be rolled back. Waits for the device.
 
-    The spike is the one that is running, or one that begins with the next step.
+    The cause would be the current spike, or one that begins with the next step.
     """
     own = state.riders[STABILITY]
     step, high = jax.device_get((state.step, own[_HIGH]))
@@ -147,17 +149,17 @@ def find_earliest_begin(state: TrainState, config: RollBackConfig) -> int:
 
 
 def record_roll_back(attempt: Attempt, record: JsonObject) -> None:
-    """Record a roll-back that has been decided, before anything is done. Process 0 only.
+    """Record a roll-back, before it is carried out. Process 0 only.
 
     Raises:
-        StateError: another roll-back has this number: the run has taken two courses.
+        StateError: another roll-back has this number, so the run has two different trajectories.
     """
     store, name = attempt.store, f"{ROLL_BACK_FOLDER}/{record['number']}"
     attempt.fence.check()
     try:
         create_file(store, name, encode_json(record | {"time": time.time(), "attempt": attempt.number}))
     except FileExistsError:
-        # A suspended process of an earlier attempt may have come to the same decision late.
+        # A suspended process of an earlier attempt may have recorded the same decision.
         known = read_roll_back(store, record["number"])
         if any(known.get(key) != record[key] for key in ("begin", "batches")):
             raise StateError(f"{store.url}/{name} has another stretch of data than this attempt found") from None
@@ -170,7 +172,7 @@ def _append_event(attempt: Attempt, record: JsonObject) -> None:
 
 
 def complete_roll_backs(attempt: Attempt) -> list[JsonObject]:
-    """Do what a killed attempt has left of a roll-back, and return all records. Process 0 only, before the restore."""
+    """Complete roll-backs of killed attempts, and return all records. Process 0 only, before the restore."""
     records = read_roll_backs(attempt.store)
     if not records:
         return []
@@ -186,19 +188,19 @@ def complete_roll_backs(attempt: Attempt) -> list[JsonObject]:
 
 
 def is_given_up(saved: Trajectory, step: int, records: Sequence[JsonObject]) -> bool:
-    """Return True if a state saved at `step` lies on a course that one of these roll-backs has given up."""
+    """Return True if a state saved at `step` was discarded by one of these roll-backs."""
     num_made = len(saved.get(ROLL_BACK_FOLDER, ()))
     return any(record["number"] > num_made and record["begin"] < step for record in records)
 
 
 def read_passed_over(state: TrainState) -> Skips:
-    """Return the stretches that the roll-backs in a state have passed over. Waits for the device."""
+    """Return the ranges skipped by the roll-backs in a state. Waits for the device."""
     rows = np.asarray(jax.device_get(state.riders[STABILITY][_PASSED_OVER])).tolist()
     return tuple((begin, number) for begin, number in rows if number)
 
 
 def replace_passed_over(state: TrainState, skips: Skips) -> TrainState:
-    """Return the state with these stretches. Every host makes its own shards."""
+    """Return the state with these skipped ranges. Every host makes its own shards."""
     rows = np.zeros((ROLL_BACKS_MAX, 2), np.int32)
     rows[: len(skips)] = skips
     own = state.riders[STABILITY]
@@ -222,7 +224,7 @@ def is_spike(window_N: jax.Array, num_accepted: jax.Array, value: jax.Array, sig
     # The barrier keeps XLA from fusing squares and sum to multiply-adds, which would depend on the code around them.
     squares_N = lax.optimization_barrier((window_N - mean) ** 2)
     deviation = jnp.sqrt(_sum_pairwise(squares_N) / (N - 1))
-    # Equal values have no scale by which another could be judged.
+    # If all values are equal, their deviation gives no threshold.
     return (num_accepted >= N) & (deviation > 0) & (value - mean > jnp.float32(sigmas) * deviation)
 
 

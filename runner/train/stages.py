@@ -1,9 +1,8 @@
 """Stages of a run (`config.stages`): their configs, their place in the trajectory, and their compiled steps.
 
 The config of stage i is the config of the run with the values of stages 1 to i in place of its own; stage 0 is the run
-before its first stage. Everything that a step depends on follows from the config of its stage, except for two things,
-which follow from the stages before it as well: where each source of data goes on (`Dataset.continue_stages`), and the
-learning rate (`make_stage_schedules`).
+before its first stage. A step depends only on the config of its stage, with two exceptions that also depend on earlier
+stages: the position in each source of data (`Dataset.continue_stages`), and the learning rate (`make_stage_schedules`).
 """
 
 import dataclasses
@@ -47,7 +46,7 @@ class RunStage:
         start: completed steps before it.
         stop: completed steps before the next stage, or the steps of the run; 0 in a run without stages, whose total may
             not be known yet.
-        config: config in force, without stages; its total is the end of the run by this stage.
+        config: config of the stage, with `stages` empty; its total is the total of the run as of this stage.
         document: origin of the config, for errors with a line.
         values: values that the stage sets, by dotted key below `config`.
         key: dotted key of the stage in the spec; empty for stage 0.
@@ -84,7 +83,7 @@ def make_stages(
     if not config.stages:
         return [RunStage(0, 0, 0, config, document, {})]
     starts, total = config.list_starts(), config.total_steps
-    # The stages of a batch ramp come first, and stand in no list.
+    # The stages of a batch ramp come first; they are not in `config.stages`.
     given = document.data["config"]
     num_ramp = len(config.stages) - len(given.get("stages") or [])
     first_batch = {"batch_ramp": None, "global_batch_examples": config.train.global_batch_examples}
@@ -104,7 +103,7 @@ def make_stages(
             reason = f"begins at step {start}, before the stage before it, at step {before}; put stages in order"
             problems.append(((*place, key), reason))
         elif start > end or start >= total:
-            # A stage at the very end of those before it may make the run longer.
+            # A stage may begin at the end of the run so far, and extend the run.
             reason = f"begins at step {start}, and the run ends at step {min(total, end)}; use an earlier start"
             problems.append(((*place, key), f"{reason}, or a longer total"))
         for name, value in stage.set.items():
@@ -172,7 +171,7 @@ def resolve_config(config: TrainerConfig[Any], stages: Sequence[RunStage]) -> Tr
 
 
 def format_rounded_starts(config: TrainerConfig[Any], stages: Sequence[RunStage]) -> list[str]:
-    """Return a line for each stage whose start in tokens lies inside of a step, and is therefore rounded up."""
+    """Return a line for each stage whose start in tokens is inside a step, and is therefore rounded up."""
     return [
         f"{stage.key}: {entry.from_tokens:,} tokens are reached within step {start.step}, so the stage begins after "
         f"it, at {start.units:,} tokens"
@@ -185,7 +184,7 @@ def format_rounded_starts(config: TrainerConfig[Any], stages: Sequence[RunStage]
 
 
 def list_schedule_stages(stages: Sequence[RunStage]) -> list[ScheduleStage]:
-    """Return what the learning rates of a run depend on."""
+    """Return the inputs of the learning rates of a run."""
     return [
         ScheduleStage(
             stage.start,
@@ -214,7 +213,7 @@ def make_schedules(stages: Sequence[RunStage]) -> list[optax.Schedule]:
 
 @dataclass(frozen=True)
 class TrajectoryPiece:
-    """Part of a trajectory: the keys in force from a step on.
+    """Part of a trajectory: its keys from one step until the next piece.
 
     Attributes:
         start: completed steps before it.
@@ -246,10 +245,10 @@ def find_first_change(
     get_num_examples: Callable[[], int],
     saved: Trajectory,
 ) -> int | None:
-    """Return the first step that is followed by another update than in a saved trajectory; None if there is none.
+    """Return the number of steps before the first update that differs from a saved trajectory; None if none differs.
 
-    Both are compared piece by piece. Keys that enter an update through the learning rate alone are compared by the
-    rates that they lead to.
+    Both are compared piece by piece. Keys that affect an update only through the learning rate are compared by the
+    resulting rates.
 
     Args:
         identities: start of each stage, and its part of the identity of the run.
@@ -275,7 +274,7 @@ def find_first_change(
         return None if math.isinf(first_other) else int(first_other)
     try:
         runs = [compute_run_rates(each, config, get_num_examples) for each in (saved, present)]
-    except (KeyError, ValueError):  # of a version that had other schedules
+    except (KeyError, ValueError):  # saved by a version with other schedules
         return 0
     steps = np.arange(max(total for _, total in runs))
     former, new = (rates(steps) for rates, _ in runs)
@@ -289,7 +288,7 @@ def compute_run_rates(
 ) -> tuple[Callable[[np.ndarray], np.ndarray], int]:
     """Return the learning rates of a trajectory by step, and its total number of steps.
 
-    The total is that of the config where no learning rate of the trajectory depends on it.
+    If no learning rate of the trajectory depends on the total, that of the config is returned.
     """
     stages: list[ScheduleStage] = []
     totals: Trajectory = {key: trajectory.get(f"config.{key}") for key in TOTAL_KEYS}
@@ -376,7 +375,7 @@ class RunningStage:
         return self._get_setup()
 
     def start_compiling(self, limit_bytes: int) -> Future[CompiledStep]:
-        """Compile the train step on a thread, at the first call, and return its future.
+        """Start to compile the train step on a thread at the first call, and return its future.
 
         If the stage is evaluated, the thread then compiles the validation step.
         """
@@ -419,7 +418,7 @@ class RunningStage:
         if not changes_arrays and not any(is_below(f"config.{key}", _STATE_KEYS) for key in self.plan.values):
             return
         if changes_arrays:
-            # The fields of the data are other ones, perhaps, and the job's code reads them.
+            # The data may have other fields, which the job's code reads.
             with self.plan.document.errors_at("config"):
                 try:
                     self.builder.trace(self.train_setup)
@@ -443,7 +442,7 @@ class RunningStage:
             raise self.plan.document.error("config", f"{reason}checkpoint.init_from")
 
     def find_restarts(self, dataset: Dataset) -> list[str]:
-        """Return a line for each source of its data set whose epoch begins anew, although an earlier stage had it."""
+        """Return a line for each source that starts a new epoch although an earlier stage had it."""
         return [
             f"{self.plan.key}: the epoch of {train.name} begins anew at step {self.start}, because its examples are "
             "others than those before (sequence length, packing or split)"
@@ -452,7 +451,7 @@ class RunningStage:
         ]
 
     def adopt(self, state: TrainState) -> TrainState:
-        """Return a state of any stage as one of this stage: the same arrays, for the functions of this stage."""
+        """Return a state of any stage with the (static) functions of this stage; the arrays are the same."""
         leaves, structure = jax.tree.flatten(state)
         own: Any = jax.tree.structure(self.train_setup.abstract_state)
         return state if structure == own else jax.tree.unflatten(own, leaves)

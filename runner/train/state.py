@@ -8,7 +8,7 @@ parameter that is not sharded over fsdp yet is sharded over it, along the larges
 balance the load of experts, are part of the train state: `forward` reads them and each step replaces them. The train
 state of a model without such collections has no leaf for them. A step updates them from sums over its whole global
 batch: `forward` returns a pytree for one micro-batch as meta `statistics`, and `BaseTrainer.update_variables` computes
-the next variables from the total. Counts are summed as integers, so that the split of the batch does not change a bit;
+the next variables from the total. Integers are summed as int32, so that the split of the batch does not change a bit;
 other statistics are summed in float32.
 
 Nothing here does I/O.
@@ -46,7 +46,7 @@ class TrainState(train_state.TrainState):
     """Flax's train state with the model's other variables and the auxiliary states.
 
     Attributes:
-        variables: collections of the model besides `params`; below `base` the frozen weights beside an adapter.
+        variables: collections of the model besides `params`; `base` holds the frozen weights of a run with an adapter.
         riders: auxiliary states by name, see `runner.train.auxiliary`. The name is part of leaf names in checkpoints.
         merge: arithmetic that merges the adapter `params` with `variables.base`; None without an adapter.
     """
@@ -113,7 +113,7 @@ def get_bound_module(apply_fn: Callable[..., Any]) -> Any:
 
 
 def validate_no_gradient(variables: Mapping[str, Any]) -> None:
-    """Raise `InvalidError` for variables whose gradients are their next values: a step would never update them."""
+    """Raise `InvalidError` for collections that Flax overwrites with gradients: a step would never update them."""
     if _OVERWRITTEN_BY_GRADIENT in variables:
         raise InvalidError(
             f"the model has variables {_OVERWRITTEN_BY_GRADIENT} (flax.linen.fp8_ops), whose gradients are their next "
@@ -142,7 +142,7 @@ def sum_statistics(meta: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
 
     def add(leaf: Any) -> jax.Array:
         is_float = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-        # Narrow types would overflow or round when many micro-batches are added.
+        # Sums over many micro-batches would overflow or round in narrower types.
         wide = jnp.asarray(leaf, jnp.float32 if is_float else jnp.int32)
         return wide if num_steps == 1 else jnp.sum(wide, axis=0)
 
@@ -160,7 +160,7 @@ def _fit_sharding(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> Na
     if all("fsdp" not in axes for axes in mesh_axes):
         num_shards = [math.prod(mesh.shape[axis] for axis in axes) for axes in mesh_axes]
         sizes = [size // number for size, number in zip(shape, num_shards, strict=True)]
-        # fsdp shards what the other axes have left, so its divisibility is that of the sizes per shard.
+        # fsdp must divide the shape of a shard along the other mesh axes.
         fitting = [index for index, size in enumerate(sizes) if size % mesh.shape["fsdp"] == 0]
         if fitting:
             # The largest dimension, so that shards stay large and the same rule fits every parameter.
@@ -303,8 +303,8 @@ def sharded_init(model: nn.Module, key: jax.Array, *args: Any, mesh: Mesh, **kwa
     shardings = compute_variable_shardings(jax.eval_shape(lambda key: model.init(key, *args, **kwargs), key), mesh)
 
     def init(key: jax.Array) -> Any:
-        # Without rules Flax adds no constraints. The constraint of an axis that is sharded here and not by the rules
-        # would have every device compute the whole array, in other fusions and with other last bits.
+        # Without rules Flax adds no constraints. If an axis is sharded here but not by the rules, its constraint would
+        # make every device compute the whole array, with other fusions and other last bits.
         with nn.logical_axis_rules(()):
             return nn.unbox(model.init(key, *args, **kwargs))
 
@@ -329,7 +329,7 @@ def make_state_from_variables(
     With `merge`, their `params` are an adapter.
     """
     params = variables[PARAMS]
-    # `TrainState.create` of Flax would make a Python integer of the step, which is weakly typed.
+    # Flax's `TrainState.create` would set `step` to a Python integer, which is weakly typed.
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         apply_fn=model.apply,

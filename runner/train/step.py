@@ -12,23 +12,23 @@ itself returns their number as meta `target_count` or `token_count`; then the su
 `statistics` are summed (see `runner.train.state`), and so are `sums` (see `runner.metrics.meta`); other meta is that of
 the last micro-batch. In a batch of arrays each real example is a target, unless `forward` counts them.
 
-A step whose batch has no target moves nothing: parameters, variables, moments, averages and auxiliary states stay as
-they are, and only `step` and the counts by which schedules are read go on (`skip_step`). Only data whose targets have
-weights can lack all of them, which the host sees in the batch, so such a step never runs the compiled program. If
-`forward` counts targets itself, only the device knows, and selects the state. An update is also conditional where an
-auxiliary state judges it (`runner.train.stability`).
+A step whose batch has no target updates nothing: parameters, variables, moments, averages and auxiliary states are
+unchanged, and only `step` and the counts of schedules advance (`skip_step`). A batch can lack targets only if the data
+have target weights. The host sees the weights in the batch, so such a step does not run the compiled train step. If
+`forward` counts targets itself, the count is known only on the device, which then selects between the old and the new
+state. An update is also conditional if an auxiliary state has a `judge` (`runner.train.stability`).
 
 A step can be replayed (`ReplayInputs`): the same program computes the gradients with each data shard on another device,
 and returns digests of them, before any sum over shards. The update is then applied only if both computations agree. The
-digest of an array is a sum of its words modulo 2^32, with a weight by position: it is the same in any order, and no
-flip of a single bit leaves it as it is.
+digest of an array is the sum of its words modulo 2^32, weighted by position. It does not depend on the order of
+additions, and every flip of a single bit changes it.
 
 There are two ways to sum over micro-batches (see `runner.parallel.reduction`): gradient accumulation with one gradient
 all-reduce over `data` per step, and a reduction whose order of additions does not depend on the number of devices
 (`train.same_bits_devices`).
 
 Shape legend: S accumulation steps (micro-batches), B examples, T sequence length, N data shards whose gradients are
-computed apart (`reduction.list_gradient_shards`), L arrays of gradients.
+computed separately (`reduction.list_gradient_shards`), L arrays of gradients.
 """
 
 import contextlib
@@ -107,8 +107,8 @@ class ReplayInputs:
 
     Attributes:
         action: `UPDATE`: a usual step; `COMPARE`: apply the update only if the digests of the gradients are `expected`,
-            and else return the state as it is; `DIGEST`: return the state as it is. int32.
-        shift: 0 to 2: number of shards by which the computation is moved: shard n is computed by the devices that have
+            and else return the unchanged state; `DIGEST`: return the unchanged state. int32.
+        shift: number of shards (0 to 2) by which the computation is moved: shard n is computed by the devices that hold
             shard n + shift, modulo N. int32.
         expected: digests by shard and array of gradients; uint32 (N, L).
     """
@@ -215,7 +215,7 @@ def train_step(
         )
         halves = None  # the config excludes the noise scale with same_bits_devices
         grads = reduction.replicate(grads)
-        # The order of the sums in a norm depends on the sharding, so norms are computed on one fixed layout of them.
+        # The order of the sums in a norm depends on the sharding, so norms are computed on replicated arrays.
         params_for_norms = state.params if options.norms == "none" else reduction.replicate_flat(state.params)
 
     # 2. Variables without gradient.
@@ -303,7 +303,7 @@ def apply_conditionally(
 def skip_step(
     state: TrainState, schedule: optax.Schedule | None, auxiliary_states: Sequence[AuxiliaryState] = ()
 ) -> tuple[TrainState, jax.Array, Meta]:
-    """Make a step over a batch without a target; returns what `train_step` does, with a `token_count` of 0. Pure."""
+    """Make a step over a batch without a target. Returns the same as `train_step`, with a `token_count` of 0. Pure."""
     rate = None if schedule is None else jnp.asarray(schedule(state.step), jnp.float32)
     after, zero = _count_step(state), jnp.float32(0)
     rate = find_injected_rate(after.opt_state) if rate is None else rate

@@ -2,11 +2,12 @@
 
 A TPU's compiler writes an estimate in cycles beside each op of its schedule. Their sum is the upper end of the forecast
 range. The lower end is the sum of the rooflines of the ops: each op runs as fast as matrix units and memory bandwidth
-allow. The input is text and the chip's peak figures, the output is numbers; the package knows no jax, model or spec.
+allow. The input is text and the chip's peak figures, the output is numbers; the package does not depend on jax, models
+or specs.
 
 Rules of the count:
 
-1. Every op of the schedule runs on the one compute lane, as often as loops, calls and conditionals execute it: a loop
+1. Every op of the schedule runs on a single compute lane, as often as loops, calls and conditionals execute it: a loop
    by its trip count, a conditional by its longest branch. A loop whose trip count is unknown counts once, and the
    forecast reports the number of such loops.
 2. Asynchronous work (copies between memories, collectives) runs on a lane of its own, one transfer after the other.
@@ -15,7 +16,7 @@ Rules of the count:
 3. The roofline of an op is the larger of two times: its matmuls at peak, with sizes padded to the width of a matrix
    unit, and its HBM traffic at the memory's bandwidth. A slice of a larger array, or an update in place, counts by its
    own size. Arrays in the chip's fast memory cause no HBM traffic.
-4. A kernel counts by the cost that it states; an attention kernel that states none, by its shapes and blocks.
+4. A kernel counts by its stated cost, an attention kernel without a stated cost by its shapes and blocks.
 5. An op without an estimate counts by its roofline at both ends of the range.
 
 - `hlo`: parser of HLO text: instructions, shapes, calls and loop trip counts

@@ -1,18 +1,18 @@
 """Cost of one run of an op: matmul FLOPs, HBM traffic, roofline time, and the compiler's own estimate.
 
 **Matmuls** are `dot`, `convolution`, library calls, and those within fusions. A TPU's compiler writes every matmul as a
-convolution. Batches, and the splitting or joining of sizes, appear there as windows: of the positions of such a window
-only those count that fall on a value, and not on padding or dilation.
+convolution. Batches, and the splitting or joining of sizes, appear there as windows. Only the positions of a window
+that fall on a value are counted, not those on padding or dilation.
 
-**Kernels** cost as much as they state. Attention kernels that state nothing are counted from their shapes. How well
-attention fills matrix units, which no kernel states, follows from the width of its heads. Attention kernels are assumed
-to be causal, as all those of this project are: the blocks of queries and keys above the diagonal are left out, and the
-block on the diagonal is computed whole.
+**Kernels** are counted by their stated cost, attention kernels without one by their shapes. The utilisation of matrix
+units by attention, which no kernel states, is computed from the width of its heads. Attention kernels are assumed to be
+causal, as all those of this project are: the blocks of queries and keys above the diagonal are left out, and the block
+on the diagonal is computed whole.
 
 **HBM traffic** is each operand read once and each result written once. A slice of a larger array counts by the size of
-the slice, and an update in place by the size of the update, inside a fusion too. The intermediate values of a fusion do
-not count, and neither does a collective that runs beside it, which counts on its links. Arrays in the chip's fast
-memory do not count, since the copy that brought them there counts by itself.
+the slice, and an update in place by the size of the update, inside a fusion too. Intermediate values of a fusion are
+not counted. Neither are a collective that runs beside a fusion, which is counted on its links, and arrays in the chip's
+fast memory, because the copy to that memory is counted separately.
 """
 
 import math
@@ -77,7 +77,7 @@ class Matmul:
 
     @property
     def flops(self) -> int:
-        """Number of multiplications and additions."""
+        """FLOPs: multiplications and additions."""
         return 2 * self.batch * self.m * self.n * self.k
 
     def count_padded_flops(self, width: int) -> int:

@@ -1,7 +1,7 @@
-"""Forecast of a program: range of its step time, where the time goes, and the memory that is alive meanwhile.
+"""Forecast of a program: range of its step time, breakdown of the time, and live memory over the step.
 
-Each op belongs to one part of the step. `classify_op` decides by what the op does and by the calls that led to it, in
-this order: the optimizer, whatever it does; kernels; ops that only save or read a slice of a stack; ops that only
+Each op belongs to one part of the step. `classify_op` decides by the operation of the op and the calls that led to it,
+in this order: everything called by the optimizer; kernels; ops that only save or read a slice of a stack; ops that only
 change a layout; matmuls; the loss; and the rest.
 """
 
@@ -166,7 +166,7 @@ class Forecast:
         ops: time of each op, most expensive first.
         timing: simulated schedule by the compiler's estimates.
         memory: live temporaries at each op.
-        has_estimates: the compiler has written estimates, and the clock that they count is known.
+        has_estimates: True if the compiler has written estimates, and the clock that they count is known.
         num_unknown: number of kernels of which only their arrays are known.
         num_endless: number of loops that count once, since their trip count is unknown.
         flops: FLOPs of all matmuls and kernels that a device runs, recomputation included.
@@ -307,7 +307,7 @@ def _count_endless_loops(module: HloModule, schedule: tuple[ScheduledOp, ...]) -
 
 
 def _find_origin(module: HloModule, op: Op) -> Op:
-    """Return the op that tells where an op comes from: itself, or the best one inside a fusion that has no origin."""
+    """Return the op with the origin of an op: itself, or the best one inside a fusion that has no origin."""
     inner = module.get_inner_computation(op)
     if not inner or parse_op_name(op.rest):
         return op

@@ -1,8 +1,8 @@
 """Parser of optimised HLO text: instructions, shapes, calls between computations, and loop trip counts.
 
 The text of a compiled program has the same form on CPU, GPU and TPU, apart from the variants that are handled here, and
-it can be read on a machine without these devices. The parser knows no jax, model or device. One pass over the text is
-enough, and the data that it keeps is small beside the text.
+it can be read on a machine without these devices. The parser does not depend on jax, models or devices. One pass over
+the text is enough, and the data that it keeps is small beside the text.
 
 How collectives are read:
 
@@ -302,7 +302,7 @@ def parse_program(text: str) -> HloProgram:
 
 
 def _parse_collective(instruction: Instruction) -> RawCollective | None:
-    """Return the collective that an instruction is or starts, None if it is no collective."""
+    """Return the collective that an instruction is or starts, None if it is not a collective."""
     opcode, rest = instruction.opcode, instruction.rest
     kind = opcode.removesuffix("-start")
     if kind in COLLECTIVE_KINDS:

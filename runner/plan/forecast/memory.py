@@ -1,8 +1,8 @@
-"""Live buffers in a device's HBM at each op, by the scheduled order: the temporaries of a step, and their peak.
+"""Live buffers (temporaries) in a device's HBM at each op of the schedule, and their peak.
 
 A result is alive from the op that makes it to the last op that uses it. The state of a loop has one buffer, and so has
-an array that is updated in place. The result of an elementwise op takes over the buffer of an operand of the same shape
-that nothing needs any more. Arguments, results of the whole program and constants are not temporaries. How a compiler
+an array that is updated in place. The result of an elementwise op reuses the buffer of an operand of the same shape
+that is no longer needed. Arguments, results of the whole program and constants are not temporaries. How a compiler
 packs buffers, and what it reserves beside them, is not modelled; compare with the compiler's own figure.
 """
 
@@ -24,7 +24,7 @@ _OPCODES_WITHOUT_BUFFER = {"parameter", "constant", "partition-id", "replica-id"
 _OPCODES_WITHOUT_BUFFER |= {"send", "recv", "recv-done", "send-done"}
 _INDEX = re.compile(r"\bindex=(\d+)")
 _ALIASED_OPERAND = re.compile(r"output_to_operand_aliasing=\{\{\}: \((\d+),")
-_NO_TEMPORARY = -1  # buffer number of a value that is no temporary of the computation
+_NO_TEMPORARY = -1  # buffer number of a value that is not a temporary of the computation
 
 _BufferTree = int | tuple["_BufferTree", ...]  # buffer number of an array, or those of a tuple
 
@@ -149,7 +149,7 @@ class _BufferAssignment:
                 del current[number]
 
     def _assign(self, op: Op, index: int) -> _BufferTree:
-        """Return the buffers of an op's result, new ones where it takes over none."""
+        """Return the buffers of an op's result, new ones where it reuses none."""
         operand = self.values.get(op.operands[0], _NO_TEMPORARY) if op.operands else _NO_TEMPORARY
         if op.opcode in _OPCODES_WITHOUT_BUFFER:
             return _NO_TEMPORARY
@@ -179,7 +179,7 @@ class _BufferAssignment:
         return tuple(leaves) if len(leaves) != 1 or (op.shape.startswith("(") and not is_start) else leaves[0]
 
     def _find_reused_buffer(self, op: Op, element: int, array: ArrayShape, index: int) -> int | None:
-        """Return the buffer of an operand that an element of the result takes over, None if it needs a new one."""
+        """Return the buffer of an operand that an element of the result reuses, None if it needs a new one."""
         aliased = _ALIASED_OPERAND.search(op.rest)
         # A kernel may state that it writes into an operand.
         updated = int(aliased[1]) if aliased else self._find_updated_operand(op, element)

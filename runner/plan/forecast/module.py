@@ -42,7 +42,7 @@ _FRAME_ID = re.compile(r"\bstack_frame_id=(\d+)")
 _STATED_SOURCE = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
 
-# The callers of these functions only traced the step and are no part of it.
+# The callers of these functions only traced the step and are not part of it.
 _OUTERMOST_FUNCTIONS = {"trace_train_step.<locals>.step", "lower_step"}
 
 _OTHER_MEMORY = re.compile(r"S\([1-9]\d*\)")
