@@ -173,7 +173,7 @@ class SupervisedRun:
         for process in range(self._num_processes) if self._num_replicas else ():
             steps &= {int(path.name) for path in fast.glob(f"*/*/copies/{process}/*[0-9]")}
         commits = [commit["step"] for commit in self.list_events("commit") if commit.get("tier") != "fast"]
-        return max(steps, default=0) > max(commits, default=10**6) and not list(fast.glob("**/*.tmp"))
+        return max(steps, default=0) > max(commits, default=10**6) and not list_temporary(fast)
 
     def _wait_for(self, happens: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _DEADLINE_SECONDS
@@ -182,6 +182,11 @@ class SupervisedRun:
             assert self._launcher.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(_POLL_SECONDS)
+
+
+def list_temporary(fast: Path) -> list[Path]:
+    """Return the parts and copies that are being written."""
+    return [*fast.glob("*/*/*.tmp"), *fast.glob("*/*/copies/*/*.tmp")]
 
 
 def measure(run: SupervisedRun, num_rounds: int, faults: dict[str, Fault]) -> list[Restart]:

@@ -211,7 +211,8 @@ class Cluster:
 
     def damage_fast_tier(self) -> None:
         """Cut a file of the fast tier short, a part or a copy of one, and kill -9 the process of a host."""
-        if files := [path for path in sorted(self.fast_tier.rglob("*")) if path.is_file()]:
+        # Directories come and go meanwhile, which `os.walk` passes over.
+        if files := sorted(Path(top) / name for top, _, names in os.walk(self.fast_tier) for name in names):
             path = self.chance.choice(files)
             with contextlib.suppress(OSError):
                 os.truncate(path, path.stat().st_size // 2)

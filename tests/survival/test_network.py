@@ -90,7 +90,8 @@ class Network:
         for host in range(3):
             subprocess.run(["ip", "netns", "delete", f"rhost{host}"], capture_output=True)
             shutil.rmtree(f"/etc/netns/rhost{host}", ignore_errors=True)
-        for device in ("rswitch", "rfar"):
+        # The kernel deletes the interfaces of a deleted host later, and the next test needs their names at once.
+        for device in ("rswitch", "rfar", *(f"rport{host}" for host in range(3))):
             subprocess.run(["ip", "link", "delete", device], capture_output=True)
 
 
