@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from runner.plan.forecast.cost import Matmul, compute_causal_share, count_moved_bytes, find_matmuls
+from runner.plan.forecast.cost import Matmul, compute_causal_share, compute_cost, count_moved_bytes, find_matmuls
 from runner.plan.forecast.module import HloModule, Op, load_module, parse_arrays
 from tests.plan.forecast.hlo_text import (
     NANO,
@@ -156,6 +156,23 @@ def test_a_matmul_of_8_bits_takes_the_time_of_its_own_peak() -> None:
     seconds = {name: rates.compute_seconds(Matmul(1, 10, 10, 10, name)) for name in (None, "s8", "f8e4m3fn")}
     assert [1 / (NANO * each) for each in seconds.values()] == pytest.approx([1 / 2000, 2 / 2000, 4 / 2000])
     assert make_rates().compute_seconds(Matmul(1, 10, 10, 10, "s8")) == seconds[None]
+
+
+@pytest.mark.parametrize(("name", "peak"), [("grouped", 2), ("attention", 1)])
+def test_a_kernel_of_two_operands_in_8_bits_takes_the_time_of_their_peak(name: str, peak: int) -> None:
+    stated = '"cost_estimate":{"flops":"5000","transcendentals":"0","bytes_accessed":"8"}'
+    lines = (
+        "%m = s32[4] parameter(1)",
+        "%a = s8[8,8] parameter(2)",
+        "%s = f32[8] parameter(3)",
+        "%b = s8[8] parameter(4)",
+    )
+    notes = f'custom_call_target="tpu_custom_call", backend_config={{"custom_call_config":{{{stated}}}}}'
+    module = make_module(*lines, f"%{name} = f32[8] custom-call(%m, %a, %s, %b), {notes}")
+    rates = replace(make_rates(), int8_per_second=2 * NANO)
+    cost = compute_cost(*parse_last_op(module), rates)
+    assert cost is not None
+    assert cost.low * NANO == pytest.approx(5000 / peak)
 
 
 def test_the_time_of_an_op_is_the_maximum_of_compute_and_traffic() -> None:
