@@ -62,6 +62,7 @@ _UPDATING_OPCODES = {"dynamic-update-slice", "scatter"}
 _ALIAS_OPCODES = {"bitcast", "reshape", "get-tuple-element"}
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_NO_ESTIMATE = 2**62  # cycles: libtpu writes the largest int64 for some fusions of a matmul with a part of a collective
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
@@ -421,7 +422,7 @@ def compute_cost(module: HloModule, op: Op, rates: DeviceRates) -> OpCost | None
     # Elementwise FLOPs are not counted: memory traffic bounds such ops.
     flops = sum(matmul.flops for matmul in matmuls)
     cycles = _CYCLES.search(op.rest)
-    if cycles is None or rates.clock_hertz is None:
+    if cycles is None or rates.clock_hertz is None or int(cycles[1]) >= _NO_ESTIMATE:
         return OpCost(low, low, "roofline", flops, moved)
     return OpCost(low, int(cycles[1]) / rates.clock_hertz, "estimate", flops, moved)
 

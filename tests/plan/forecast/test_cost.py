@@ -186,6 +186,14 @@ def test_the_time_of_an_op_is_the_maximum_of_compute_and_traffic() -> None:
     )
 
 
+def test_the_largest_number_of_cycles_is_no_estimate() -> None:
+    cost = compute_cost(
+        *parse_last_op(make_module(f"%y = f32[250] negate(%x), {format_cycles(2**63 - 1)}")), make_rates()
+    )
+    assert cost is not None
+    assert (cost.high, cost.basis) == (cost.low, "roofline")
+
+
 # Memory traffic.
 
 STACK, ROW = 4 * 12 * 100, 4 * 100
