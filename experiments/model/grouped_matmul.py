@@ -123,9 +123,10 @@ def apply_grouped(
         ends_E = jnp.cumsum(-(-counts_E // block))
         expert_N = jnp.sum(jnp.arange(num_blocks)[:, None] >= ends_E[:-1], axis=1, dtype=jnp.int32)
         num_slots, starts_E = num_blocks * block, block * (ends_E + counts_E // -block)
+        blocks = expert_N, ends_E[-1]
         matmul = GroupedMatmul(
-            Partial(functools.partial(blocked_matmul, block), expert_N, ends_E[-1]),
-            Partial(functools.partial(blocked_matmul_in_8_bits, block), expert_N, ends_E[-1]),
+            Partial(functools.partial(blocked_matmul, block), *blocks),
+            Partial(functools.partial(blocked_matmul_in_8_bits, block), *blocks),
         )
     layout = make_layout(jnp.where(is_kept_MxK, starts_E[experts_MxK] + rank_MxK, num_slots), num_slots)
     if matmul_type != "compute":
