@@ -586,15 +586,14 @@ class DecoderConfig(WidthScaledConfig):
 
     @property
     def quantised_parameters(self) -> float:
-        """Part of `layer_matmul_parameters` that `precision.matmul` quantises: without routers, experts."""
+        """Part of `layer_matmul_parameters` that `precision.matmul` quantises: without routers and gates."""
         # The projection of the embeddings of layers is computed before them.
         excluded: float = self.width * (self.layer_embedding_width or 0)
         if self.linear is not None:
             excluded += self.linear_share * 2 * self.linear.value_heads * self.width  # beta and decay
         if self.moe is not None:
-            routed = self.moe.experts_per_token * (self.num_input_matrices + 1) * self.expert_width * self.width
             sparse = (self.num_trained_layers - self.moe.dense_layers) / self.num_trained_layers
-            excluded += sparse * (routed + (self.moe.experts + self.moe.shared_gate) * self.width)
+            excluded += sparse * (self.moe.experts + self.moe.shared_gate) * self.width
         return self.layer_matmul_parameters - excluded
 
     @property

@@ -30,7 +30,8 @@ home. Between tokens and slots every array is gathered, and never scattered (`gr
 
 Matrices that are sharded over devices with other tokens (fsdp) are gathered, by expert first (`_gather_weights`), and
 gathered again in the backward pass: a device keeps only its shard. They are gathered here and not by the partitioner,
-so that their gradients are reduce-scattered; the partitioner would all-reduce them.
+so that their gradients are reduce-scattered; the partitioner would all-reduce them. If matmuls are in 8 bits, shards
+are quantised before they are gathered (`_gather_and_multiply_in_8_bits`).
 
 Shape legend: as in `grouped_matmul`; B sequences and T positions at hand, F width of the hidden layer, R slots
 received, W slots sent, S slots of one window, G devices of a group (e above), L experts of a device.
@@ -47,21 +48,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jax.tree_util import Partial
+from jax.typing import DTypeLike
 
 from experiments.model.grouped_matmul import (
+    BATCHED,
+    GroupedMatmul,
     GroupLayout,
-    Matmul,
     Multiply,
     apply_grouped,
-    batched_matmul,
     combine,
     dispatch,
     dispatch_weights,
+    find_tokens,
     make_layout,
     rank_assignments,
 )
 from experiments.model.layers import num_devices
+from experiments.model.quantised import TYPES, Quantised, quantise
+from runner.config import MatmulType
 from runner.parallel.mesh import list_axes
 
 Axes = tuple[str, ...]  # of the mesh
@@ -82,6 +86,7 @@ class ExpertLayer:
         capacity: most tokens that an expert takes of a sequence of `length`; None is no limit.
         length: length of a whole sequence.
         platform: platform that the program is compiled for.
+        matmul: type of the operands of matmuls.
     """
 
     expert: Expert
@@ -89,6 +94,7 @@ class ExpertLayer:
     capacity: int | None
     length: int
     platform: str
+    matmul: MatmulType = "compute"
 
     def max_tokens(self, num_sequences: int, num_positions: int) -> int | None:
         """Return the most tokens that an expert takes of these sequences; None if they are shards or have no limit."""
@@ -191,10 +197,10 @@ def compute_sharded_experts(
         max_tokens = layer.max_tokens(b, t)
         tokens = RoutedTokens(*(leaf.reshape(b * t, -1) for leaf in leaves))
         if num_devices(sharding.experts) == 1:
-            y_MxD = _compute_local(layer, max_tokens, 0, sharding.widths, shards, tokens)
+            y_MxD = _compute_local(layer, max_tokens, 0, sharding, shards, tokens)
         elif not sharding.exchange_axes:
             first = lax.axis_index(sharding.experts) * weights[0].shape[0]
-            y_MxD = _compute_local(layer, max_tokens, first, sharding.widths, shards, tokens)
+            y_MxD = _compute_local(layer, max_tokens, first, sharding, shards, tokens)
         elif max_tokens is not None:
             y_MxD = _exchange_fixed_slots(layer, max_tokens, sharding, shards, tokens)
         else:
@@ -271,29 +277,43 @@ def _make_shards(weights: Weights) -> list[WeightShard]:
     return [WeightShard(leaf, axis) for leaf, axis in zip(weights, (1, 2, None), strict=False)]
 
 
-def _make_expert(
-    layer: ExpertLayer, axes: Axes, shards: Weights
-) -> Callable[[jax.Array, jax.Array, Matmul], jax.Array]:
-    """Return the function of experts whose matrices are sharded over `axes`."""
+def make_expert(
+    expert: Expert, matmul_type: MatmulType, widths: Axes, columns: Axes, shards: Weights
+) -> Callable[[jax.Array, jax.Array, GroupedMatmul], jax.Array]:
+    """Return the function of experts whose matrices are sharded over the axes `widths`, and the hidden layer `columns`.
 
-    def apply(x_PxD: jax.Array, gates_P: jax.Array, matmul: Matmul) -> jax.Array:
+    Args:
+        expert: function of one expert.
+        matmul_type: type of the operands of matmuls, except for those of biases.
+        widths: axes of the residual stream, over which matrices are gathered.
+        columns: axes of the hidden layer, over which they are not.
+        shards: matrices as `join_matrices` returns them.
+    """
+
+    def apply(x_PxD: jax.Array, gates_P: jax.Array, matmul: GroupedMatmul) -> jax.Array:
         def multiply(x_PxI: jax.Array, shard: WeightShard) -> jax.Array:
-            return _gather_and_multiply(axes, shard.axis, matmul, x_PxI, shard.weights)
+            if matmul_type == "compute" or shard.axis is None:
+                if not widths:
+                    return matmul(x_PxI, shard.weights)
+                return _gather_and_multiply(widths, shard.axis, matmul.multiply, x_PxI, shard.weights)
+            form = EightBitForm(matmul_type, widths, columns, shard.axis)
+            tokens = matmul.tokens if shard.axis == 1 else None
+            return _gather_and_multiply_in_8_bits(form, matmul._replace(tokens=None), tokens, x_PxI, shard.weights)
 
-        return layer.expert(_make_shards(shards), x_PxD, gates_P, multiply)
+        return expert(_make_shards(shards), x_PxD, gates_P, multiply)
 
     return apply
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gather_and_multiply(axes: Axes, axis: int | None, matmul: Matmul, x_PxI: jax.Array, shard: jax.Array) -> jax.Array:
+def _gather_and_multiply(axes: Axes, axis: int | None, matmul: Any, x_PxI: jax.Array, shard: jax.Array) -> jax.Array:
     """Multiply by gathered matrices, which are gathered again in the backward pass."""
     product: jax.Array = matmul(x_PxI, _gather_weights(shard, axes, axis))
     return product
 
 
 def _gather_and_multiply_forward(
-    axes: Axes, axis: int | None, matmul: Matmul, x_PxI: jax.Array, shard: jax.Array
+    axes: Axes, axis: int | None, matmul: Any, x_PxI: jax.Array, shard: jax.Array
 ) -> tuple[jax.Array, Any]:
     return _gather_and_multiply(axes, axis, matmul, x_PxI, shard), (matmul, x_PxI, shard)
 
@@ -312,6 +332,82 @@ def _gather_and_multiply_backward(
 _gather_and_multiply.defvjp(_gather_and_multiply_forward, _gather_and_multiply_backward)
 
 
+class EightBitForm(NamedTuple):
+    """Static description of a matmul of experts from operands in 8 bits.
+
+    Attributes:
+        matmul: type of the operands.
+        widths, columns: mesh axes over which the residual stream and the hidden layer are sharded.
+        axis: axis of the matrices that is the residual stream; 3 - axis is the hidden layer.
+    """
+
+    matmul: MatmulType
+    widths: Axes
+    columns: Axes
+    axis: int
+
+    def quantise_slots(self, x_PxI: jax.Array, contracted: int, dtype: DTypeLike) -> Quantised:
+        """Return operands of a product along the axis `contracted` of the matrices in 8 bits."""
+        axes = self.columns if contracted != self.axis and num_devices(self.columns) > 1 else ()
+        return quantise(x_PxI, (1,), dtype, axes)
+
+    def gather_weights(self, shard: jax.Array, contracted: int) -> Quantised:
+        """Return whole matrices in 8 bits, with a scale that is shared along the axis `contracted`."""
+        shared_axes = self.widths if contracted == self.axis else self.columns
+        dtype = TYPES[self.matmul].forward
+        values, scale = quantise(shard, (contracted,), dtype, shared_axes if num_devices(shared_axes) > 1 else ())
+        # Collectives of floats in 8 bits do not exist everywhere.
+        whole = _gather_weights(lax.bitcast_convert_type(values, jnp.int8), self.widths, self.axis)
+        if contracted != self.axis:
+            scale = _gather_weights(scale, self.widths, self.axis)
+        return Quantised(lax.bitcast_convert_type(whole, dtype), scale)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather_and_multiply_in_8_bits(
+    form: EightBitForm, matmul: GroupedMatmul, tokens: Quantised | None, x_PxI: jax.Array, shard: jax.Array
+) -> jax.Array:
+    """Multiply from operands in 8 bits, by the recipe of `quantised`.
+
+    With the layout of the slots in `matmul`, what is the same for all slots of a token is quantised once: the tokens,
+    and the gradient of the sum over its experts. For that sum, the product of the matrices out of the hidden layer is
+    combined here.
+
+    Args:
+        form: static description.
+        matmul: layout.
+        tokens: `x` in 8 bits, if that exists already.
+        x_PxI: slots.
+        shard: shard of the matrices.
+    """
+    if tokens is None:
+        tokens = form.quantise_slots(x_PxI, 1, TYPES[form.matmul].forward)
+    y_PxO: jax.Array = matmul.multiply_in_8_bits(tokens, form.gather_weights(shard, 1), x_PxI.dtype)
+    return y_PxO if matmul.layout is None or form.axis == 1 else combine(y_PxO, matmul.layout)
+
+
+def _gather_and_multiply_in_8_bits_backward(
+    form: EightBitForm, residuals: Any, dy_PxO: jax.Array
+) -> tuple[None, None, jax.Array, jax.Array]:
+    matmul, x_PxI, shard = residuals
+    dy = form.quantise_slots(dy_PxO, 2, TYPES[form.matmul].gradient)
+    if matmul.layout is not None and form.axis == 2:
+        dy, dy_PxO = jax.tree.map(lambda leaf: leaf[find_tokens(matmul.layout)], (dy, dy_PxO))
+    dx_PxI = matmul.multiply_in_8_bits(dy, form.gather_weights(shard, 2), x_PxI.dtype, is_transposed=True)
+    dwhole = matmul.differentiate_weights(x_PxI, dy_PxO, shard.shape[0])
+    (dshard,) = jax.linear_transpose(lambda shard: _gather_weights(shard, form.widths, form.axis), shard)(dwhole)
+    return None, None, dx_PxI, dshard
+
+
+_gather_and_multiply_in_8_bits.defvjp(
+    lambda form, matmul, tokens, x_PxI, shard: (
+        _gather_and_multiply_in_8_bits(form, matmul, tokens, x_PxI, shard),
+        (matmul, x_PxI, shard),
+    ),
+    _gather_and_multiply_in_8_bits_backward,
+)
+
+
 # Without an exchange, and with fixed slots.
 
 
@@ -319,7 +415,7 @@ def _compute_local(
     layer: ExpertLayer,
     max_tokens: int | None,
     first: int | jax.Array,
-    axes: Axes,
+    sharding: ExpertSharding,
     shards: Weights,
     tokens: RoutedTokens,
 ) -> jax.Array:
@@ -331,10 +427,11 @@ def _compute_local(
         experts_MxK,
         tokens.gates,
         tokens.is_kept & (experts_MxK >= 0) & (experts_MxK < num_local),
-        _make_expert(layer, axes, shards),
+        make_expert(layer.expert, layer.matmul, sharding.widths, sharding.columns, shards),
         num_experts=num_local,
         most_tokens=max_tokens,
         platform=layer.platform,
+        matmul_type=layer.matmul,
     )
 
 
@@ -357,7 +454,8 @@ def _exchange_fixed_slots(
         return received_GxLxSxD.swapaxes(0, 1).reshape(num_slots, -1)
 
     x_RxD, gates_Rx1 = send(dispatch(tokens.x, layout)), send(dispatch_weights(tokens.gates, layout)[:, None])
-    y_RxD = _make_expert(layer, sharding.widths, shards)(x_RxD, gates_Rx1[:, 0], Partial(batched_matmul))
+    apply = make_expert(layer.expert, layer.matmul, sharding.widths, sharding.columns, shards)
+    y_RxD = apply(x_RxD, gates_Rx1[:, 0], BATCHED)
     y_GxLxSxD = y_RxD.reshape(num_local, -1, max_tokens, D).swapaxes(0, 1)
     return combine(_all_to_all(y_GxLxSxD.reshape(num_slots, D), axes), layout)
 
@@ -380,7 +478,7 @@ class ExchangeRounds(NamedTuple):
 
     layer: ExpertLayer
     axes: Axes  # of the group
-    widths: Axes  # over which matrices are sharded
+    sharding: ExpertSharding
     window: int  # slots of a window
 
 
@@ -402,7 +500,7 @@ def _exchange_in_rounds(
     # Every device runs as many rounds as the one that needs most: rounds contain collectives.
     num_rounds = lax.pmax(-(-jnp.max(sent_G) // window), axes)
     counts = ExchangeCounts(*layout, sent_G, received_GxL, num_rounds)
-    rounds = ExchangeRounds(layer, axes, sharding.widths, window)
+    rounds = ExchangeRounds(layer, axes, sharding, window)
     return _run_rounds(rounds, tokens.x, tokens.gates, tuple(shards), counts)
 
 
@@ -428,7 +526,7 @@ def _run_rounds(
     shards: tuple[jax.Array, ...],
     counts: ExchangeCounts,
 ) -> jax.Array:
-    weights = _gather_joined(rounds.widths, shards)
+    weights = _gather_joined(rounds.sharding.widths, shards)
 
     def add(number: jax.Array, sum_MxD: jax.Array) -> jax.Array:
         return sum_MxD + _run_round(rounds, counts, number, x_MxD, gates_MxK, weights).astype(jnp.float32)
@@ -447,7 +545,7 @@ def _run_rounds_forward(rounds: ExchangeRounds, *arrays: Any) -> tuple[jax.Array
 
 def _run_rounds_backward(rounds: ExchangeRounds, residuals: Any, dy_MxD: jax.Array) -> tuple[Any, Any, Any, None]:
     x_MxD, gates_MxK, shards, counts = residuals
-    weights, scatter = jax.vjp(functools.partial(_gather_joined, rounds.widths), shards)
+    weights, scatter = jax.vjp(functools.partial(_gather_joined, rounds.sharding.widths), shards)
     inputs = x_MxD, gates_MxK, weights
 
     def add(number: jax.Array, sums: Any) -> Any:
@@ -472,7 +570,7 @@ def _run_round(
     weights: tuple[jax.Array, ...],
 ) -> jax.Array:
     """Return what the assignments in one window of each pair of devices add to the sums of their tokens, (M, D)."""
-    layer, axes, _, window = rounds
+    layer, axes, sharding, window = rounds
     num_local = counts.received.shape[1]
     first = number * window
     layout = _make_window_layout(counts, first, window)
@@ -490,10 +588,11 @@ def _run_round(
         expert_Rx1,
         gates_RxK,
         expert_Rx1 < num_local,
-        functools.partial(layer.expert, weights),
+        make_expert(layer.expert, layer.matmul, (), sharding.columns, weights),
         num_experts=num_local,
         most_tokens=None,
         platform=layer.platform,
+        matmul_type=layer.matmul,
     )
     return combine(swap(y_RxD, received_G, sent_G), layout)
 

@@ -29,6 +29,7 @@ from experiments.model.expert_parallel import (
     compute_sharded_experts,
     get_token_axes,
     join_matrices,
+    make_expert,
 )
 from experiments.model.grouped_matmul import Multiply, apply_grouped
 from experiments.model.layers import (
@@ -43,7 +44,9 @@ from experiments.model.layers import (
     with_axes,
 )
 from experiments.model.platform import platform
+from experiments.model.quantised import get_matmul_type
 from runner.errors import InvalidError
+from runner.parallel.mesh import list_axes
 from runner.spec import Auto, FrozenModel
 
 BALANCE = "balance"  # the variable collection of the router's biases
@@ -339,13 +342,13 @@ def compute_experts(
     device has all experts for itself: it all-gathers them and reduce-scatters their gradients, which the partitioner
     would all-reduce.
     """
-    mesh, target = jax.sharding.get_abstract_mesh(), platform() or jax.default_backend()
+    mesh, target, matmul = jax.sharding.get_abstract_mesh(), platform() or jax.default_backend(), get_matmul_type()
     expert = functools.partial(_expert_mlp, activation)
     arrays = x_BxTxD, routing.experts, routing.weights, routing.is_kept
     if _is_sharded() or num_shards("embed") > 1:
         length = x_BxTxD.shape[1]
         capacity = None if config.capacity_factor is None else config.capacity(length)
-        layer = ExpertLayer(expert, config.experts, capacity, length, target)
+        layer = ExpertLayer(expert, config.experts, capacity, length, target, matmul)
         return constrain_stream(compute_sharded_experts(*arrays, weights, biases, layer))
 
     def compute(
@@ -358,10 +361,11 @@ def compute_experts(
             experts_MxK,
             gates_MxK,
             is_kept_MxK,
-            functools.partial(expert, join_matrices(weights, biases)),
+            make_expert(expert, matmul, (), list_axes(tensor), join_matrices(weights, biases)),
             num_experts=config.experts,
             most_tokens=None if config.capacity_factor is None else B * config.capacity(T),
             platform=target,
+            matmul_type=matmul,
         )
         y_BxTxD = y_MxD.reshape(B, T, D)
         return jax.lax.psum(y_BxTxD, tensor) if tensor else y_BxTxD

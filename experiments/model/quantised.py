@@ -19,6 +19,10 @@ nearest needs no random numbers; stochastic rounding would need them for each to
 Inside of `use_matmul_type` every `multiply` is quantised. Models enter it for their layers alone, so embedding and head
 stay in the compute type; routers, gates and other narrow matmuls never call `multiply`.
 
+Routed experts (`expert_parallel`) differ in one point: the gradient of x quantises w a second time, with one scale for
+each row. A column's scale would be another factor for each token, by its expert, and dy would have to be multiplied by
+an array of its own size before rounding. A row's scale is applied to the sums.
+
 Libraries. Qwix 0.1.8 finds matmuls by replacing functions of JAX in the whole process, and recognises weights by the
 identity of the parameter, which is lost after a cast. Its functions with quantised gradients are private, and scale
 the gradient of w over tokens. AQT 0.9.0 is being removed from its main user in favour of Qwix (maxtext#3912), and
@@ -47,16 +51,15 @@ _current: contextvars.ContextVar[MatmulType] = contextvars.ContextVar("matmul_ty
 
 
 class EightBitTypes(NamedTuple):
-    """Types of operands and of the accumulator."""
+    """Types of operands."""
 
     forward: DTypeLike
     gradient: DTypeLike
-    accumulator: DTypeLike
 
 
 TYPES = {
-    "int8": EightBitTypes(jnp.int8, jnp.int8, jnp.int32),
-    "float8": EightBitTypes(jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float32),
+    "int8": EightBitTypes(jnp.int8, jnp.int8),
+    "float8": EightBitTypes(jnp.float8_e4m3fn, jnp.float8_e5m2),
 }
 
 
@@ -73,6 +76,11 @@ def use_matmul_type(matmul: MatmulType) -> Iterator[None]:
 def get_matmul_type() -> MatmulType:
     """Return the type of `use_matmul_type`; `compute` outside of it."""
     return _current.get()
+
+
+def get_accumulator(dtype: DTypeLike) -> DTypeLike:
+    """Return the type in which products of such operands are summed."""
+    return jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else jnp.float32
 
 
 class Quantised(NamedTuple):
@@ -132,7 +140,7 @@ def _multiply_forward(
     types, first = TYPES[matmul], x_TxI.ndim - num_contracted
     x_axes, kernel_axes = tuple(range(first, x_TxI.ndim)), tuple(range(num_contracted))
     x, kernel = quantise(x_TxI, x_axes, types.forward), quantise(kernel_IxO, kernel_axes, types.forward)
-    sums_TxO = _dot(x.values, kernel.values, (x_axes, kernel_axes), types.accumulator)
+    sums_TxO = _dot(x.values, kernel.values, (x_axes, kernel_axes), get_accumulator(types.forward))
     num_columns = kernel_IxO.ndim - num_contracted
     token_scale = x.scale.reshape(*x_TxI.shape[:first], *[1] * num_columns)
     y_TxO = sums_TxO.astype(jnp.float32) * token_scale * kernel.scale.reshape(kernel_IxO.shape[num_contracted:])
@@ -151,7 +159,7 @@ def differentiate_in_8_bits(
     scaled_TxO = dy_TxO.astype(jnp.float32) * kernel.scale.reshape(dy_TxO.shape[first:])
     dy = quantise(scaled_TxO, columns, types.gradient)
     kernel_columns = tuple(range(num_contracted, kernel.values.ndim))
-    sums_TxI = _dot(dy.values, kernel.values, (columns, kernel_columns), types.accumulator)
+    sums_TxI = _dot(dy.values, kernel.values, (columns, kernel_columns), get_accumulator(types.gradient))
     dx_TxI = sums_TxI.astype(jnp.float32) * dy.scale.reshape(*x_TxI.shape[:first], *[1] * num_contracted)
     dkernel_IxO = _dot(x_TxI, dy_TxO, (tokens, tokens), None)
     return dx_TxI.astype(x_TxI.dtype), dkernel_IxO

@@ -134,10 +134,21 @@ JOB_KINDS = {
     # Large matrices make the gradients of a delta rule sensitive to rounding: a factor of 3 to some 1e-3.
     "linear": JobKind(PretrainDecoder, HYBRID, PACKED, frozenset({"sequence"}), 1.0),
     "int8": JobKind(PretrainGPT, {}, {"precision.matmul": "int8", "memory.remat": "dots"}, **FLIPS),
+    # A value of a hidden layer is one of 16: a token that flips moves the gradients of its two experts by 7e-3.
     "int8, sparse": JobKind(
-        PretrainDecoder, {"moe": EXPERTS | SIGMOID} | FURTHER, PACKED | {"precision.matmul": "int8"}, **FLIPS
+        PretrainDecoder,
+        {"moe": EXPERTS | SIGMOID} | FURTHER,
+        PACKED | {"precision.matmul": "int8"},
+        **FLIPS | {"gradient": 1e-2},
     ),
     "float8": JobKind(PretrainDecoder, LATENT, {"precision.matmul": "float8"}, **FLIPS),
+    # Neighbours in float8 are farther apart than in int8: up to 2e-2.
+    "float8, with capacity": JobKind(
+        PretrainDecoder,
+        {"moe": EXPERTS | {"capacity_factor": 1.0}},
+        {"precision.matmul": "float8"},
+        **FLIPS | {"gradient": 3e-2},
+    ),
     "int8, adapter": JobKind(
         PretrainGPT,
         {},

@@ -62,6 +62,7 @@ _UPDATING_OPCODES = {"dynamic-update-slice", "scatter"}
 _ALIAS_OPCODES = {"bitcast", "reshape", "get-tuple-element"}
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_NO_ESTIMATE = 2**62  # cycles: libtpu writes the largest int64 for some fusions of a matmul with a part of a collective
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
@@ -131,8 +132,11 @@ def _parse_dot(module: HloModule, op: Op, pattern: re.Pattern[str]) -> Matmul:
 
 
 def _find_8bit_type(module: HloModule, op: Op) -> str | None:
-    """Return the type of the first operand of a matmul, None unless both operands have 8 bits."""
-    operands = [parse_arrays(operand.shape) for operand in module.get_operands(op)[:2] if operand is not None]
+    """Return the type of the first of two operands of a matmul that have 8 bits, None unless there are two.
+
+    A kernel has further operands: tables, scales.
+    """
+    operands = [parse_arrays(operand.shape) for operand in module.get_operands(op) if operand is not None]
     found = [arrays[0].dtype for arrays in operands if arrays and arrays[0].dtype.startswith(("s8", "f8"))]
     return found[0] if len(found) == 2 else None
 
@@ -357,9 +361,13 @@ class DeviceRates:
 
     def compute_seconds(self, matmul: Matmul) -> float:
         """Return the time of a matmul at the peak for its operands."""
-        is_integer = matmul.dtype is not None and matmul.dtype.startswith("s8")
-        rate = None if matmul.dtype is None else self.int8_per_second if is_integer else self.float8_per_second
-        return matmul.count_padded_flops(self.matrix_unit_width) / (rate or self.flops_per_second)
+        return matmul.count_padded_flops(self.matrix_unit_width) / self.get_flops_per_second(matmul.dtype)
+
+    def get_flops_per_second(self, dtype: str | None) -> float:
+        """Return the peak for operands of a type of 8 bits; None stands for more bits."""
+        is_integer = dtype is not None and dtype.startswith("s8")
+        rate = None if dtype is None else self.int8_per_second if is_integer else self.float8_per_second
+        return rate or self.flops_per_second
 
 
 @dataclass(frozen=True)
@@ -391,7 +399,8 @@ def compute_cost(module: HloModule, op: Op, rates: DeviceRates) -> OpCost | None
     moved = count_moved_bytes(module, op)
     if is_kernel(op):
         stated = _STATED_COST.search(op.rest)
-        attention = _count_attention_flops(module, op, rates.matrix_unit_width) if is_attention_kernel(op) else None
+        is_attention = is_attention_kernel(op)
+        attention = _count_attention_flops(module, op, rates.matrix_unit_width) if is_attention else None
         if stated:
             # A kernel states FLOPs without padding; the shapes tell by how much padding raises them.
             flops = int(stated[1])
@@ -404,14 +413,16 @@ def compute_cost(module: HloModule, op: Op, rates: DeviceRates) -> OpCost | None
         has_stated_bytes = stated is not None and stated[2] is not None
         if stated is not None and has_stated_bytes:
             moved = min(moved, int(stated[2]))
-        seconds = max(padded / rates.flops_per_second, moved / rates.hbm_bytes_per_second)
+        # Operands of 8 bits of an attention kernel are tables of blocks.
+        peak = rates.get_flops_per_second(None if is_attention else _find_8bit_type(module, op))
+        seconds = max(padded / peak, moved / rates.hbm_bytes_per_second)
         return OpCost(seconds, seconds, "stated" if has_stated_bytes else "shapes", flops, moved)
     matmuls = find_matmuls(module, op)
     low = max(sum(map(rates.compute_seconds, matmuls)), moved / rates.hbm_bytes_per_second)
     # Elementwise FLOPs are not counted: memory traffic bounds such ops.
     flops = sum(matmul.flops for matmul in matmuls)
     cycles = _CYCLES.search(op.rest)
-    if cycles is None or rates.clock_hertz is None:
+    if cycles is None or rates.clock_hertz is None or int(cycles[1]) >= _NO_ESTIMATE:
         return OpCost(low, low, "roofline", flops, moved)
     return OpCost(low, int(cycles[1]) / rates.clock_hertz, "estimate", flops, moved)
 

@@ -22,3 +22,4 @@ def interpreted_products(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = import_for_tpu("jax.experimental.pallas.ops.tpu.megablox.gmm")
     for name in ("gmm", "tgmm"):
         monkeypatch.setattr(kernel, name, functools.partial(getattr(kernel, name), interpret=True))
+    monkeypatch.setattr(kernel.pl, "pallas_call", functools.partial(kernel.pl.pallas_call, interpret=True))

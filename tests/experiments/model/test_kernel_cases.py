@@ -24,6 +24,7 @@ from experiments.model.attention import (
     splash_attention,
 )
 from experiments.model.decoder import PretrainDecoder
+from experiments.model.quantised import Quantised
 from runner.train import kernel_check
 from runner.train.kernel_check import (
     EXACT_TOLERANCE,
@@ -192,6 +193,15 @@ def make_case(kernel: str, dtype: Any = jnp.float32, **options: Any) -> KernelCa
     if kernel == "ragged_matmul":
         slots, experts = jax.ShapeDtypeStruct((200, 16), dtype), jax.ShapeDtypeStruct((6, 16, 24), dtype)
         return grouped_matmul._make_case(slots, experts)
+    if kernel == "ragged_matmul_in_8_bits":
+        options = {"is_transposed": False, "types": (jnp.int8, jnp.int8), "inputs": 16} | options
+        inputs = options["inputs"]
+        shapes = (200, inputs), (6, 24, inputs) if options["is_transposed"] else (6, inputs, 24)
+        x, w = (
+            Quantised(jax.ShapeDtypeStruct(shape, each), None)  # type: ignore[arg-type]
+            for shape, each in zip(shapes, options["types"], strict=True)
+        )
+        return grouped_matmul.make_8_bit_case(x, w, dtype, options["is_transposed"])
     q, k, v = (jax.ShapeDtypeStruct((8, 1000, heads, 16), dtype) for heads in (4, 2, 2))
     one = {"fused_attention": FUSED, "splash_attention": SPLASH}[kernel]
     chosen: Any = {"window": 300, "softcap": None, "scale": None} | options
@@ -206,7 +216,7 @@ def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "TPU_BLOCK_TOKENS", (128,))
 
 
-SLOW = ("splash_attention", "ragged_matmul")
+SLOW = ("splash_attention", "ragged_matmul", "ragged_matmul_in_8_bits")
 KERNELS = ("rotate_by_matmul", "take_rows_sorted", "fused_attention", *SLOW)
 
 
@@ -218,6 +228,24 @@ def test_a_right_kernel_passes_its_case(
     case = make_case(kernel, dtype)
     assert case.kernel == kernel
     assert run_case(case) == ""
+
+
+@pytest.mark.parametrize("types", [(jnp.int8, jnp.int8), (jnp.float8_e5m2, jnp.float8_e4m3fn)], ids=["int8", "float8"])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_both_forms_of_the_kernel_of_8_bits_pass(types: Any, is_transposed: bool, interpreted_products: None) -> None:
+    case = make_case("ragged_matmul_in_8_bits", types=types, is_transposed=is_transposed)
+    assert run_case(case) == ""
+
+
+@pytest.mark.parametrize("size", [16, 1100])
+def test_a_wrong_scale_of_experts_fails_its_case(
+    size: int, interpreted_products: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case("ragged_matmul_in_8_bits", is_transposed=True, inputs=size)
+    assert run_case(case) == ""
+    find = grouped_matmul._find_own_slots
+    monkeypatch.setattr(grouped_matmul, "_find_own_slots", lambda *arrays: jnp.roll(find(*arrays), 1, axis=1))
+    assert "relative error" in run_case(case)
 
 
 def test_a_case_keeps_blocks_padding_and_the_edge_of_a_window(short_blocks: None) -> None:

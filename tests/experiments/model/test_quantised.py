@@ -13,6 +13,7 @@ from jax.extend.core import jaxprs_in_params
 from experiments.gpt import GPT, GPTConfig
 from experiments.model.config import DecoderConfig
 from experiments.model.decoder import Decoder
+from experiments.model.moe import MoeConfig, Routing, compute_experts
 from experiments.model.quantised import multiply, use_matmul_type
 from runner.config import MemoryConfig
 from tests.support.sharded_step import DECODER, EXPERTS, HYBRID, LATENT
@@ -91,6 +92,51 @@ def test_an_undefined_value_shows_in_its_token_alone(matmul: str, value: float) 
     assert (differentiate(matmul, 1, 0 * x, w, 0 * dy)[0] == 0).all()
 
 
+@pytest.mark.parametrize("capacity", [None, 1.0])
+@pytest.mark.parametrize("matmul", TYPES)
+def test_experts_follow_the_recipe(matmul: str, capacity: float | None) -> None:
+    (forward_limit, gradient_limit), (forward, gradient) = LIMITS[matmul], DTYPES[matmul]
+    random, E, D, F = np.random.default_rng(0), 2, 16, 8
+    into, out, x, dy = (random.normal(size=shape) for shape in ((E, D, F), (E, F, D), (1, T, D), (1, T, D)))
+    into, out, x, dy = (array.astype(np.float32) for array in (into, out, x, dy))
+    experts, gates = np.array([1, 0, 1]), np.array([0.5, 2.0, 1.0], np.float32)
+    kept = np.ones((1, T, 1), bool)
+    routing = Routing(experts[None, :, None], gates[None, :, None], kept, kept, gates[None, :, None])
+    config = MoeConfig(experts=E, experts_per_token=1, capacity_factor=capacity and E * capacity)
+
+    @jax.jit
+    def differentiate_experts(*arrays):
+        def compute(x, into, out):
+            return compute_experts(x, routing, [into, out], [], config, "squared_relu")
+
+        with use_matmul_type(matmul):
+            y, pull_back = jax.vjp(compute, *arrays[:3])
+        return y, *pull_back(arrays[3])
+
+    want = [np.zeros_like(array, np.float64) for array in (x, x, into, out)]
+    for token, (expert, gate) in enumerate(zip(experts, gates, strict=True)):
+
+        def multiply(row, w, axis, is_forward):
+            """Return a row times a matrix, or its transpose, from operands in 8 bits."""
+            limit, dtype = (forward_limit, forward) if is_forward else (gradient_limit, gradient)
+            values, scale = round_to(row, -1, limit, dtype)
+            w_values, w_scale = round_to(w, axis, forward_limit, forward)
+            w_values = (w_values * w_scale).T if axis else w_values * w_scale
+            return (values * scale) @ w_values
+
+        row, dy_D = x[0, token], dy[0, token]
+        both = multiply(row, into[expert], 0, True)
+        hidden = (np.maximum(both, 0) ** 2 * gate).astype(np.float32)
+        want[0][0, token] = multiply(hidden, out[expert], 0, True)
+        dhidden = multiply(dy_D, out[expert], 1, False)
+        want[3][expert] += np.outer(hidden, dy_D)
+        dboth = (dhidden * gate * 2 * np.maximum(both, 0)).astype(np.float32)
+        want[1][0, token] = multiply(dboth, into[expert], 1, False)
+        want[2][expert] += np.outer(row, dboth)
+    for found, wanted in zip(differentiate_experts(x, into, out, dy), want, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
 def make_gpt(matmul: str) -> GPT:
     return GPT(GPTConfig(layers=2, heads=2, width=32), 64, 16, memory=MemoryConfig(remat="dots"), matmul=matmul)
 
@@ -123,18 +169,18 @@ def count_dots(model):
 
 
 LINEAR = {key: HYBRID[key] for key in ("linear", "head_dim")} | {"layer_pattern": ["linear"]}
-# Model -> its matmuls in 8 bits, each with one forward and one for the gradient of its input.
+# Model -> its matmuls in 8 bits, each with one forward and one for the gradient of its input, and those recomputed.
 QUANTISED = {
-    "gpt": (make_gpt, 6),
-    "llama": (make_decoder, 7),
-    # All but the routed experts and the router.
-    "experts": (functools.partial(make_decoder, moe=EXPERTS | {"shared_experts": 1}), 4 + 3),
+    "gpt": (make_gpt, 6, 0),
+    "llama": (make_decoder, 7, 0),
+    # All but the router. The product into the hidden layer of experts is not kept.
+    "experts": (functools.partial(make_decoder, moe=EXPERTS | {"shared_experts": 1}), 4 + 3 + 2, 1),
     # Queries and keys and values have latents; keys and values are made by one matrix.
-    "latent": (functools.partial(make_decoder, **LATENT | {"layer_loop": "scan", "neftune_alpha": 0.0}), 5 + 3),
+    "latent": (functools.partial(make_decoder, **LATENT | {"layer_loop": "scan", "neftune_alpha": 0.0}), 5 + 3, 0),
     # All but beta and decay of a linear layer.
-    "linear": (functools.partial(make_decoder, **LINEAR), 5 + 3),
+    "linear": (functools.partial(make_decoder, **LINEAR), 5 + 3, 0),
     # The layer of the decoder, and another one with the projection of its input.
-    "further": (functools.partial(make_decoder, layers=1, extra_predictions=1), 7 + 7 + 1),
+    "further": (functools.partial(make_decoder, layers=1, extra_predictions=1), 7 + 7 + 1, 0),
 }
 
 
@@ -145,8 +191,8 @@ DAILY = ("gpt", "llama")
     "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.soak) for name in QUANTISED]
 )
 def test_the_matmuls_of_layers_are_in_8_bits(name: str) -> None:
-    make, number = QUANTISED[name]
-    assert count_dots(make("float8")) == {"float8_e4m3fn": number, "float8_e5m2": number}
+    make, number, recomputed = QUANTISED[name]
+    assert count_dots(make("float8")) == {"float8_e4m3fn": number + recomputed, "float8_e5m2": number}
 
 
 @pytest.mark.soak

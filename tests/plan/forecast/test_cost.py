@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from runner.plan.forecast.cost import Matmul, compute_causal_share, count_moved_bytes, find_matmuls
+from runner.plan.forecast.cost import Matmul, compute_causal_share, compute_cost, count_moved_bytes, find_matmuls
 from runner.plan.forecast.module import HloModule, Op, load_module, parse_arrays
 from tests.plan.forecast.hlo_text import (
     NANO,
@@ -158,6 +158,23 @@ def test_a_matmul_of_8_bits_takes_the_time_of_its_own_peak() -> None:
     assert make_rates().compute_seconds(Matmul(1, 10, 10, 10, "s8")) == seconds[None]
 
 
+@pytest.mark.parametrize(("name", "peak"), [("grouped", 2), ("attention", 1)])
+def test_a_kernel_of_two_operands_in_8_bits_takes_the_time_of_their_peak(name: str, peak: int) -> None:
+    stated = '"cost_estimate":{"flops":"5000","transcendentals":"0","bytes_accessed":"8"}'
+    lines = (
+        "%m = s32[4] parameter(1)",
+        "%a = s8[8,8] parameter(2)",
+        "%s = f32[8] parameter(3)",
+        "%b = s8[8] parameter(4)",
+    )
+    notes = f'custom_call_target="tpu_custom_call", backend_config={{"custom_call_config":{{{stated}}}}}'
+    module = make_module(*lines, f"%{name} = f32[8] custom-call(%m, %a, %s, %b), {notes}")
+    rates = replace(make_rates(), int8_per_second=2 * NANO)
+    cost = compute_cost(*parse_last_op(module), rates)
+    assert cost is not None
+    assert cost.low * NANO == pytest.approx(5000 / peak)
+
+
 def test_the_time_of_an_op_is_the_maximum_of_compute_and_traffic() -> None:
     lines = ("%a = f32[10,1000] parameter(1)", "%b = f32[1000,10] parameter(2)")
     product = "%y = f32[10,10] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, " + format_cycles(1)
@@ -167,6 +184,14 @@ def test_the_time_of_an_op_is_the_maximum_of_compute_and_traffic() -> None:
         4 * (1000 + 10000 + 10),
         1,
     )
+
+
+def test_the_largest_number_of_cycles_is_no_estimate() -> None:
+    cost = compute_cost(
+        *parse_last_op(make_module(f"%y = f32[250] negate(%x), {format_cycles(2**63 - 1)}")), make_rates()
+    )
+    assert cost is not None
+    assert (cost.high, cost.basis) == (cost.low, "roofline")
 
 
 # Memory traffic.
