@@ -135,6 +135,40 @@ class FastTier:
             os.rename(self.directory / temporary, self.directory / str(step))
         fsync(self.directory)
 
+    def receive(
+        self, stream: BinaryIO, step: int, files: Mapping[str, int], guard: contextlib.AbstractContextManager[None]
+    ) -> None:
+        """Receive a part from another process. Raises `ValueError` or `OSError`, with nothing of it left.
+
+        Args:
+            stream: connection, from which the content of the files is read.
+            step: step of the part.
+            files: size in bytes of each file.
+            guard: entered while the part is made visible; an error that it raises prevents that.
+        """
+        # What a peer sends is data: no name may lead out of the directory, and no size may fill the disk.
+        sizes = {_validate_name(name): int(size) for name, size in files.items()}
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if min(sizes.values(), default=0) < 0 or sum(sizes.values()) > shutil.disk_usage(self.directory).free:
+            raise ValueError(f"{self.directory} has no room for a part of {sum(sizes.values()):,} bytes")
+        # The thread is in the name because a transfer that was given up may still be writing.
+        temporary = self.directory / f"{step}.{threading.get_ident()}.tmp"
+        try:
+            for name, size in sizes.items():
+                (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                with (temporary / name).open("wb") as file:
+                    left = size
+                    while left:
+                        chunk = stream.read(min(left, _CHUNK_BYTES))
+                        if not chunk:
+                            raise ValueError(f"the connection was closed in the middle of {name}")
+                        file.write(chunk)
+                        left -= len(chunk)
+            self.publish(temporary.name, step, guard)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        self.delete_old()
+
     def delete_old(self) -> None:
         """Delete all but the newest `NUM_KEPT_STEPS` and `pinned_steps`."""
         self._delete([step for step in self._list_present()[:-NUM_KEPT_STEPS] if step not in self.pinned_steps])
@@ -591,9 +625,8 @@ class Replicas:
         if request["kind"] == "put":
             if owner not in self._owners:
                 raise ValueError(f"process {self._hosts.process_id} holds no copies for process {owner}")
-            copies = self._open_copies(owner)
-            _receive_part(stream, copies.directory, step, request["files"], self.hold_generation(request["generation"]))
-            copies.delete_old()
+            guard = self.hold_generation(request["generation"])
+            self._open_copies(owner).receive(stream, step, request["files"], guard)
             _write_line(stream, {"error": None})
         else:
             directory = self._get_directory(owner) / str(step)
@@ -657,42 +690,3 @@ def _validate_name(name: Any) -> str:
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or {".", ".."} & set(name.split("/")):
         raise ValueError(f"a part cannot contain a file {name!r}")
     return name
-
-
-def _receive_part(
-    stream: BinaryIO,
-    directory: Path,
-    step: int,
-    files: Mapping[str, int],
-    guard: contextlib.AbstractContextManager[None] | None = None,
-) -> None:
-    """Receive a part as `directory`/`step`. Raises `ValueError` or `OSError`, with nothing left there.
-
-    Args:
-        stream: connection, from which the content of the files is read.
-        directory: directory of the parts.
-        step: step of the part.
-        files: size in bytes of each file.
-        guard: entered while the part is made visible; an error that it raises prevents that.
-    """
-    # What a peer sends is data: no name may lead out of the directory, and no size may fill the disk.
-    sizes = {_validate_name(name): int(size) for name, size in files.items()}
-    directory.mkdir(parents=True, exist_ok=True)
-    if min(sizes.values(), default=0) < 0 or sum(sizes.values()) > shutil.disk_usage(directory).free:
-        raise ValueError(f"{directory} has no room for a part of {sum(sizes.values()):,} bytes")
-    # The thread is in the name because a transfer that was given up may still be writing.
-    temporary = directory / f"{step}.{threading.get_ident()}.tmp"
-    try:
-        for name, size in sizes.items():
-            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            with (temporary / name).open("wb") as file:
-                left = size
-                while left:
-                    chunk = stream.read(min(left, _CHUNK_BYTES))
-                    if not chunk:
-                        raise ValueError(f"the connection was closed in the middle of {name}")
-                    file.write(chunk)
-                    left -= len(chunk)
-        FastTier(directory).publish(temporary.name, step, guard)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
