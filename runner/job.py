@@ -277,7 +277,7 @@ class RestoreableJob:
         self.run_earlier_jobs(hosts, stop, clock)
         incidents = IncidentRecorder()
         watchdog = Watchdog(
-            hosts, self.spec.deadlines, clock, incidents.on_verdict, incidents.on_straggler, incidents.on_progress
+            hosts, self.spec.deadlines, clock, incidents.on_diagnosis, incidents.on_straggler, incidents.on_progress
         )
         with watchdog as progress:
             if hosts.num_processes > 1:

@@ -858,7 +858,7 @@ class BaseTrainer(RestoreableJob):
         incidents = IncidentRecorder()
         # Each job has a watchdog of its own, and these checks wait for process 0 and its storage too.
         with Watchdog(
-            hosts, self.spec.deadlines, clock, incidents.on_verdict, incidents.on_straggler, incidents.on_progress
+            hosts, self.spec.deadlines, clock, incidents.on_diagnosis, incidents.on_straggler, incidents.on_progress
         ):
             names = hosts.run_on_main(self.find_untokenised)
             if not names:
