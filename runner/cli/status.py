@@ -23,7 +23,7 @@ from rich.text import Text
 
 from runner.cli.arguments import StatusArguments
 from runner.console import finish_output
-from runner.distributed.clock import TimeBucket
+from runner.distributed.clock import TimeCategory
 from runner.errors import EXIT_DONE, InvalidError, RetryableError, RunnerError
 from runner.history.goodput import list_restarts
 from runner.history.ledger import get_float, to_single_line
@@ -37,7 +37,7 @@ from runner.storage import JsonObject, Store, open_store
 
 WATCH_SECONDS = 2.0
 _MAX_ATTEMPTS, _MAX_CHECKPOINTS, _MAX_NOTICES, _MAX_HOSTS, _MAX_CHANGES = 8, 5, 5, 4, 8
-_MIN_SHOWN_SECONDS = 0.05  # of a bucket of the wall time
+_MIN_SHOWN_SECONDS = 0.05  # of a category of the wall time
 _PLOT_COLUMNS, _PLOT_ROWS = 60, 6
 _BAR_COLUMNS = 24
 _BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bit of each dot, by row and column of a cell
@@ -162,12 +162,12 @@ def draw(history: History) -> RenderableType:
     lost = f", {history.lost_steps:,} steps lost" if history.lost_steps else ""
     parts.append(_title(f"goodput {history.goodput:.1%} of {format_duration(history.wall_seconds)}{lost}"))
     table = _table("left", "right", "right", "left")
-    for bucket, seconds in history.seconds.items():
-        if seconds >= _MIN_SHOWN_SECONDS or bucket in (TimeBucket.STEPS, TimeBucket.UNATTRIBUTED):
+    for category, seconds in history.seconds.items():
+        if seconds >= _MIN_SHOWN_SECONDS or category in (TimeCategory.STEPS, TimeCategory.UNATTRIBUTED):
             # A run that has just been claimed has a wall time of 0.
             share = seconds / (history.wall_seconds or 1.0)
-            bar = Text(_bar(share), "green" if bucket is TimeBucket.STEPS else "yellow")
-            table.add_row(bucket.value.replace("_", " "), format_duration(seconds), f"{share:.1%}", bar)
+            bar = Text(_bar(share), "green" if category is TimeCategory.STEPS else "yellow")
+            table.add_row(category.value.replace("_", " "), format_duration(seconds), f"{share:.1%}", bar)
     parts.append(table)
 
     parts.append(_title(_count("attempt", len(history.attempts), _MAX_ATTEMPTS)))
@@ -184,8 +184,8 @@ def draw(history: History) -> RenderableType:
     parts.append(table)
     if restarts := list_restarts(history.attempts):
         times = [
-            f"{bucket.value.replace('_', ' ')} {format_duration(seconds)}"
-            for bucket, seconds in restarts[-1][1].items()
+            f"{category.value.replace('_', ' ')} {format_duration(seconds)}"
+            for category, seconds in restarts[-1][1].items()
             if seconds >= _MIN_SHOWN_SECONDS
         ]
         totals = [sum(seconds.values()) for _, seconds in restarts]

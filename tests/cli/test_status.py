@@ -15,7 +15,7 @@ from rich.console import Console
 from runner.cli import status
 from runner.cli.app import main, run_command
 from runner.cli.status import draw, format_amount, format_duration
-from runner.distributed.clock import TimeBucket
+from runner.distributed.clock import TimeCategory
 from runner.history.reader import HistoryReader, read_history
 from runner.history.records import History, RunState, to_json
 from runner.storage import LocalStore, encode_line
@@ -118,7 +118,7 @@ def test_the_json_contains_the_same_records_as_valid_json(run: Path, capsys: pyt
     assert found.keys() == expected.keys()
     assert found["attempts"] == expected["attempts"]
     assert found["row"]["train/x"] is None
-    assert set(found["seconds"]) == {bucket.value for bucket in TimeBucket}
+    assert set(found["seconds"]) == {category.value for category in TimeCategory}
 
 
 def write_hostile_texts(directory: Path) -> None:
