@@ -26,7 +26,7 @@ from runner.checkpoint.manifest import read_committed
 from runner.checkpoint.save import SaveContents
 from runner.config import ModelConfig, TrainerConfig
 from runner.console import say, warn
-from runner.data import TRAIN, DataPosition, Dataset, Ranges, SeekablePrefetcher, has_targets
+from runner.data import TRAIN, DataPosition, Dataset, SeekablePrefetcher, SkippedBatches, SkippedExamples, has_targets
 from runner.data.array_examples import describe_slowest_read
 from runner.data.open_source import RawText, restore_text, split_text
 from runner.distributed.agreement import Hosts
@@ -84,15 +84,14 @@ from runner.train.optimizer import SPEC
 from runner.train.report import Report
 from runner.train.setup import StageContext, TrainSetup, TrainSetupBuilder, get_tokens
 from runner.train.stability import (
-    Skips,
     complete_roll_backs,
     find_earliest_begin,
-    is_given_up,
+    is_discarded,
     make_stability,
     plan_roll_back,
-    read_passed_over,
+    read_skipped_batches,
     record_roll_back,
-    replace_passed_over,
+    replace_skipped_batches,
 )
 from runner.train.stages import (
     CompiledStage,
@@ -178,7 +177,7 @@ class BaseTrainer(RestoreableJob):
         type(self).config = self.stages[0].config
         self.topology = spec.topology
         self.hooks = load_hooks(self.document, spec.hook_entries, self)
-        self.passed_over: Skips = ()  # by roll-backs
+        self.skipped_batches: tuple[SkippedBatches, ...] = ()  # by roll-backs
         self.roll_back_records: list[JsonObject] = []
         self.setup_builder = TrainSetupBuilder(
             document=self.document,
@@ -202,7 +201,8 @@ class BaseTrainer(RestoreableJob):
         self._limit_bytes = 0  # memory of a device that a step may use
         self._is_just_restored = False
         self._verified_step = 0  # last step that a replay has verified, or from which this attempt has begun
-        self._stage_datasets: dict[tuple[Skips, int], Dataset] = {}  # by skipped ranges of data, and stage
+        # By skipped ranges of data, and stage.
+        self._stage_datasets: dict[tuple[tuple[SkippedBatches, ...], int], Dataset] = {}
 
     # Methods for an experiment to override.
 
@@ -395,7 +395,7 @@ class BaseTrainer(RestoreableJob):
     @property
     def data_position(self) -> DataPosition:
         """Position in the data by step, with the ranges skipped by the spec and by roll-backs."""
-        return DataPosition(tuple(sorted((*self.setup_builder.data_position.skips, *self.passed_over))))
+        return DataPosition(tuple(sorted((*self.setup_builder.data_position.skipped, *self.skipped_batches))))
 
     def run(self) -> None:
         """Train to the end: exactly `total_steps` steps in all, over any number of attempts."""
@@ -514,7 +514,7 @@ class BaseTrainer(RestoreableJob):
         Raises:
             DivergedError: the run was rolled back too often, or has no such checkpoint.
         """
-        policy, hosts, made = self.config.stability.roll_back, self.attempt.hosts, self.passed_over
+        policy, hosts, made = self.config.stability.roll_back, self.attempt.hosts, self.skipped_batches
         assert policy is not None, "only a job with this policy finds spikes"
         if len(made) >= policy.at_most:
             tried = ", ".join(f"{number} batches after step {begin}" for begin, number in made)
@@ -560,16 +560,16 @@ class BaseTrainer(RestoreableJob):
         self._is_just_restored, self._verified_step = True, self.step
         if self.config.stability.roll_back is None:
             return
-        saved = read_passed_over(self.state)
+        saved = read_skipped_batches(self.state)
         newer = [record for record in self.roll_back_records if record["number"] > len(saved)]
         if newer and newer[0]["number"] > len(saved) + 1:
             raise ResumeError(
                 f"{self.store.url}: {ROLL_BACK_FOLDER}/{len(saved) + 1} is missing, and step {self.step} was "
                 "saved before that roll-back; restore the file"
             )
-        self.passed_over = (*saved, *((record["begin"], record["batches"]) for record in newer))
+        self.skipped_batches = (*saved, *(SkippedBatches(record["begin"], record["batches"]) for record in newer))
         if newer:
-            self.state = replace_passed_over(self.state, self.passed_over)
+            self.state = replace_skipped_batches(self.state, self.skipped_batches)
         self.checkpointer.set_identity(self.identity())
 
     def start_hooks(self) -> None:
@@ -665,7 +665,7 @@ class BaseTrainer(RestoreableJob):
             (lambda: self.vocabulary_size) if number else None,
         )
 
-    def count_stage_examples(self, number: int, step: int | None = None) -> tuple[int, Ranges]:
+    def count_stage_examples(self, number: int, step: int | None = None) -> tuple[int, Sequence[SkippedExamples]]:
         """Return (number of examples of a stage's data up to `step`, ranges of those that were skipped).
 
         `step` is by default the end of the stage.
@@ -673,13 +673,13 @@ class BaseTrainer(RestoreableJob):
         stage = self.stages[number]
         # Without stages `stage.stop` is 0, and the caller passes `step`.
         end = stage.stop if step is None else step
-        skips = self.data_position.skips
-        own = DataPosition(tuple((begin - stage.start, length) for begin, length in skips if begin >= stage.start))
+        skipped = [each for each in self.data_position.skipped if each.begin >= stage.start]
+        own = DataPosition(tuple(each._replace(begin=each.begin - stage.start) for each in skipped))
         return own.count_examples(end - stage.start, stage.config.train.global_batch_examples)
 
     def get_stage_dataset(self, number: int) -> Dataset:
         """Return the data set of a stage, whose sources continue at the positions that earlier stages have reached."""
-        key = self.data_position.skips, number
+        key = self.data_position.skipped, number
         if key not in self._stage_datasets:
             # A roll-back in one stage moves the position in the data of the later ones.
             earlier = [(self.get_stage_dataset(each), *self.count_stage_examples(each)) for each in range(number)]
@@ -1051,15 +1051,15 @@ class BaseTrainer(RestoreableJob):
         return dataclasses.replace(
             whole,
             find_first_change=find_first,
-            is_given_up=lambda saved, step: is_given_up(saved, step, self.roll_back_records),
+            is_discarded=lambda saved, step: is_discarded(saved, step, self.roll_back_records),
         )
 
     def identity(self) -> Trajectory:
         """Return the keys that identify the trajectory, with those of data, vocabulary, hooks and frozen weights."""
         keys = super().identity() | self.hooks.identity()
         keys |= {"config.data": self.dataset.fingerprint} | self.setup_builder.base_identity
-        if self.passed_over:
-            keys |= {ROLL_BACK_FOLDER: [[*each] for each in self.passed_over]}
+        if self.skipped_batches:
+            keys |= {ROLL_BACK_FOLDER: [[*each] for each in self.skipped_batches]}
         if len(self.stages) > 1:
             # The data of a stage are compared by their content too.
             keys["config.stages"] = [

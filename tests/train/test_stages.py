@@ -504,8 +504,8 @@ def count_sources(data: Dataset, first: int, count: int) -> list[tuple[str, int]
     return [(train.source.fingerprint, train.order[train.first_example + index]) for train, index in found]
 
 
-def test_data_passed_over_around_a_border_are_those_of_its_stages(tmp_path: Path) -> None:
-    """A run reads and passes over together what a run without ranges reads, source by source and in its order."""
+def test_data_skipped_around_a_border_are_those_of_its_stages(tmp_path: Path) -> None:
+    """A run reads and skips together what a run without ranges reads, source by source and in its order."""
     stages = [
         {"from_step": 20, "set": {"data.mixture.0.weight": 3.0}},
         {"from_step": 50, "set": {"train.global_batch_examples": 16}},
