@@ -26,6 +26,7 @@ from runner.errors import InvalidError, SpecError, format_error, suggest_choices
 from runner.optim.config import ScheduleConfig
 from runner.run.fence import RunIdentity
 from runner.spec import Document, Trajectory, flatten, is_below, validate_config
+from runner.storage import JsonObject
 from runner.train.compile import CompiledStep
 from runner.train.optimizer import ScheduleStage, compute_rates, make_stage_schedules
 from runner.train.setup import TrainSetup, TrainSetupBuilder
@@ -139,7 +140,7 @@ def make_stages(
                 raise own.error("config.schedule", f"from step {starts[number].step} on, {error}") from error
         dumped = own_config.model_dump(mode="json")
         # Values with all defaults, so that equal ones are equal in the trajectory however they are written.
-        values: Trajectory = {}
+        values: JsonObject = {}
         for key, value in stage.set.items():
             parts = () if key in TOTAL_KEYS else key.split(".")
             begin = value if key in TOTAL_KEYS else dumped
@@ -291,7 +292,7 @@ def compute_run_rates(
     If no learning rate of the trajectory depends on the total, that of the config is returned.
     """
     stages: list[ScheduleStage] = []
-    totals: Trajectory = {key: trajectory.get(f"config.{key}") for key in TOTAL_KEYS}
+    totals: JsonObject = {key: trajectory.get(f"config.{key}") for key in TOTAL_KEYS}
     if not any(totals.values()):
         totals = {key: getattr(config.train, key.partition(".")[2]) for key in TOTAL_KEYS}
     start = units = units_per_step = 0
