@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from runner.console import format_duration
 from runner.dashboard.charts import CHARTS, HIDDEN_KEYS, LOSS, TIME, Point, RunCurves, ThinnedSeries, find_chart
 from runner.dashboard.reader import RunSnapshot, find_differences
 from runner.distributed.clock import TimeCategory
@@ -449,16 +450,6 @@ def get_state_class(history: History) -> str:
 def format_number(value: float | None, form: str) -> str:
     """Return a number in the format `form`, "" if it is unknown or not finite."""
     return "" if value is None or not math.isfinite(value) else format(value, form)
-
-
-def format_duration(seconds: float | None) -> str:
-    """Return a duration in days, hours, minutes or seconds, "" if it is unknown."""
-    if seconds is None or not math.isfinite(seconds):
-        return ""
-    for name, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {name}"
-    return f"{seconds:.1f} s"
 
 
 def _format_devices(attempt: AttemptRecord) -> str:
