@@ -148,7 +148,7 @@ class EarlyEstimate:
 
         Where libtpu is available, meshes are tried with the compiler until one avoids the problem.
         """
-        if not warning.is_of_mesh:
+        if not warning.is_avoidable:
             return ""
         near = self._list_near_meshes()
         # Fake CPU devices do not show what the compiler of the chip does with small shards.
