@@ -141,8 +141,8 @@ def format_summary(history: History) -> list[str]:
     attempts = history.attempts
     states = ", ".join(f"{count} {state}" for state, count in Counter(each.state.value for each in attempts).items())
     times = [
-        f"{bucket.value.replace('_', ' ')} {value:.1f} s"
-        for bucket, value in history.seconds.items()
+        f"{category.value.replace('_', ' ')} {value:.1f} s"
+        for category, value in history.seconds.items()
         if value >= _MIN_SHOWN_SECONDS
     ]
     return [

@@ -29,6 +29,7 @@ from runner.optim.config import OPTIMIZERS, SCHEDULES, OptimizerConfig, Schedule
 from runner.run.events import ROLL_BACKS_MAX
 from runner.spec import Auto, FrozenModel, JobConfig, Trajectory, is_below, is_class_path
 from runner.spec.document import dump_yaml
+from runner.storage import JsonObject
 
 DEFAULT_SOURCE = "python-stdlib"
 Unit = Literal["tokens", "examples"]  # in which the length of a run is counted: examples where the data are arrays
@@ -166,7 +167,7 @@ class DataConfig(TokenSource):
         default="none",
         description="Text between two text files: nothing (one file runs into the next), a newline, or a zero byte.",
     )
-    tokenise: Trajectory | None = Field(
+    tokenise: JsonObject | None = Field(
         default=None,
         description="Every source is text, which is tokenised before the first step: the keys of `config` of a "
         "`Tokenise` job besides `source` and `output`. null: sources hold tokens, or files of text without documents.",
@@ -337,7 +338,7 @@ class BatchRampConfig(FrozenModel):
             )
         return self
 
-    def list_stages(self, batch_examples: int) -> list[Trajectory]:
+    def list_stages(self, batch_examples: int) -> list[JsonObject]:
         """Return the stages of the ramp; the last of them has the whole batch."""
         key, length = ("from_step", self.over_steps) if self.over_tokens is None else ("from_tokens", self.over_tokens)
         assert length is not None, "the ramp has one of the two"
@@ -468,7 +469,7 @@ class StageConfig(FrozenModel):
     from_tokens: PositiveInt | None = Field(
         default=None, description="Tokens after which the stage begins, rounded up to a whole step."
     )
-    set: Trajectory = Field(
+    set: JsonObject = Field(
         min_length=1,
         description="New values by dotted key below `config`; each replaces the whole value of its key. The column "
         "*in a stage* of the reference says which keys a stage may set.",
@@ -1031,9 +1032,9 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         changes_data = any(key == "seed" or is_below(key, ("data",)) for key in keys)
         return [*keys, *(["config.data", *(["config.stages"] if self.stages else [])] if changes_data else [])]
 
-    def list_stage_values(self, keys: Sequence[str], saved: Trajectory, step: int) -> Trajectory:
+    def list_stage_values(self, keys: Sequence[str], saved: Trajectory, step: int) -> JsonObject:
         """Return the `set` of a stage that begins at `step` and gives these keys their values in this config."""
-        values: Trajectory = {}
+        values: JsonObject = {}
         dumped = self.model_dump(mode="json", exclude_defaults=True)
         for key in keys:
             section, name, *_ = key.split(".")

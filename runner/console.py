@@ -8,12 +8,15 @@ its output calls `finish_output` to learn of it.
 output, the others to standard error. They are printed unchanged until a job is about to run and calls
 `configure_console`. From then on the job's own loggers are printed to the same streams, and unprintable characters of
 all records are escaped. A secret that was passed to `hide_secret` is always printed as `***`.
+
+`format_duration` formats the durations that the views of a run show.
 """
 
 import errno
 import io
 import json
 import logging
+import math
 import os
 import re
 import select
@@ -165,6 +168,20 @@ def write_text(text: str) -> bool:
 def warn(line: str) -> None:
     """Print a line to standard error, if anyone still reads it."""
     LOGGER.warning("%s", line)
+
+
+def format_duration(seconds: float | None) -> str:
+    """Return `8.2 s`, `4 min 10 s`, `3 h 5 min` or `12 d 4 h`; `?` if it is not finite, and "" for None."""
+    if seconds is None:
+        return ""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 60:
+        return f"{max(seconds, 0.0):.1f} s"
+    # Upper limit of a form, then the unit, size and remainder that it shows: minutes up to 100 min, hours up to 3 days.
+    limits = ((6000, "min", 60, "s", 1), (72 * 3600, "h", 3600, "min", 60), (math.inf, "d", 86400, "h", 3600))
+    _, large, size, small, part = next(limit for limit in limits if seconds < limit[0])
+    return f"{seconds // size:,.0f} {large} {seconds % size // part:.0f} {small}"
 
 
 def _replace_secrets(text: str) -> str:

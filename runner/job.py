@@ -38,7 +38,7 @@ from runner.checkpoint.restore import validate_checkpoints
 from runner.checkpoint.save import Checkpointer, SaveContents
 from runner.console import say, warn
 from runner.distributed.agreement import Hosts
-from runner.distributed.clock import COMPILE, END, RESTORE, SET_UP, STEP, Clock, Progress, TimeBucket
+from runner.distributed.clock import COMPILE, END, RESTORE, SET_UP, STEP, Clock, Progress, TimeCategory
 from runner.distributed.preemption import StopNotice
 from runner.distributed.watchdog import Watchdog
 from runner.errors import (
@@ -277,7 +277,7 @@ class RestoreableJob:
         self.run_earlier_jobs(hosts, stop, clock)
         incidents = IncidentRecorder()
         watchdog = Watchdog(
-            hosts, self.spec.deadlines, clock, incidents.on_verdict, incidents.on_straggler, incidents.on_progress
+            hosts, self.spec.deadlines, clock, incidents.on_diagnosis, incidents.on_straggler, incidents.on_progress
         )
         with watchdog as progress:
             if hosts.num_processes > 1:
@@ -309,7 +309,7 @@ class RestoreableJob:
                     self._has_ended = True
                     if self.writes_own_rows:
                         self.row_log.close()
-                    clock.enter(TimeBucket.SHUTDOWN)
+                    clock.enter(TimeCategory.SHUTDOWN)
                     self.compile_cache.close(DRAIN_SECONDS)
 
     def validate_directory(self) -> bool:

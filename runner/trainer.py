@@ -26,7 +26,7 @@ from runner.checkpoint.manifest import read_committed
 from runner.checkpoint.save import SaveContents
 from runner.config import ModelConfig, TrainerConfig
 from runner.console import say, warn
-from runner.data import TRAIN, DataPosition, Dataset, Ranges, SeekablePrefetcher, has_targets
+from runner.data import TRAIN, DataPosition, Dataset, SeekablePrefetcher, SkippedBatches, SkippedExamples, has_targets
 from runner.data.array_examples import describe_slowest_read
 from runner.data.open_source import RawText, restore_text, split_text
 from runner.distributed.agreement import Hosts
@@ -84,19 +84,18 @@ from runner.train.optimizer import SPEC
 from runner.train.report import Report
 from runner.train.setup import StageContext, TrainSetup, TrainSetupBuilder, get_tokens
 from runner.train.stability import (
-    Skips,
     complete_roll_backs,
     find_earliest_begin,
-    is_given_up,
+    is_discarded,
     make_stability,
     plan_roll_back,
-    read_passed_over,
+    read_skipped_batches,
     record_roll_back,
-    replace_passed_over,
+    replace_skipped_batches,
 )
 from runner.train.stages import (
-    RunningStage,
-    RunStage,
+    CompiledStage,
+    StagePlan,
     find_first_change,
     format_rounded_starts,
     make_schedules,
@@ -178,7 +177,7 @@ class BaseTrainer(RestoreableJob):
         type(self).config = self.stages[0].config
         self.topology = spec.topology
         self.hooks = load_hooks(self.document, spec.hook_entries, self)
-        self.passed_over: Skips = ()  # by roll-backs
+        self.skipped_batches: tuple[SkippedBatches, ...] = ()  # by roll-backs
         self.roll_back_records: list[JsonObject] = []
         self.setup_builder = TrainSetupBuilder(
             document=self.document,
@@ -202,7 +201,8 @@ class BaseTrainer(RestoreableJob):
         self._limit_bytes = 0  # memory of a device that a step may use
         self._is_just_restored = False
         self._verified_step = 0  # last step that a replay has verified, or from which this attempt has begun
-        self._stage_datasets: dict[tuple[Skips, int], Dataset] = {}  # by skipped ranges of data, and stage
+        # By skipped ranges of data, and stage.
+        self._stage_datasets: dict[tuple[tuple[SkippedBatches, ...], int], Dataset] = {}
 
     # Methods for an experiment to override.
 
@@ -377,7 +377,7 @@ class BaseTrainer(RestoreableJob):
             return self.compiled.layout.batch(self.stage.builder.dataset, slice, step)
         stage, data_step = self._locate_batch(step)
         layout = stage.start_compiling(self._limit_bytes).result().layout
-        return layout.batch(self.get_stage_dataset(stage.number), slice, data_step)
+        return layout.batch(self.get_stage_dataset(stage.plan.number), slice, data_step)
 
     def get_data_step(self, step: int) -> int:
         """Return the index, in the order of the data, of the batch after `step` completed steps.
@@ -387,15 +387,15 @@ class BaseTrainer(RestoreableJob):
         """
         return self.data_position.get_data_step(step)
 
-    def _locate_batch(self, step: int) -> tuple[RunningStage, int]:
+    def _locate_batch(self, step: int) -> tuple[CompiledStage, int]:
         """Return (stage of the step after `step` completed ones, batches of the stage's own data before it)."""
-        stage = self.running_stages[self.config.find_stage(step)]
-        return stage, self.get_data_step(step) - self.data_position.count_examples(stage.start, 1)[0]
+        stage = self.compiled_stages[self.config.find_stage(step)]
+        return stage, self.get_data_step(step) - self.data_position.count_examples(stage.plan.start, 1)[0]
 
     @property
     def data_position(self) -> DataPosition:
         """Position in the data by step, with the ranges skipped by the spec and by roll-backs."""
-        return DataPosition(tuple(sorted((*self.setup_builder.data_position.skips, *self.passed_over))))
+        return DataPosition(tuple(sorted((*self.setup_builder.data_position.skipped, *self.skipped_batches))))
 
     def run(self) -> None:
         """Train to the end: exactly `total_steps` steps in all, over any number of attempts."""
@@ -432,7 +432,7 @@ class BaseTrainer(RestoreableJob):
         # If the job overrides `batch`, each of several hosts sees only its own part.
         is_known = type(self).batch is BaseTrainer.batch or self.attempt.hosts.num_processes == 1
         stage, data_step = self._locate_batch(step)
-        examples, dataset = stage.config.train.global_batch_examples, self.get_stage_dataset(stage.number)
+        examples, dataset = stage.plan.config.train.global_batch_examples, self.get_stage_dataset(stage.plan.number)
         return batch, not is_known or has_targets(dataset, batch, data_step, examples)
 
     def make_step(
@@ -456,7 +456,7 @@ class BaseTrainer(RestoreableJob):
             self._is_just_restored, self._verified_step = False, self.step + 1
         else:
             state, loss, meta = self.replayed_step.run(state, batch, key)
-        return self.running_stages[0].adopt(state) if self._stage_number else state, loss, meta
+        return self.compiled_stages[0].adopt(state) if self._stage_number else state, loss, meta
 
     @functools.cached_property
     def replayed_step(self) -> ReplayedStep | None:
@@ -514,7 +514,7 @@ class BaseTrainer(RestoreableJob):
         Raises:
             DivergedError: the run was rolled back too often, or has no such checkpoint.
         """
-        policy, hosts, made = self.config.stability.roll_back, self.attempt.hosts, self.passed_over
+        policy, hosts, made = self.config.stability.roll_back, self.attempt.hosts, self.skipped_batches
         assert policy is not None, "only a job with this policy finds spikes"
         if len(made) >= policy.at_most:
             tried = ", ".join(f"{number} batches after step {begin}" for begin, number in made)
@@ -560,16 +560,16 @@ class BaseTrainer(RestoreableJob):
         self._is_just_restored, self._verified_step = True, self.step
         if self.config.stability.roll_back is None:
             return
-        saved = read_passed_over(self.state)
+        saved = read_skipped_batches(self.state)
         newer = [record for record in self.roll_back_records if record["number"] > len(saved)]
         if newer and newer[0]["number"] > len(saved) + 1:
             raise ResumeError(
                 f"{self.store.url}: {ROLL_BACK_FOLDER}/{len(saved) + 1} is missing, and step {self.step} was "
                 "saved before that roll-back; restore the file"
             )
-        self.passed_over = (*saved, *((record["begin"], record["batches"]) for record in newer))
+        self.skipped_batches = (*saved, *(SkippedBatches(record["begin"], record["batches"]) for record in newer))
         if newer:
-            self.state = replace_passed_over(self.state, self.passed_over)
+            self.state = replace_skipped_batches(self.state, self.skipped_batches)
         self.checkpointer.set_identity(self.identity())
 
     def start_hooks(self) -> None:
@@ -626,16 +626,16 @@ class BaseTrainer(RestoreableJob):
     # Stages.
 
     @property
-    def stage(self) -> RunningStage:
+    def stage(self) -> CompiledStage:
         """Stage of the next step or, until that begins, of the last step."""
-        return self.running_stages[self._stage_number]
+        return self.compiled_stages[self._stage_number]
 
     @functools.cached_property
     def stage_jobs(self) -> "list[BaseTrainer]":
         """This job, and for each stage one of the same class with the config of the stage, which never runs."""
         return [self, *(self.make_stage_job(stage) for stage in self.stages[1:])]
 
-    def make_stage_job(self, stage: RunStage) -> "BaseTrainer":
+    def make_stage_job(self, stage: StagePlan) -> "BaseTrainer":
         """Return a job of the same class with the config of a stage, which never runs."""
         data = stage.document.data | {"hooks": []}
         spec = self.spec.model_copy(update={"config": data["config"], "hooks": []})
@@ -665,7 +665,7 @@ class BaseTrainer(RestoreableJob):
             (lambda: self.vocabulary_size) if number else None,
         )
 
-    def count_stage_examples(self, number: int, step: int | None = None) -> tuple[int, Ranges]:
+    def count_stage_examples(self, number: int, step: int | None = None) -> tuple[int, Sequence[SkippedExamples]]:
         """Return (number of examples of a stage's data up to `step`, ranges of those that were skipped).
 
         `step` is by default the end of the stage.
@@ -673,17 +673,17 @@ class BaseTrainer(RestoreableJob):
         stage = self.stages[number]
         # Without stages `stage.stop` is 0, and the caller passes `step`.
         end = stage.stop if step is None else step
-        skips = self.data_position.skips
-        own = DataPosition(tuple((begin - stage.start, length) for begin, length in skips if begin >= stage.start))
+        skipped = [each for each in self.data_position.skipped if each.begin >= stage.start]
+        own = DataPosition(tuple(each._replace(begin=each.begin - stage.start) for each in skipped))
         return own.count_examples(end - stage.start, stage.config.train.global_batch_examples)
 
     def get_stage_dataset(self, number: int) -> Dataset:
         """Return the data set of a stage, whose sources continue at the positions that earlier stages have reached."""
-        key = self.data_position.skips, number
+        key = self.data_position.skipped, number
         if key not in self._stage_datasets:
             # A roll-back in one stage moves the position in the data of the later ones.
             earlier = [(self.get_stage_dataset(each), *self.count_stage_examples(each)) for each in range(number)]
-            loaded = self.running_stages[number].builder.dataset
+            loaded = self.compiled_stages[number].builder.dataset
             self._stage_datasets[key] = loaded.continue_stages(earlier) if earlier else loaded
         return self._stage_datasets[key]
 
@@ -693,15 +693,15 @@ class BaseTrainer(RestoreableJob):
         return make_schedules(self.stages)
 
     @functools.cached_property
-    def running_stages(self) -> list[RunningStage]:
+    def compiled_stages(self) -> list[CompiledStage]:
         """Stages of the run on the devices of this process."""
-        first = RunningStage(self.stages[0], self.setup_builder, lambda: self.train_setup)
+        first = CompiledStage(self.stages[0], self.setup_builder, lambda: self.train_setup)
         others = zip(self.stages[1:], self.stage_jobs[1:], strict=True)
         return [
             first,
             *(
-                RunningStage(stage, job.setup_builder, is_evaluated=stage.is_evaluated(self.config.total_steps))
-                for stage, job in others
+                CompiledStage(plan, job.setup_builder, is_evaluated=plan.is_evaluated(self.config.total_steps))
+                for plan, job in others
             ),
         ]
 
@@ -710,7 +710,7 @@ class BaseTrainer(RestoreableJob):
         number = self.config.find_stage(step)
         if number == self._stage_number:
             return
-        stage = self.running_stages[number]
+        stage = self.compiled_stages[number]
         with self.attempt.progress.report_phase(COMPILE):
             self.compiled = stage.start_compiling(self._limit_bytes).result()
         self._stage_number = number
@@ -723,8 +723,8 @@ class BaseTrainer(RestoreableJob):
             "stage",
             step,
             number=number,
-            from_step=stage.start,
-            why=stage.why,
+            from_step=stage.plan.start,
+            why=stage.plan.why,
             program=self.compiled.digest,
             micro_batch_examples=layout.micro_batch_examples,
         )
@@ -732,7 +732,7 @@ class BaseTrainer(RestoreableJob):
     def compile_next_stage(self) -> None:
         """Start to compile the step of the next stage on a background thread, unless that has been started."""
         if self._stage_number + 1 < len(self.stages):
-            self.running_stages[self._stage_number + 1].start_compiling(self._limit_bytes)
+            self.compiled_stages[self._stage_number + 1].start_compiling(self._limit_bytes)
 
     def validate_compiled(self, name: str) -> None:
         """Raise `PhaseError` if the job is not compiled yet; its member `name` needs the compiled step."""
@@ -801,7 +801,7 @@ class BaseTrainer(RestoreableJob):
             self.stage.builder,
             self.stage.train_setup,
             self.compiled.layout,
-            dataclasses.replace(tasks, config=self.stage.config) if self._stage_number else tasks,
+            dataclasses.replace(tasks, config=self.stage.plan.config) if self._stage_number else tasks,
             self.batch,
             self.attempt.stop,
             self.stage.val_step,
@@ -858,7 +858,7 @@ class BaseTrainer(RestoreableJob):
         incidents = IncidentRecorder()
         # Each job has a watchdog of its own, and these checks wait for process 0 and its storage too.
         with Watchdog(
-            hosts, self.spec.deadlines, clock, incidents.on_verdict, incidents.on_straggler, incidents.on_progress
+            hosts, self.spec.deadlines, clock, incidents.on_diagnosis, incidents.on_straggler, incidents.on_progress
         ):
             names = hosts.run_on_main(self.find_untokenised)
             if not names:
@@ -895,7 +895,7 @@ class BaseTrainer(RestoreableJob):
         """Check the devices and the number of hosts against the spec. Reads no tokens."""
         with self.document.errors_at("topology.accelerator"):
             validate_hardware(self.spec, self.topology, self.config, hosts)
-        validate_hosts(hosts, lambda number: all(stage.builder.fits(number) for stage in self.running_stages))
+        validate_hosts(hosts, lambda number: all(stage.builder.fits(number) for stage in self.compiled_stages))
 
     def setup(self, hosts: Hosts) -> None:
         """Check devices, mesh, batch and data against the spec, and build the train setup."""
@@ -905,12 +905,12 @@ class BaseTrainer(RestoreableJob):
                 reason = "batch() of the job makes the batches, so nothing reads it; leave it out"
                 raise self.document.error(f"config.eval.{key}", reason)
         self.train_setup = self.setup_builder.build(jax.devices(), lambda data: share_ids(data, self.store, hosts))
-        for stage in self.running_stages:
-            dataset = self.get_stage_dataset(stage.number)
-            if len(self.stages) > 1 and stage.config.data.mixture:
+        for stage in self.compiled_stages:
+            dataset = self.get_stage_dataset(stage.plan.number)
+            if len(self.stages) > 1 and stage.plan.config.data.mixture:
                 with stage.builder.document.errors_at("config.data.mixture"):
-                    dataset.validate_epochs(self.count_stage_examples(stage.number)[0])
-            if stage.number:
+                    dataset.validate_epochs(self.count_stage_examples(stage.plan.number)[0])
+            if stage.plan.number:
                 stage.validate(self.abstract_state(), jax.devices())
                 share_ids(dataset, self.store, hosts)
             dataset.validate_vocabulary(self.vocabulary_size)
@@ -931,7 +931,7 @@ class BaseTrainer(RestoreableJob):
             # The stage whose evaluators complete the newest row: the one that has made its step.
             step = hosts.run_on_main(lambda: getattr(find_continued_manifest(self.store, fork), "step", 0))
             self._stage_number = self.config.find_stage(max(step - 1, 0))
-        known = find_known_micro_batch(self.train_setup, self.store, hosts, fork, self.stage.start)
+        known = find_known_micro_batch(self.train_setup, self.store, hosts, fork, self.stage.plan.start)
         self.stage.builder.validate_steps(self.stage.train_setup, known)
 
     def describe_wait(self) -> str:
@@ -944,7 +944,7 @@ class BaseTrainer(RestoreableJob):
         self._limit_bytes = hosts.agree(int(read_device_memory_bytes() * MEMORY_SHARE))
         # Read again: until this attempt claimed the directory, another one could still commit its choice.
         fork = self.spec.checkpoint.fork_from
-        known = find_known_micro_batch(self.train_setup, self.store, hosts, fork, self.stage.start)
+        known = find_known_micro_batch(self.train_setup, self.store, hosts, fork, self.stage.plan.start)
         self.check_kernels(known)
         self.compiled = self.stage.compile(self._limit_bytes, known)
         validate_same_program(self.compiled.digest, hosts)
@@ -961,7 +961,7 @@ class BaseTrainer(RestoreableJob):
 
     def check_kernels(self, known_micro_batch: int | None) -> None:
         """Test the kernels of the step on the devices, and trace it again without those that fail."""
-        stages, own = self.running_stages, self.stage
+        stages, own = self.compiled_stages, self.stage
         set_kernels_of_process(own.train_setup.kernels)
         own.builder.trace(own.train_setup, known_micro_batch)
         # A CPU has kernels only where a test puts them.
@@ -1051,21 +1051,20 @@ class BaseTrainer(RestoreableJob):
         return dataclasses.replace(
             whole,
             find_first_change=find_first,
-            is_given_up=lambda saved, step: is_given_up(saved, step, self.roll_back_records),
+            is_discarded=lambda saved, step: is_discarded(saved, step, self.roll_back_records),
         )
 
     def identity(self) -> Trajectory:
         """Return the keys that identify the trajectory, with those of data, vocabulary, hooks and frozen weights."""
         keys = super().identity() | self.hooks.identity()
         keys |= {"config.data": self.dataset.fingerprint} | self.setup_builder.base_identity
-        if self.passed_over:
-            keys |= {ROLL_BACK_FOLDER: [[*each] for each in self.passed_over]}
+        if self.skipped_batches:
+            keys |= {ROLL_BACK_FOLDER: [[*each] for each in self.skipped_batches]}
         if len(self.stages) > 1:
             # The data of a stage are compared by their content too.
-            running = self.running_stages[1:]
             keys["config.stages"] = [
                 [start, values, {"config.data": stage.builder.dataset.fingerprint}]
-                for (start, values), stage in zip(keys["config.stages"], running, strict=True)
+                for (start, values), stage in zip(keys["config.stages"], self.compiled_stages[1:], strict=True)
             ]
         # `auto` in the spec stands for the size that the data have.
         return keys | {key: self.vocabulary_size for key in keys if key == "config.model.vocabulary_size"}
@@ -1089,7 +1088,7 @@ class BaseTrainer(RestoreableJob):
         validate_data_unchanged(self.stage.builder.dataset, self.attempt)
         hardware = self.train_setup.describe_hardware(hosts.num_processes)
         if len(self.stages) > 1:
-            hardware["stage"] = self.stage.start
+            hardware["stage"] = self.stage.plan.start
         return SaveContents(
             metric=None if best is None else self.report.metric(best.metric, self.step),
             roll_back_to=None if roll_back is None else find_earliest_begin(self.state, roll_back),

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.console import LineFormatter, configure_console, say, warn
+from runner.console import LineFormatter, configure_console, format_duration, say, warn
 from tests.support.job_process import ROOT
 from tests.support.lost_streams import STREAM_LOSSES, STREAMS, start_with_lost_streams
 
@@ -120,3 +121,22 @@ def test_secrets_are_hidden_in_every_record(
     configure_console("experiments.gpt:PretrainGPT", "text", "info")
     warn("refused: value-of-HF_TOKEN, value-of-AZURE_STORAGE_CONNECTION_STRING")
     assert capsys.readouterr().err == "refused: ***, ***\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (None, ""),
+        (math.nan, "?"),
+        (-1.0, "0.0 s"),
+        (8.21, "8.2 s"),
+        (250, "4 min 10 s"),
+        (5999, "99 min 59 s"),
+        (6000, "1 h 40 min"),
+        (71.5 * 3600, "71 h 30 min"),
+        (100 * 3600, "4 d 4 h"),
+        (1e9, "11,574 d 1 h"),
+    ],
+)
+def test_durations_are_formatted_in_two_units(seconds: float | None, words: str) -> None:
+    assert format_duration(seconds) == words

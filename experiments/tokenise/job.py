@@ -67,7 +67,7 @@ from runner.data.chat import Renderer, find_end_of_turn
 from runner.data.corpus_index import CorpusIndex
 from runner.data.tokenizers import KINDS_WITH_SPANS, TOKENIZER_FILES, BatchTokenizer, ByteBatchTokenizer, make_tokenizer
 from runner.distributed.agreement import Hosts
-from runner.distributed.clock import Phase, TimeBucket
+from runner.distributed.clock import Phase, TimeCategory
 from runner.errors import DataError, InvalidError
 from runner.huggingface.assets import END_OF_TURN, TOKENIZER_CONFIG
 from runner.job import TextJob
@@ -81,8 +81,8 @@ _MIN_SAMPLE_BYTES = 1 << 20  # from each sampled piece
 ROUNDS = 1000  # Steps of a job: enough to react to a stop quickly, but few enough that empty steps cost little.
 _PROGRESS_SECONDS = 10.0
 _DIGEST_WORDS = 8
-_TOKENISE = Phase("tokenise", TimeBucket.STEPS)
-_INDEX = Phase("the index", TimeBucket.STEPS)
+_TOKENISE = Phase("tokenise", TimeCategory.STEPS)
+_INDEX = Phase("the index", TimeCategory.STEPS)
 # Files of a run that have the suffix of an input.
 _RUN_FILES = ("events.jsonl", "metrics.jsonl", "spec.yaml", "job.json", "result.json", "checkpoints/1000/manifest.json")
 _PROBED_RECORDS = 1000  # lines of the source that are tried before the directory is claimed

@@ -11,7 +11,7 @@ from typing import Any
 from runner.cli import arguments as declared
 from runner.command_line import CommandLine
 from runner.console import finish_output, protect_streams, warn
-from runner.distributed.clock import Clock, TimeBucket
+from runner.distributed.clock import Clock, TimeCategory
 from runner.distributed.preemption import StopNotice
 from runner.errors import EXIT_DONE, EXIT_FAILED, RunnerError, error_from_exit
 from runner.process import STANDBY_VARIABLE
@@ -165,7 +165,7 @@ def run_program() -> int:
     _import("runner.trainer")  # which imports almost everything that a job needs until its first step
     sys.argv[1:] = _import("runner.cli.run").wait_for_arguments(int(descriptor))
     # The time of this process begins now.
-    return main(sys.argv[1:], Clock(0.0, TimeBucket.PROCESS_START))
+    return main(sys.argv[1:], Clock(0.0, TimeCategory.PROCESS_START))
 
 
 def main(words: Sequence[str], clock: Clock | None = None) -> int:

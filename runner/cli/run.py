@@ -18,7 +18,7 @@ from runner.accelerator import add_deterministic_flags
 from runner.cli.arguments import JobArguments
 from runner.console import configure_console, warn
 from runner.distributed import preemption
-from runner.distributed.clock import Clock, TimeBucket
+from runner.distributed.clock import Clock, TimeCategory
 from runner.distributed.preemption import StopNotice, end_process
 from runner.distributed.rendezvous import Placement, detect_placement, join_job
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_RETRYABLE, PeerLostError, RunnerError, error_from_exit
@@ -58,14 +58,14 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
     # Records are collected from here on; the file opens once the attempt has claimed the directory.
     install_log_file()
     # The wait for slow hosts is accounted to its own category, apart from the set-up.
-    clock.enter(TimeBucket.DISTRIBUTED_INIT)
+    clock.enter(TimeCategory.DISTRIBUTED_INIT)
     members = None
     if placement is not None and spec.topology is not None and spec.topology.elastic:
         members = Membership(spec, placement.process_id)
     hosts = join_job(placement, spec.deadlines, members)
     if members is not None:
         members.close()
-    clock.enter(TimeBucket.SET_UP)
+    clock.enter(TimeCategory.SET_UP)
     if hosts.num_processes > 1:
         # The process number is known only from here on.
         level = spec.logging.level if hosts.is_main else spec.logging.level_other_hosts

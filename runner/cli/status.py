@@ -22,8 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from runner.cli.arguments import StatusArguments
-from runner.console import finish_output
-from runner.distributed.clock import TimeBucket
+from runner.console import finish_output, format_duration
+from runner.distributed.clock import TimeCategory
 from runner.errors import EXIT_DONE, InvalidError, RetryableError, RunnerError
 from runner.history.goodput import list_restarts
 from runner.history.ledger import get_float, to_single_line
@@ -37,7 +37,7 @@ from runner.storage import JsonObject, Store, open_store
 
 WATCH_SECONDS = 2.0
 _MAX_ATTEMPTS, _MAX_CHECKPOINTS, _MAX_NOTICES, _MAX_HOSTS, _MAX_CHANGES = 8, 5, 5, 4, 8
-_MIN_SHOWN_SECONDS = 0.05  # of a bucket of the wall time
+_MIN_SHOWN_SECONDS = 0.05  # of a category of the wall time
 _PLOT_COLUMNS, _PLOT_ROWS = 60, 6
 _BAR_COLUMNS = 24
 _BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bit of each dot, by row and column of a cell
@@ -162,12 +162,12 @@ def draw(history: History) -> RenderableType:
     lost = f", {history.lost_steps:,} steps lost" if history.lost_steps else ""
     parts.append(_title(f"goodput {history.goodput:.1%} of {format_duration(history.wall_seconds)}{lost}"))
     table = _table("left", "right", "right", "left")
-    for bucket, seconds in history.seconds.items():
-        if seconds >= _MIN_SHOWN_SECONDS or bucket in (TimeBucket.STEPS, TimeBucket.UNATTRIBUTED):
+    for category, seconds in history.seconds.items():
+        if seconds >= _MIN_SHOWN_SECONDS or category in (TimeCategory.STEPS, TimeCategory.UNATTRIBUTED):
             # A run that has just been claimed has a wall time of 0.
             share = seconds / (history.wall_seconds or 1.0)
-            bar = Text(_bar(share), "green" if bucket is TimeBucket.STEPS else "yellow")
-            table.add_row(bucket.value.replace("_", " "), format_duration(seconds), f"{share:.1%}", bar)
+            bar = Text(_bar(share), "green" if category is TimeCategory.STEPS else "yellow")
+            table.add_row(category.value.replace("_", " "), format_duration(seconds), f"{share:.1%}", bar)
     parts.append(table)
 
     parts.append(_title(_count("attempt", len(history.attempts), _MAX_ATTEMPTS)))
@@ -184,8 +184,8 @@ def draw(history: History) -> RenderableType:
     parts.append(table)
     if restarts := list_restarts(history.attempts):
         times = [
-            f"{bucket.value.replace('_', ' ')} {format_duration(seconds)}"
-            for bucket, seconds in restarts[-1][1].items()
+            f"{category.value.replace('_', ' ')} {format_duration(seconds)}"
+            for category, seconds in restarts[-1][1].items()
             if seconds >= _MIN_SHOWN_SECONDS
         ]
         totals = [sum(seconds.values()) for _, seconds in restarts]
@@ -199,7 +199,7 @@ def draw(history: History) -> RenderableType:
     parts.append(_title(_count("checkpoint", len(history.checkpoints), _MAX_CHECKPOINTS)))
     table = _table("right", "right", "left", "left")
     for checkpoint in history.checkpoints[-_MAX_CHECKPOINTS:]:
-        size = "" if checkpoint.num_bytes is None else f"{format_amount(checkpoint.num_bytes)}B"
+        size = "" if checkpoint.num_bytes is None else f"{format_si(checkpoint.num_bytes)}B"
         age = "" if checkpoint.time is None else f"{format_duration(history.now - checkpoint.time)} ago"
         trust = Text(checkpoint.trust.value, _VERIFICATION_COLOURS.get(checkpoint.trust, "red"))
         # Uncommitted parts have a reason too, but a save in progress is nothing to worry about.
@@ -266,7 +266,7 @@ def _draw_summary(history: History) -> Text:
     quality = []
     unit, per_second, per_second_per_device = speed.rate
     if (consumed := get_float(history.row, f"train/{unit}")) is not None:
-        quality.append(f"{format_amount(consumed)} {unit}")
+        quality.append(f"{format_si(consumed)} {unit}")
     if (loss := get_float(history.row, "train/loss")) is not None:
         quality.append(f"loss {loss:.4f}")
     for key, name in POLICY_COUNTS.items():
@@ -283,9 +283,9 @@ def _draw_summary(history: History) -> Text:
     if speed.step_seconds is not None:
         pace.append(f"{speed.step_seconds:.3g} s per step")
     if per_second is not None:
-        pace.append(f"{format_amount(per_second)} {unit}/s")
+        pace.append(f"{format_si(per_second)} {unit}/s")
     if per_second_per_device is not None:
-        pace.append(f"{format_amount(per_second_per_device)} {unit}/s per device")
+        pace.append(f"{format_si(per_second_per_device)} {unit}/s per device")
     if speed.mfu is not None:
         pace.append(f"MFU {speed.mfu:.1%}")
     lines = ["  ".join(progress), *plan, *("  ".join(words) for words in (quality, own, pace) if words)]
@@ -326,20 +326,8 @@ def _plot_loss(rows: Sequence[JsonObject]) -> list[RenderableType]:
     return [Text("\n".join(["", "     loss", *lines, f"{'':>9} {ends}"]))]
 
 
-def format_duration(seconds: float) -> str:
-    """Return `8.2 s`, `4 min 10 s`, `3 h 5 min` or `12 d 4 h`; `?` if it is not finite."""
-    if not math.isfinite(seconds):
-        return "?"
-    if seconds < 60:
-        return f"{max(seconds, 0.0):.1f} s"
-    # Upper limit of a form, then the unit, size and remainder that it shows: minutes up to 100 min, hours up to 3 days.
-    limits = ((6000, "min", 60, "s", 1), (72 * 3600, "h", 3600, "min", 60), (math.inf, "d", 86400, "h", 3600))
-    _, large, size, small, part = next(limit for limit in limits if seconds < limit[0])
-    return f"{seconds // size:,.0f} {large} {seconds % size // part:.0f} {small}"
-
-
-def format_amount(value: float) -> str:
-    """Return a number with three digits and a unit: `950`, `12.3 k`, `4.56 M`."""
+def format_si(value: float) -> str:
+    """Return a number with three digits and the prefix of its unit: `950`, `12.3 k`, `4.56 M`."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
             return f"{value / size:.3g} {unit}"

@@ -144,7 +144,7 @@ class Chart:
         title: its title.
         unit: unit of its values.
         form: "share" for fractions of 1, "stack" for amounts that are drawn as fractions of their sum, else "".
-        has_any_scale: True if the axis becomes logarithmic for values that differ by a large factor.
+        allows_log_scale: True if the axis becomes logarithmic for values that differ by a large factor.
         is_smoothed: True if a smoothed line is drawn over the values of training.
         starts_at_zero: True if a linear axis includes zero.
         factor: factor from the unit of the rows to the unit of the chart.
@@ -153,7 +153,7 @@ class Chart:
     title: str
     unit: str
     form: str = ""
-    has_any_scale: bool = False
+    allows_log_scale: bool = False
     is_smoothed: bool = False
     starts_at_zero: bool = True
     factor: float = 1.0
@@ -164,25 +164,25 @@ class Chart:
             "title": self.title,
             "unit": self.unit,
             "form": self.form,
-            "auto": self.has_any_scale,
+            "auto": self.allows_log_scale,
             "smooth": self.is_smoothed,
             "zero": self.starts_at_zero,
         }
 
 
-LOSS = Chart("Loss", "nats / token", has_any_scale=True, is_smoothed=True, starts_at_zero=False)
-_BITS = Chart("Bits per byte", "bits / byte of text", has_any_scale=True, starts_at_zero=False)
+LOSS = Chart("Loss", "nats / token", allows_log_scale=True, is_smoothed=True, starts_at_zero=False)
+_BITS = Chart("Bits per byte", "bits / byte of text", allows_log_scale=True, starts_at_zero=False)
 _ACCURACY = Chart("Accuracy", "share of right answers", form="share")
-_GRADIENT = Chart("Gradient norm", "global norm before clipping", has_any_scale=True, is_smoothed=True)
-_GRADIENTS = Chart("Gradient norm by module", "norm before clipping", has_any_scale=True)
-_PARAMETERS = Chart("Parameter norm", "norm", has_any_scale=True)
+_GRADIENT = Chart("Gradient norm", "global norm before clipping", allows_log_scale=True, is_smoothed=True)
+_GRADIENTS = Chart("Gradient norm by module", "norm before clipping", allows_log_scale=True)
+_PARAMETERS = Chart("Parameter norm", "norm", allows_log_scale=True)
 _RATE = Chart("Learning rate", "per step")
 _THROUGHPUT = Chart("Throughput", "tokens / s", is_smoothed=True)
 _EXAMPLES = Chart("Examples per second", "examples / s", is_smoothed=True)
 _MFU = Chart("Model FLOPs utilisation", "share of the devices' peak", form="share", is_smoothed=True)
 _STEP_TIME = Chart("Step time", "seconds")
 _MEMORY = Chart("Peak device memory", "GiB", factor=1 / (1 << 30))
-_NOISE = Chart("Gradient noise scale", "tokens", has_any_scale=True)
+_NOISE = Chart("Gradient noise scale", "tokens", allows_log_scale=True)
 _SKIPPED = Chart("Skipped updates", "steps since the start")
 _ROLL_BACKS = Chart("Roll-backs", "since the start")
 _HIGH_LOSS = Chart("Steps with a high loss", "in succession")
@@ -249,8 +249,8 @@ def find_chart(key: str) -> tuple[Chart, str]:
     title = re.sub(r"\d+", "#", label)
     kind = _KINDS.get(kind, "")
     if "#" not in title:
-        return Chart(title[:1].upper() + title[1:], "value", has_any_scale=True, starts_at_zero=False), kind or label
-    return Chart(title[:1].upper() + title[1:], "value", has_any_scale=True, starts_at_zero=False), (
+        return Chart(title[:1].upper() + title[1:], "value", allows_log_scale=True, starts_at_zero=False), kind or label
+    return Chart(title[:1].upper() + title[1:], "value", allows_log_scale=True, starts_at_zero=False), (
         f"{label}, {kind}" if kind == "validation" else label
     )
 

@@ -32,13 +32,12 @@ from waitress.channel import HTTPChannel
 from waitress.server import MultiSocketServer, TcpWSGIServer
 from waitress.task import ThreadedTaskDispatcher
 
-from runner.console import say
+from runner.console import format_duration, say
 from runner.dashboard.app import METRICS, DashboardApp, ResponseBody, is_loopback, make_access_policy, parse_address
 from runner.dashboard.reader import DiscoveredRun, DiscoveryResult, RunReader, confine, find_runs, read_ancestors
 from runner.dashboard.report import encode_json
 from runner.dashboard.view import (
     build_view,
-    format_duration,
     format_number,
     format_state,
     get_state_class,

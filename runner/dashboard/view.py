@@ -7,10 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from runner.console import format_duration
 from runner.dashboard.charts import CHARTS, HIDDEN_KEYS, LOSS, TIME, Point, RunCurves, ThinnedSeries, find_chart
 from runner.dashboard.reader import RunSnapshot, find_differences
-from runner.distributed.clock import TimeBucket
-from runner.history.goodput import START_BUCKETS, list_restarts
+from runner.distributed.clock import TimeCategory
+from runner.history.goodput import START_CATEGORIES, list_restarts
 from runner.history.ledger import get_float, get_int, get_step, get_time, to_single_line
 from runner.history.reader import format_changes
 from runner.history.records import AttemptRecord, History, RunState, to_json
@@ -97,8 +98,8 @@ def build_view(
         ],
         "charts": [chart.to_json() for chart in charts],
         "buckets": [
-            {"name": bucket.value, "label": bucket.value.replace("_", " "), "meaning": bucket.meaning}
-            for bucket in TimeBucket
+            {"name": category.value, "label": category.value.replace("_", " "), "meaning": category.meaning}
+            for category in TimeCategory
         ],
         "differences": [list(each) for each in differences],
     }
@@ -336,15 +337,15 @@ def _build_points(points: Sequence[Point], began: float | None, factor: float = 
     }
 
 
-def _build_seconds(seconds: Mapping[TimeBucket, float]) -> dict[str, float]:
-    return {bucket.value: round(value, 2) for bucket, value in seconds.items() if value > 0}
+def _build_seconds(seconds: Mapping[TimeCategory, float]) -> dict[str, float]:
+    return {category.value: round(value, 2) for category, value in seconds.items() if value > 0}
 
 
 def _build_attempt(attempt: AttemptRecord) -> JsonObject:
     spent, began = attempt.seconds, attempt.ended - sum(attempt.seconds.values())
     reached, lost = attempt.reached_step, attempt.lost_steps
     # Lost steps are the last of an attempt, before it shuts down.
-    lost_since = attempt.ended - spent.get(TimeBucket.SHUTDOWN, 0.0) - spent.get(TimeBucket.LOST_STEPS, 0.0)
+    lost_since = attempt.ended - spent.get(TimeCategory.SHUTDOWN, 0.0) - spent.get(TimeCategory.LOST_STEPS, 0.0)
     how = attempt.state.value + (f" ({attempt.code})" if attempt.code else "")
     return {
         "number": attempt.number,
@@ -364,7 +365,7 @@ def _build_attempt(attempt: AttemptRecord) -> JsonObject:
 def _compute_first_step_time(attempt: AttemptRecord) -> float:
     """Return the Unix time when an attempt began to train."""
     began = attempt.ended - sum(attempt.seconds.values())
-    return began + sum(attempt.seconds.get(bucket, 0.0) for bucket in START_BUCKETS)
+    return began + sum(attempt.seconds.get(category, 0.0) for category in START_CATEGORIES)
 
 
 def _build_goodput(
@@ -376,7 +377,7 @@ def _build_goodput(
     good = 0.0
     for attempt in attempts:
         first_step = _compute_first_step_time(attempt)
-        for moment, more in ((first_step, 0.0), (attempt.ended, attempt.seconds.get(TimeBucket.STEPS, 0.0))):
+        for moment, more in ((first_step, 0.0), (attempt.ended, attempt.seconds.get(TimeCategory.STEPS, 0.0))):
             good += more
             # At the very beginning no time has passed, so there is no share.
             if began is not None and moment > began:
@@ -449,16 +450,6 @@ def get_state_class(history: History) -> str:
 def format_number(value: float | None, form: str) -> str:
     """Return a number in the format `form`, "" if it is unknown or not finite."""
     return "" if value is None or not math.isfinite(value) else format(value, form)
-
-
-def format_duration(seconds: float | None) -> str:
-    """Return a duration in days, hours, minutes or seconds, "" if it is unknown."""
-    if seconds is None or not math.isfinite(seconds):
-        return ""
-    for name, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {name}"
-    return f"{seconds:.1f} s"
 
 
 def _format_devices(attempt: AttemptRecord) -> str:

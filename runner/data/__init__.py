@@ -33,8 +33,15 @@ Importing the package imports jax and grain (half a second and more): do so when
 - `batches`: global batch of a step, and prefetch
 """
 
-from runner.data.batches import DataPosition, Prefetcher, SeekablePrefetcher, has_targets, load_global_batch
-from runner.data.dataset import TRAIN, Dataset, Ranges, get_batch_fields, load_dataset, load_validation_set
+from runner.data.batches import (
+    DataPosition,
+    Prefetcher,
+    SeekablePrefetcher,
+    SkippedBatches,
+    has_targets,
+    load_global_batch,
+)
+from runner.data.dataset import TRAIN, Dataset, SkippedExamples, get_batch_fields, load_dataset, load_validation_set
 from runner.data.packing import Fields, FieldSpec, Sequences
 from runner.data.source import Source
 from runner.data.source_files import is_available
@@ -50,9 +57,10 @@ __all__ = [
     "FieldSpec",
     "Fields",
     "Prefetcher",
-    "Ranges",
     "SeekablePrefetcher",
     "Sequences",
+    "SkippedBatches",
+    "SkippedExamples",
     "Source",
     "Tokenizer",
     "default_cache_directory",

@@ -14,14 +14,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Self, TypeVar
+from typing import Generic, NamedTuple, Self, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
 
 from runner.data.corpus import LOSS_WEIGHT
-from runner.data.dataset import TRAIN, Dataset
+from runner.data.dataset import TRAIN, Dataset, SkippedExamples
 
 PREFETCH_DEPTH = 2  # the batch that is needed next, and one more to hide a slow read
 CLOSE_SECONDS = 5.0
@@ -30,40 +30,52 @@ _READ_EXAMPLES = 16  # sequences that are read at a time to find a target
 Item = TypeVar("Item")
 
 
+class SkippedBatches(NamedTuple):
+    """Range of batches that a run does not use.
+
+    Attributes:
+        begin: number of completed steps after which it is skipped.
+        num_batches: number of its batches.
+    """
+
+    begin: int
+    num_batches: int
+
+
 @dataclass(frozen=True)
 class DataPosition:
     """Position of a run in its data. Batches are drawn in order, except that some ranges of them are skipped.
 
     Attributes:
-        skips: (step, number) of each skipped range, by ascending step: after `step` completed steps the next `number`
-            batches are skipped.
+        skipped: skipped ranges by ascending step.
     """
 
-    skips: tuple[tuple[int, int], ...] = ()
+    skipped: tuple[SkippedBatches, ...] = ()
 
     @classmethod
     def from_ranges(cls, ranges: Iterable[Sequence[int]]) -> Self:
         """Return the position of `config.train.skip_steps`."""
-        return cls(tuple((start, stop - start) for start, stop in ranges))
+        return cls(tuple(SkippedBatches(start, stop - start) for start, stop in ranges))
 
     def get_data_step(self, step: int) -> int:
         """Return the index, in the order of the data, of the batch after `step` completed steps."""
-        return step + sum(number for start, number in self.skips if start <= step)
+        return step + sum(each.num_batches for each in self.skipped if each.begin <= step)
 
-    def count_examples(self, step: int, batch_examples: int) -> tuple[int, list[tuple[int, int]]]:
+    def count_examples(self, step: int, batch_examples: int) -> tuple[int, list[SkippedExamples]]:
         """Return (number of examples of the data up to `step` completed steps, ranges of those that were skipped)."""
-        num_passed, passed_over = 0, []
+        num_skipped, skipped = 0, []
         # A range that begins at this step is still ahead.
-        for start, number in (skip for skip in self.skips if skip[0] < step):
-            first = start + num_passed
-            passed_over.append((first * batch_examples, (first + number) * batch_examples))
-            num_passed += number
-        return (step + num_passed) * batch_examples, passed_over
+        for begin, num_batches in (each for each in self.skipped if each.begin < step):
+            first = begin + num_skipped
+            skipped.append(SkippedExamples(first * batch_examples, (first + num_batches) * batch_examples))
+            num_skipped += num_batches
+        return (step + num_skipped) * batch_examples, skipped
 
     def find_first_change(self, other: "DataPosition") -> int | None:
         """Return the number of steps before the first batch that differs in the other position; None if none does."""
-        pairs = itertools.zip_longest(self.skips, other.skips)
-        return next((min(skip[0] for skip in pair if skip is not None) for pair in pairs if pair[0] != pair[1]), None)
+        pairs = itertools.zip_longest(self.skipped, other.skipped)
+        begins = (min(each.begin for each in pair if each is not None) for pair in pairs if pair[0] != pair[1])
+        return next(begins, None)
 
 
 def load_global_batch(

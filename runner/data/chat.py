@@ -292,7 +292,7 @@ class Renderer:
                 raise DataError(f"the chat template is not rendered: {response['error']}")
             return f"the chat template refuses it: {response['error']}"
         return Dialogue(
-            _replace_surrogates(response["text"]), tuple((begin, end) for begin, end in response["answers"])
+            _replace_surrogates(response["text"]), tuple((begin, end) for begin, end in response["completions"])
         )
 
     def _request(self, request: JsonObject) -> JsonObject:

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -42,9 +42,20 @@ if TYPE_CHECKING:
 
 
 TRAIN, VALIDATION = "train", "validation"
-Ranges = Sequence[tuple[int, int]]  # (first, end) of examples
 MISSING_TARGETS_SHARE = 0.1  # share of the sequences without a target above which a run warns
 _SAMPLE_EXAMPLES, _SAMPLE_RUN_EXAMPLES = 128, 16
+
+
+class SkippedExamples(NamedTuple):
+    """Range of examples of the training data that a run does not read.
+
+    Attributes:
+        first: number of its first example.
+        end: number of the first example after it.
+    """
+
+    first: int
+    end: int
 
 
 def get_batch_fields(config: "DataConfig") -> Fields:
@@ -242,7 +253,7 @@ class Dataset:
             if isinstance(source, TokenFiles) and label in found:
                 source.set_id_range(IdRange(**found[label]))
 
-    def continue_stages(self, earlier: Sequence[tuple["Dataset", int, Ranges]]) -> "Dataset":
+    def continue_stages(self, earlier: Sequence[tuple["Dataset", int, Sequence[SkippedExamples]]]) -> "Dataset":
         """Return this data set for a stage: its sources continue at the positions that earlier stages have reached.
 
         A source with the same examples as an earlier one continues in its order, even if name and weight differ and
@@ -256,12 +267,12 @@ class Dataset:
         left: dict[tuple[str, int], tuple[Sequence[int], int]] = {}
         units: dict[str, int] = {}
         known: set[str] = set()
-        for dataset, num_examples, passed_over in earlier:
+        for dataset, num_examples, skipped in earlier:
             counts = dataset._mixture.count_examples(num_examples)
             for key, train, count in zip(dataset._list_contents(), dataset.train_sources, counts, strict=True):
                 left[key] = train.order, train.first_example + count
                 known.add(train.source.fingerprint)
-            units |= {share.name: share.units for share in dataset.compute_shares(num_examples, passed_over)}
+            units |= {share.name: share.units for share in dataset.compute_shares(num_examples, skipped)}
         continued = []
         for key, train in zip(self._list_contents(), self.train_sources, strict=True):
             order, first = left.get(key, (train.order, 0))
@@ -277,15 +288,15 @@ class Dataset:
         contents = [train.content for train in self.train_sources]
         return [(content, contents[:index].count(content)) for index, content in enumerate(contents)]
 
-    def compute_shares(self, num_examples: int, passed_over: Ranges = ()) -> list[SourceShare]:
+    def compute_shares(self, num_examples: int, skipped: Sequence[SkippedExamples] = ()) -> list[SourceShare]:
         """Return the contribution of each source to the run up to `num_examples` of this data set.
 
-        Examples in the ranges `passed_over` are not read, but count in epochs, which measure the position in a source.
+        Examples in the ranges `skipped` are not read, but count in epochs, which measure the position in a source.
         """
         length, count_examples = self.units_per_example, self._mixture.count_examples
         positions = count_examples(num_examples)
         counts = np.array(positions, object)
-        for first, end in passed_over:
+        for first, end in skipped:
             counts -= np.array(count_examples(end), object) - np.array(count_examples(first), object)
         return [
             SourceShare(
@@ -297,12 +308,12 @@ class Dataset:
             for train, position, count in zip(self.train_sources, positions, counts.tolist(), strict=True)
         ]
 
-    def compute_metrics(self, num_examples: int, passed_over: Ranges = ()) -> dict[str, float]:
+    def compute_metrics(self, num_examples: int, skipped: Sequence[SkippedExamples] = ()) -> dict[str, float]:
         """Return tokens (or examples) and epochs of each source as `compute_shares` does, for a row of `metrics.jsonl`.
 
         Empty if there is one source.
         """
-        shares = self.compute_shares(num_examples, passed_over) if len(self.train_sources) > 1 else []
+        shares = self.compute_shares(num_examples, skipped) if len(self.train_sources) > 1 else []
         units = {f"data/{share.name}/{self.unit}": share.units for share in shares}
         return units | {f"data/{share.name}/epochs": share.epochs for share in shares}
 

@@ -153,7 +153,7 @@ def _render_dialogue(
     if has_marks and _MARK in _to_json(request):
         raise ValueError("it holds the private-use character U+E000, which marks completions here")
     if request["is_prompt"]:
-        return {"text": _remove_marks(render(request["messages"], add_generation_prompt=True))[0], "answers": []}
+        return {"text": _remove_marks(render(request["messages"], add_generation_prompt=True))[0], "completions": []}
     rendered = render(request["messages"])
     text, spans = _remove_marks(rendered) if has_marks else (rendered, [])
     if not has_marks:
@@ -161,7 +161,7 @@ def _render_dialogue(
     spans = [(begin, end) for begin, end in spans if begin < end]
     if not spans:
         raise ValueError("it shows none of the completions")
-    return {"text": text, "answers": spans}
+    return {"text": text, "completions": spans}
 
 
 def _respond(act: Callable[[], dict[str, object]], seconds: float) -> dict[str, object]:

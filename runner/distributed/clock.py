@@ -1,7 +1,7 @@
 """Wall-time accounting of one process, and the progress of its training thread. Does no I/O.
 
-Every second of a run belongs to exactly one `TimeBucket`. The clock of a process counts the buckets in
-`COUNTED_BUCKETS`; the others depend on several attempts and are computed by `runner.history`.
+Every second of a run belongs to exactly one `TimeCategory`. The clock of a process counts the categories in
+`COUNTED_CATEGORIES`; the others depend on several attempts and are computed by `runner.history`.
 
 The training thread alone writes `Progress`: its phase and its last completed step. Any thread may read it.
 """
@@ -21,19 +21,19 @@ if TYPE_CHECKING:  # a command line starts its clock before it knows whether it 
     from runner.spec import Deadlines
 
 
-class TimeBucket(enum.Enum):
+class TimeCategory(enum.Enum):
     """Use of a second of wall time, in the order of an attempt's life.
 
     Attributes:
         value: the name in files.
         meaning: one sentence for the documentation.
-        index: position in `COUNTED_BUCKETS`, or -1 if the bucket is not counted by a clock.
+        index: position in `COUNTED_CATEGORIES`, or -1 if the category is not counted by a clock.
     """
 
     meaning: str
     index: int
 
-    def __new__(cls, key: str, meaning: str) -> "TimeBucket":
+    def __new__(cls, key: str, meaning: str) -> "TimeCategory":
         """Create a member whose value is `key` alone."""
         member = object.__new__(cls)
         member._value_, member.meaning, member.index = key, meaning, -1
@@ -54,12 +54,12 @@ class TimeBucket(enum.Enum):
     UNATTRIBUTED = "unattributed", "Nothing is recorded about this time."
 
 
-_BUCKETS_ACROSS_ATTEMPTS = (TimeBucket.GAP, TimeBucket.LOST_STEPS, TimeBucket.UNATTRIBUTED)
-COUNTED_BUCKETS: tuple[TimeBucket, ...] = tuple(
-    bucket for bucket in TimeBucket if bucket not in _BUCKETS_ACROSS_ATTEMPTS
+_CATEGORIES_ACROSS_ATTEMPTS = (TimeCategory.GAP, TimeCategory.LOST_STEPS, TimeCategory.UNATTRIBUTED)
+COUNTED_CATEGORIES: tuple[TimeCategory, ...] = tuple(
+    category for category in TimeCategory if category not in _CATEGORIES_ACROSS_ATTEMPTS
 )
-for _index, _bucket in enumerate(COUNTED_BUCKETS):
-    _bucket.index = _index
+for _index, _category in enumerate(COUNTED_CATEGORIES):
+    _category.index = _index
 
 
 class ClockReading(NamedTuple):
@@ -69,15 +69,15 @@ class ClockReading(NamedTuple):
         time: Unix seconds of the reading: the wall clock at process start plus the elapsed monotonic time.
         step: the last completed step.
         since: start of the current phase, or completion of the last step; measured like `time`.
-        bucket: the bucket that is being counted.
-        seconds: seconds by bucket, in the order of `COUNTED_BUCKETS`; they sum to the age of the process at `time`.
+        category: the category that is being counted.
+        seconds: seconds by category, as in `COUNTED_CATEGORIES`; they sum to the age of the process at `time`.
         code: the exit code of the job, or None while it is running.
     """
 
     time: float
     step: int
     since: float
-    bucket: TimeBucket
+    category: TimeCategory
     seconds: tuple[float, ...]
     code: int | None
 
@@ -93,18 +93,18 @@ class ClockStore(Protocol):
 
 
 class Clock:
-    """Seconds by bucket of this process.
+    """Seconds by category of this process.
 
-    There is one clock per process. Its training thread switches the bucket; any thread may read it.
+    There is one clock per process. Its training thread switches the category; any thread may read it.
     """
 
-    def __init__(self, age: float = 0.0, bucket: TimeBucket = TimeBucket.SET_UP) -> None:
+    def __init__(self, age: float = 0.0, category: TimeCategory = TimeCategory.SET_UP) -> None:
         now = time.monotonic()
         self.began = time.time() - age
-        # Added to a monotonic time this gives Unix seconds, so that a step of the wall clock cannot distort a bucket.
+        # Added to a monotonic time this gives Unix seconds, so that a step of the wall clock cannot distort a category.
         self._origin_seconds = self.began - (now - age)
-        self._seconds = [0.0] * len(COUNTED_BUCKETS)
-        self._bucket, self._since_seconds = bucket, now - age
+        self._seconds = [0.0] * len(COUNTED_CATEGORIES)
+        self._category, self._since_seconds = category, now - age
         self._step, self._moved_seconds = 0, now - age
         self._code: int | None = None
         # A save records the time until its step, not until the moment of the save.
@@ -115,7 +115,7 @@ class Clock:
     @classmethod
     def since_process_start(cls) -> "Clock":
         """Return a clock that includes the time since the process was created."""
-        return cls(read_age_seconds(), TimeBucket.PROCESS_START)
+        return cls(read_age_seconds(), TimeCategory.PROCESS_START)
 
     def attach_store(self, store: ClockStore | None) -> None:
         """Send each further reading to `store`, or to nothing if it is None."""
@@ -123,15 +123,15 @@ class Clock:
         if store is not None:
             store.put(self.read())
 
-    def enter(self, bucket: TimeBucket, is_stored: bool = True) -> None:
-        """Count time in `bucket` from now on. Training thread only.
+    def enter(self, category: TimeCategory, is_stored: bool = True) -> None:
+        """Count time in `category` from now on. Training thread only.
 
         Args:
-            bucket: the bucket to switch to.
+            category: the category to switch to.
             is_stored: if False, the store learns of it with the next reading.
         """
         with self._lock:
-            now = self._switch_bucket(bucket)
+            now = self._switch_category(category)
             reading = self._make_reading(now)
         if is_stored:
             self._put(reading)
@@ -139,24 +139,24 @@ class Clock:
     def record_step(self, step: int) -> None:
         """Record that `step` is completed, or that the loop starts after it. Training thread only."""
         with self._lock:
-            now = self._switch_bucket(TimeBucket.STEPS)
+            now = self._switch_category(TimeCategory.STEPS)
             self._step = step
             reading = self._make_reading(now)
             self._seconds_at_step = reading.seconds
         self._put(reading)
 
-    def _switch_bucket(self, bucket: TimeBucket) -> float:
-        """Count the time until now in the previous bucket, switch to `bucket`, and return the monotonic time."""
+    def _switch_category(self, category: TimeCategory) -> float:
+        """Count the time until now in the previous category, switch to `category`, and return the monotonic time."""
         now = time.monotonic()
-        self._seconds[self._bucket.index] += now - self._since_seconds
-        self._bucket, self._since_seconds, self._moved_seconds = bucket, now, now
+        self._seconds[self._category.index] += now - self._since_seconds
+        self._category, self._since_seconds, self._moved_seconds = category, now, now
         return now
 
     def _make_reading(self, now: float) -> ClockReading:
-        """Return the reading at `now`, the monotonic time up to which the buckets are counted."""
+        """Return the reading at `now`, the monotonic time up to which the categories are counted."""
         origin = self._origin_seconds
         moved = self._moved_seconds + origin
-        return ClockReading(now + origin, self._step, moved, self._bucket, tuple(self._seconds), self._code)
+        return ClockReading(now + origin, self._step, moved, self._category, tuple(self._seconds), self._code)
 
     def _put(self, reading: ClockReading) -> None:
         # Outside the lock: a slow disk must not block the thread that sends heartbeats.
@@ -179,7 +179,7 @@ class Clock:
     def end(self, code: int) -> None:
         """Record the exit code of the job; later time counts as shutdown. Any thread, may be called again."""
         with self._lock:
-            now = self._switch_bucket(TimeBucket.SHUTDOWN)
+            now = self._switch_category(TimeCategory.SHUTDOWN)
             self._code = code
             store, reading = self._store, self._make_reading(now)
         if store is not None:
@@ -193,7 +193,7 @@ class Clock:
         with self._lock:
             self.began, self._origin_seconds = new.began, new._origin_seconds
             self._seconds, self._seconds_at_step = new._seconds, new._seconds_at_step
-            self._bucket, self._since_seconds = new._bucket, new._since_seconds
+            self._category, self._since_seconds = new._category, new._since_seconds
             self._step, self._moved_seconds = 0, new._moved_seconds
             self._code = self._store = None
 
@@ -201,14 +201,14 @@ class Clock:
         """Return the reading at this moment. Any thread."""
         with self._lock:
             now = time.monotonic()
-            self._seconds[self._bucket.index] += now - self._since_seconds
+            self._seconds[self._category.index] += now - self._since_seconds
             self._since_seconds = now
             return self._make_reading(now)
 
     def read_step_seconds(self) -> dict[str, float]:
-        """Return the nonzero seconds by bucket name at the completion of the last step, for the event ledger."""
-        counted = zip(COUNTED_BUCKETS, self._seconds_at_step, strict=True)
-        return {bucket.value: round(seconds, 4) for bucket, seconds in counted if seconds >= 0.0001}
+        """Return the nonzero seconds by category name at the completion of the last step, for the event ledger."""
+        counted = zip(COUNTED_CATEGORIES, self._seconds_at_step, strict=True)
+        return {category.value: round(seconds, 4) for category, seconds in counted if seconds >= 0.0001}
 
 
 _RECENT_STEPS = 64
@@ -220,22 +220,22 @@ Batch = TypeVar("Batch")
 
 
 class Phase(NamedTuple):
-    """Activity of a training thread: its name in messages, and the bucket in which its time is counted."""
+    """Activity of a training thread: its name in messages, and the category in which its time is counted."""
 
     name: str
-    bucket: TimeBucket
+    category: TimeCategory
 
 
-START = Phase("start-up", TimeBucket.SET_UP)
-SET_UP = Phase("set-up", TimeBucket.SET_UP)
-COMPILE = Phase("compile", TimeBucket.COMPILE)
-RESTORE = Phase("restore", TimeBucket.RESTORE)
-STEP = Phase("step", TimeBucket.STEPS)
-DATA = Phase("the wait for data", TimeBucket.DATA_WAIT)
-EVALUATION = Phase("evaluation", TimeBucket.EVALUATION)
-PROFILE = Phase("profile", TimeBucket.STEPS)
-SAVE = Phase("save", TimeBucket.SAVE_STALL)
-END = Phase("the end", TimeBucket.SHUTDOWN)
+START = Phase("start-up", TimeCategory.SET_UP)
+SET_UP = Phase("set-up", TimeCategory.SET_UP)
+COMPILE = Phase("compile", TimeCategory.COMPILE)
+RESTORE = Phase("restore", TimeCategory.RESTORE)
+STEP = Phase("step", TimeCategory.STEPS)
+DATA = Phase("the wait for data", TimeCategory.DATA_WAIT)
+EVALUATION = Phase("evaluation", TimeCategory.EVALUATION)
+PROFILE = Phase("profile", TimeCategory.STEPS)
+SAVE = Phase("save", TimeCategory.SAVE_STALL)
+END = Phase("the end", TimeCategory.SHUTDOWN)
 
 
 class LocalFailure(NamedTuple):
@@ -269,7 +269,7 @@ class Progress:
     def __init__(self, clock: Clock | None = None) -> None:
         self.phase, self.step, self.since_seconds = START, 0, time.monotonic()
         self.clock = Clock() if clock is None else clock
-        self.clock.enter(START.bucket)
+        self.clock.enter(START.category)
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
         self.awaited_step: int | None = None
         self.has_arrived = threading.Event()
@@ -295,12 +295,12 @@ class Progress:
         """
         previous = self.phase
         self._enter(phase, time.monotonic())
-        self.clock.enter(phase.bucket)
+        self.clock.enter(phase.category)
         try:
             yield
         finally:
             self._enter(previous, time.monotonic())
-            self.clock.enter(previous.bucket)
+            self.clock.enter(previous.category)
 
     @contextlib.contextmanager
     def report_wait(self, phase: Phase, failure: LocalFailure | None) -> Iterator[None]:
@@ -331,11 +331,11 @@ class Progress:
         """
         step_since_seconds, wait_since_seconds = self.since_seconds, time.monotonic()
         self._enter(DATA, wait_since_seconds)
-        self.clock.enter(DATA.bucket, is_stored=False)
+        self.clock.enter(DATA.category, is_stored=False)
         try:
             return next(batches)
         finally:
-            self.clock.enter(STEP.bucket, is_stored=False)
+            self.clock.enter(STEP.category, is_stored=False)
             self._enter(STEP, step_since_seconds + time.monotonic() - wait_since_seconds)
 
     def _enter(self, phase: Phase, since_seconds: float) -> None:

@@ -56,15 +56,15 @@ class Heartbeat:
     waits_for: str = ""
 
 
-class HealthVerdict(NamedTuple):
+class Diagnosis(NamedTuple):
     """Message from process 0 to every process: a line, and the exit code to end with, or None for a warning."""
 
     line: str
     code: int | None
 
 
-def find_failure(beats: Mapping[int, Heartbeat]) -> HealthVerdict | None:
-    """Return the verdict on a failure of some processes alone, or None if there is none.
+def find_failure(beats: Mapping[int, Heartbeat]) -> Diagnosis | None:
+    """Return the diagnosis of a failure of some processes alone, or None if there is none.
 
     Those processes wait for the others, which may be inside a collective that never returns, so the failure is
     announced without waiting for a deadline. If the failure ends the job, the processes end after
@@ -79,10 +79,10 @@ def find_failure(beats: Mapping[int, Heartbeat]) -> HealthVerdict | None:
         return None
     first, others_name = failed[min(failed)], _format_processes(others)
     if first.is_end and first.seconds >= LOCAL_FAILURE_SECONDS:
-        return HealthVerdict(
+        return Diagnosis(
             f"{first.failure}; {others_name} did not finish the same call within {first.seconds:.0f} s", EXIT_FAILED
         )
-    return HealthVerdict(f"{first.failure}; waiting for {others_name} to finish the same call", None)
+    return Diagnosis(f"{first.failure}; waiting for {others_name} to finish the same call", None)
 
 
 def has_overdue(beats: Collection[Heartbeat], seconds_since_data: float, step_deadline_seconds: float) -> bool:

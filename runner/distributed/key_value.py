@@ -21,9 +21,9 @@ MAX_DECISIONS = 64
 # Written by a process that was asked to stop, once per job. Never deleted: 1 key.
 STOP_REQUEST = "runner/stop/request"
 
-# Written by the watchdog of process 0: a warning when something failed on one process alone, and the verdict before
+# Written by the watchdog of process 0: a warning when something failed on one process alone, and the diagnosis before
 # the job ends. Each overwrites the previous one. Never deleted: 1 key.
-VERDICT = "runner/verdict"
+DIAGNOSIS = "runner/diagnosis"
 
 # Overwritten by process 0 at the start of each round of straggler detection. Never deleted: 1 key.
 ROUND = "runner/round"

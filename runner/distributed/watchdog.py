@@ -4,15 +4,15 @@ The training thread reports its phase and its last completed step (`clock.Progre
 and publishes them, so its heartbeat never hides that the training thread hangs.
 
 1. Each second every process publishes a heartbeat through the job's key-value store: the phase and step of its training
-   thread, when the phase began, and whether it is overdue. It also reads the verdict, if there is one.
+   thread, when the phase began, and whether it is overdue. It also reads the diagnosis, if there is one.
 2. Process 0 reads all heartbeats. A process whose heartbeat stays the same for `LOST_SECONDS` is frozen or
    disconnected. A crashed process is noticed at once by its peer socket (`agreement.Liveness`).
-3. If a process is lost or overdue, process 0 writes the verdict: a line that names it and its phase. While a process
-   waits for its data, a long step of the others does not cause a verdict.
-4. On a verdict every process calls `on_verdict`, which saves the stacks of its threads, and ends with exit code 76.
+3. If a process is lost or overdue, process 0 writes the diagnosis: a line that names it and its phase. While a process
+   waits for its data, a long step of the others causes no diagnosis.
+4. On a diagnosis every process calls `on_diagnosis`, which saves the stacks of its threads, and ends with exit code 76.
    A process that cannot reach process 0 any more decides alone.
 5. A failure on one process alone (in a hook or an evaluator) is published in the same way, before any deadline, and
-   every process prints it. If the failure ends the job, the verdict has exit code 1 and follows soon.
+   every process prints it. If the failure ends the job, the diagnosis has exit code 1 and follows soon.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import DATA, Clock, Progress
 from runner.distributed.heartbeat import (
-    HealthVerdict,
+    Diagnosis,
     Heartbeat,
     StragglerDetector,
     StragglerReport,
@@ -50,7 +50,7 @@ UNREACHABLE_SECONDS = 5.0  # of the coordinator
 _POLL_SECONDS = 1.0
 _ARRIVAL_POLL_SECONDS = 0.02
 _CALLBACK_SECONDS = 5.0  # for a callback
-_DELIVERY_SECONDS = 3.0  # in which every process reads the verdict
+_DELIVERY_SECONDS = 3.0  # in which every process reads the diagnosis
 _DIAGNOSIS_SECONDS = 30.0  # in which a failed collective is traced to a lost peer
 _MAX_REPORT_BEATS = 60  # between two calls of `on_progress`; the first ones follow sooner
 
@@ -66,7 +66,7 @@ class Watchdog:
         hosts: Hosts,
         deadlines: Deadlines,
         clock: Clock,
-        on_verdict: Callable[[str, int], None],
+        on_diagnosis: Callable[[str, int], None],
         on_straggler: Callable[[StragglerReport], None],
         on_progress: Callable[[int], None],
     ):
@@ -76,17 +76,17 @@ class Watchdog:
             hosts: this process and its peers.
             deadlines: deadlines of the spec.
             clock: clock of this process.
-            on_verdict: receives the line and exit code of the verdict on every process, before it ends.
+            on_diagnosis: receives the line and exit code of the diagnosis on every process, before it ends.
             on_straggler: receives a change in the set of stragglers, on process 0.
             on_progress: receives the last completed step on process 0, from time to time, if it has changed.
         """
         self.progress = Progress(clock)
         self._hosts, self._deadlines = hosts, deadlines
-        self._on_verdict, self._on_straggler, self._on_progress = on_verdict, on_straggler, on_progress
+        self._on_diagnosis, self._on_straggler, self._on_progress = on_diagnosis, on_straggler, on_progress
         self._reported_step, self._next_report_beat = 0, 1
         self._is_over = threading.Event()
         self._reporting = threading.Lock()  # over the two below
-        self._reporter: threading.Thread | None = None  # thread of the newest callback that is not a verdict
+        self._reporter: threading.Thread | None = None  # thread of the newest callback that is not a diagnosis
         self._is_silent = False
         self._suspects_peer = False  # a collective has failed here
         self._has_waited = False  # whether this process has waited for the cause of an error
@@ -104,7 +104,7 @@ class Watchdog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self._wait_for_verdict(error)
+            self._wait_for_diagnosis(error)
         self._is_over.set()
         self.progress.has_arrived.set()
         self._hosts.liveness.set_abort_callback(None)
@@ -115,10 +115,10 @@ class Watchdog:
         try:
             yield
         except BaseException as error:
-            self._wait_for_verdict(error)
+            self._wait_for_diagnosis(error)
             raise
 
-    def _wait_for_verdict(self, error: BaseException) -> None:
+    def _wait_for_diagnosis(self, error: BaseException) -> None:
         """Wait once for the watchdog, which ends this process and names the peer if a lost one is the cause."""
         # JAX raises a failed collective as one of several types.
         is_suspect = isinstance(error, (jax.errors.JaxRuntimeError, PeerLostError)) or "Gloo" in str(error)
@@ -131,7 +131,7 @@ class Watchdog:
         time.sleep(_DIAGNOSIS_SECONDS if is_suspect else 3 * _POLL_SECONDS)
 
     def stop_reports(self) -> None:
-        """Call nothing but `on_verdict` from now on, so that the record of the end is the last one."""
+        """Call nothing but `on_diagnosis` from now on, so that the record of the end is the last one."""
         with self._reporting:
             self._is_silent, reporter = True, self._reporter
         if reporter is not None:
@@ -160,7 +160,7 @@ class Watchdog:
                     self._decide_alone()
 
     def _poll(self) -> None:
-        """Do the work of one second: check this process, exchange heartbeats and the verdict."""
+        """Do the work of one second: check this process, exchange heartbeats and the diagnosis."""
         now, previous = time.monotonic(), self._polled_seconds
         self._polled_seconds = now
         if now - previous > UNREACHABLE_SECONDS:
@@ -205,33 +205,33 @@ class Watchdog:
         )
 
     def _exchange_beats(self, beat: Heartbeat) -> None:
-        """Publish the heartbeat and follow the verdict, which process 0 computes from all heartbeats."""
+        """Publish the heartbeat and follow the diagnosis, which process 0 computes from all heartbeats."""
         hosts, store = self._hosts, self._hosts.store
         store.set(key_value.process_key(key_value.HEARTBEATS, hosts.process_id), asdict(beat))
-        fields = store.try_get(key_value.VERDICT)
-        verdict = None if fields is None else HealthVerdict(*fields)
+        fields = store.try_get(key_value.DIAGNOSIS)
+        diagnosis = None if fields is None else Diagnosis(*fields)
         crashed = hosts.liveness.find_crashed()
         # All calls above have reached the coordinator.
         self._reached_seconds = time.monotonic()
-        is_open = verdict is None or verdict.code is None
+        is_open = diagnosis is None or diagnosis.code is None
         if is_open and 0 in crashed:
             self._decide_alone()
         if is_open and hosts.is_main:
             values = store.list_values(key_value.HEARTBEATS)
-            found = self._compute_verdict({process: Heartbeat(**value) for process, value in values.items()}, crashed)
-            if found is not None and found != verdict:
-                store.set(key_value.VERDICT, found)
-                verdict = found
-        if verdict is None:
+            found = self._diagnose({process: Heartbeat(**value) for process, value in values.items()}, crashed)
+            if found is not None and found != diagnosis:
+                store.set(key_value.DIAGNOSIS, found)
+                diagnosis = found
+        if diagnosis is None:
             return
-        if verdict.code is not None:
-            self._end(verdict.line, verdict.code)
-        elif verdict.line != self._last_warning:
-            self._last_warning = verdict.line
-            warn(verdict.line)
+        if diagnosis.code is not None:
+            self._end(diagnosis.line, diagnosis.code)
+        elif diagnosis.line != self._last_warning:
+            self._last_warning = diagnosis.line
+            warn(diagnosis.line)
 
-    def _compute_verdict(self, beats: dict[int, Heartbeat], crashed: list[int]) -> HealthVerdict | None:
-        """Return the verdict on the job, or None if it is healthy. Process 0 only."""
+    def _diagnose(self, beats: dict[int, Heartbeat], crashed: list[int]) -> Diagnosis | None:
+        """Return the diagnosis of the job, or None if it is healthy. Process 0 only."""
         now = time.monotonic()
         for process in range(self._hosts.num_processes):
             number = beats[process].number if process in beats else 0
@@ -247,11 +247,11 @@ class Watchdog:
             self._data_seconds = now
         step_deadline_seconds = self.progress.step_deadline_seconds(self._deadlines)
         if unresponsive or has_overdue(beats.values(), now - self._data_seconds, step_deadline_seconds):
-            return HealthVerdict(format_diagnosis(beats, unresponsive), EXIT_RETRYABLE)
+            return Diagnosis(format_diagnosis(beats, unresponsive), EXIT_RETRYABLE)
         return find_failure(beats)
 
     def _decide_alone(self) -> None:
-        """End this process with a verdict of its own, because process 0 cannot be reached."""
+        """End this process with its own diagnosis, because process 0 cannot be reached."""
         quiet_seconds = time.monotonic() - self._reached_seconds
         is_dead = 0 in self._hosts.liveness.find_disconnected()
         description = "has died" if is_dead else f"has not responded for {quiet_seconds:.0f} s"
@@ -260,9 +260,9 @@ class Watchdog:
 
     def _end(self, line: str, code: int) -> None:
         # On a thread of its own with a deadline, because the write to the directory may hang.
-        callback = threading.Thread(target=self._on_verdict, args=(line, code), daemon=True)
+        callback = threading.Thread(target=self._on_diagnosis, args=(line, code), daemon=True)
         callback.start()
         callback.join(_CALLBACK_SECONDS)
         if self._hosts.is_main and self._hosts.num_processes > 1:
-            time.sleep(_DELIVERY_SECONDS)  # The store ends with process 0, and the verdict with it.
+            time.sleep(_DELIVERY_SECONDS)  # The store ends with process 0, and the diagnosis with it.
         end_process(code, line if code == EXIT_FAILED else f"{line}; run the same command again")

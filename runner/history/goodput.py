@@ -1,4 +1,4 @@
-"""Goodput accounting: every second of a run in exactly one bucket, and lost steps. Pure.
+"""Goodput accounting: every second of a run in exactly one category, and lost steps. Pure.
 
 1. The window of an attempt lasts from its beginning to its last sign of life. If the next attempt began before that,
    for instance on a new machine while the old one still saves, the older attempt's window ends, and the newer one's
@@ -17,22 +17,27 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from runner.distributed.clock import COUNTED_BUCKETS, TimeBucket
+from runner.distributed.clock import COUNTED_CATEGORIES, TimeCategory
 from runner.history.ledger import AttemptEvents, get_time
 from runner.history.records import AttemptRecord
 from runner.run.clock_file import ClockRecord
 
-Seconds = dict[TimeBucket, float]
-# Buckets in the order in which time is removed from them if the beginning, or the end, of a window is cut off.
-_REMOVAL_FROM_START = (TimeBucket.UNATTRIBUTED, *COUNTED_BUCKETS, TimeBucket.LOST_STEPS)
-_REMOVAL_FROM_END = (TimeBucket.LOST_STEPS, TimeBucket.UNATTRIBUTED, TimeBucket.STEPS, *reversed(COUNTED_BUCKETS))
+Seconds = dict[TimeCategory, float]
+# Categories in the order in which time is removed from them if the beginning, or the end, of a window is cut off.
+_REMOVAL_FROM_START = (TimeCategory.UNATTRIBUTED, *COUNTED_CATEGORIES, TimeCategory.LOST_STEPS)
+_REMOVAL_FROM_END = (
+    TimeCategory.LOST_STEPS,
+    TimeCategory.UNATTRIBUTED,
+    TimeCategory.STEPS,
+    *reversed(COUNTED_CATEGORIES),
+)
 # Time of an attempt before its first step.
-START_BUCKETS = (
-    TimeBucket.PROCESS_START,
-    TimeBucket.DISTRIBUTED_INIT,
-    TimeBucket.SET_UP,
-    TimeBucket.COMPILE,
-    TimeBucket.RESTORE,
+START_CATEGORIES = (
+    TimeCategory.PROCESS_START,
+    TimeCategory.DISTRIBUTED_INIT,
+    TimeCategory.SET_UP,
+    TimeCategory.COMPILE,
+    TimeCategory.RESTORE,
 )
 
 
@@ -96,7 +101,7 @@ class AttemptGoodput:
         began: beginning of its window.
         ended: end of its window.
         gap_seconds: time between the end of the previous window and this one.
-        seconds: seconds by bucket; they sum to the window.
+        seconds: seconds by category; they sum to the window.
         lost_steps: steps that a later attempt repeated.
         repeated_steps: steps that the attempt itself has repeated.
     """
@@ -152,15 +157,15 @@ def compute_goodput(timelines: Sequence[AttemptTimeline], now: float | None) -> 
 
 
 def list_restarts(attempts: Sequence[AttemptRecord]) -> list[tuple[AttemptRecord, Seconds]]:
-    """Return (attempt, seconds by bucket) of each restart that made a step.
+    """Return (attempt, seconds by category) of each restart that made a step.
 
     The seconds run from the end of the attempt before to that step.
     """
     return [
         (
             attempt,
-            {TimeBucket.GAP: attempt.gap_seconds}
-            | {bucket: attempt.seconds.get(bucket, 0.0) for bucket in START_BUCKETS},
+            {TimeCategory.GAP: attempt.gap_seconds}
+            | {category: attempt.seconds.get(category, 0.0) for category in START_CATEGORIES},
         )
         for attempt in attempts[1:]
         if attempt.resumed_step is not None and (attempt.reached_step or 0) > attempt.resumed_step
@@ -171,47 +176,47 @@ def _compute_share(timeline: AttemptTimeline, floor: int | None, now: float | No
     """Return the share of an attempt as if there were no others; `floor` is the lowest step resumed from later."""
     events, clock = timeline.events, timeline.clock
     ended = timeline.ended if now is None else max(now, timeline.ended)
-    seconds = dict.fromkeys(TimeBucket, 0.0)
+    seconds = dict.fromkeys(TimeCategory, 0.0)
     if clock is not None:
-        seconds |= dict(zip(COUNTED_BUCKETS, clock.reading.seconds, strict=True))
-        # Time since the last reading continues in the bucket that the attempt was in then.
+        seconds |= dict(zip(COUNTED_CATEGORIES, clock.reading.seconds, strict=True))
+        # Time since the last reading continues in the category that the attempt was in then.
         if now is not None and clock.reading.code is None:
-            seconds[clock.reading.bucket] += max(ended - clock.reading.time, 0.0)
+            seconds[clock.reading.category] += max(ended - clock.reading.time, 0.0)
     else:
-        seconds[TimeBucket.COMPILE], seconds[TimeBucket.RESTORE] = events.compile_seconds, events.restore_seconds
+        seconds[TimeCategory.COMPILE], seconds[TimeCategory.RESTORE] = events.compile_seconds, events.restore_seconds
         if events.ready is not None:
-            seconds[TimeBucket.SAVE_STALL] = events.stall_seconds
-            seconds[TimeBucket.STEPS] = max(events.last - events.ready - events.stall_seconds, 0.0)
+            seconds[TimeCategory.SAVE_STALL] = events.stall_seconds
+            seconds[TimeCategory.STEPS] = max(events.last - events.ready - events.stall_seconds, 0.0)
 
     reached, resumed, lost_steps = timeline.reached_step, events.resumed_step, 0
     if reached is not None and resumed is not None and floor is not None and floor < reached:
         # Steps before the attempt's own beginning are the loss of an earlier attempt.
         kept_step = max(floor, resumed)
-        steps_seconds = seconds[TimeBucket.STEPS]
+        steps_seconds = seconds[TimeCategory.STEPS]
         lost_seconds = steps_seconds - events.interpolate_steps_seconds(kept_step, reached, steps_seconds)
         lost_seconds = min(max(lost_seconds, 0.0), steps_seconds)
-        seconds[TimeBucket.STEPS] -= lost_seconds
-        seconds[TimeBucket.LOST_STEPS] += lost_seconds
+        seconds[TimeCategory.STEPS] -= lost_seconds
+        seconds[TimeCategory.LOST_STEPS] += lost_seconds
         lost_steps = reached - kept_step
     if reached is not None and resumed is not None and events.repeated_steps:
         # All steps of the attempt are assumed to take equally long.
         share = events.repeated_steps / max(reached - resumed + events.repeated_steps, 1)
-        repeated_seconds = seconds[TimeBucket.STEPS] * share
-        seconds[TimeBucket.STEPS] -= repeated_seconds
-        seconds[TimeBucket.LOST_STEPS] += repeated_seconds
+        repeated_seconds = seconds[TimeCategory.STEPS] * share
+        seconds[TimeCategory.STEPS] -= repeated_seconds
+        seconds[TimeCategory.LOST_STEPS] += repeated_seconds
 
-    # The buckets must sum to the window: missing time is unattributed, and excess is removed from the end.
+    # The categories must sum to the window: missing time is unattributed, and excess is removed from the end.
     missing = ended - timeline.began - sum(seconds.values())
-    seconds[TimeBucket.UNATTRIBUTED] += max(missing, 0.0)
+    seconds[TimeCategory.UNATTRIBUTED] += max(missing, 0.0)
     seconds = _remove(seconds, max(-missing, 0.0), _REMOVAL_FROM_END)
     return AttemptGoodput(timeline.began, ended, 0.0, seconds, lost_steps, events.repeated_steps)
 
 
-def _remove(seconds: Seconds, amount: float, order: Sequence[TimeBucket]) -> Seconds:
-    """Return `seconds` without `amount`, which is taken from the buckets in `order`."""
+def _remove(seconds: Seconds, amount: float, order: Sequence[TimeCategory]) -> Seconds:
+    """Return `seconds` without `amount`, which is taken from the categories in `order`."""
     left = dict(seconds)
-    for bucket in order:
-        taken = min(left[bucket], amount)
-        left[bucket] -= taken
+    for category in order:
+        taken = min(left[category], amount)
+        left[category] -= taken
         amount -= taken
     return left

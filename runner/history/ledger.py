@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from runner.distributed.clock import TimeBucket
+from runner.distributed.clock import TimeCategory
 from runner.history.records import Notice, SaveRecord
 from runner.records import STEP_MAX, TIME_MAX
 from runner.storage import JsonlTail, JsonObject, Store
@@ -287,7 +287,7 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
                     summary.stages[begin] = row
             case "save":
                 blocked_seconds, clock = get_seconds(row, "blocked_seconds"), row.get("clock")
-                steps_seconds = get_seconds(clock, TimeBucket.STEPS.value) if isinstance(clock, dict) else None
+                steps_seconds = get_seconds(clock, TimeCategory.STEPS.value) if isinstance(clock, dict) else None
                 if steps_seconds is None and attempt.ready is not None:  # An older runner recorded no clock.
                     steps_seconds = max(moment - blocked_seconds - attempt.ready - attempt.stall_seconds, 0.0)
                 if step is not None and steps_seconds is not None:

@@ -20,7 +20,7 @@ import yaml
 
 from runner.checkpoint.manifest import CHECKPOINTS, NotCommittedError, read_manifest
 from runner.config import SOURCE_NAME, StageConfig, locate_stages
-from runner.distributed.clock import MIN_STEP_DEADLINE_SECONDS, STEP_DEADLINE_FACTOR, TimeBucket
+from runner.distributed.clock import MIN_STEP_DEADLINE_SECONDS, STEP_DEADLINE_FACTOR, TimeCategory
 from runner.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -68,7 +68,13 @@ _NUM_READERS = 16
 _NUM_CHECKPOINT_READERS = 8
 _SPEED_ROWS = 20
 _SPEC_BYTES_MAX = 1 << 19  # which take a second to parse
-_LOOP = (TimeBucket.DATA_WAIT, TimeBucket.STEPS, TimeBucket.LOST_STEPS, TimeBucket.EVALUATION, TimeBucket.SAVE_STALL)
+_LOOP = (
+    TimeCategory.DATA_WAIT,
+    TimeCategory.STEPS,
+    TimeCategory.LOST_STEPS,
+    TimeCategory.EVALUATION,
+    TimeCategory.SAVE_STALL,
+)
 # An attempt without an exit code and without a sign of life for this long is not alive.
 SILENT_SECONDS = 30.0
 SILENT_WITHOUT_CLOCK_SECONDS = 120.0  # for attempts of an older runner, whose events are a minute apart
@@ -170,8 +176,8 @@ class HistoryReader:
                 timelines, shares, outcomes, starts, hosts, strict=True
             )
         )
-        seconds = {bucket: sum(share.seconds[bucket] for share in shares) for bucket in TimeBucket}
-        seconds[TimeBucket.GAP] = sum(share.gap_seconds for share in shares)
+        seconds = {category: sum(share.seconds[category] for share in shares) for category in TimeCategory}
+        seconds[TimeCategory.GAP] = sum(share.gap_seconds for share in shares)
         # Windows never overlap, so the gaps and windows sum to the time from the first to the last moment.
         wall_seconds = shares[-1].ended - shares[0].began + shares[0].gap_seconds
         total_steps = _find_total_steps(timelines, spec)
@@ -211,7 +217,7 @@ class HistoryReader:
             attempts=attempts,
             seconds=seconds,
             wall_seconds=wall_seconds,
-            goodput=seconds[TimeBucket.STEPS] / wall_seconds if wall_seconds > 0 else 0.0,
+            goodput=seconds[TimeCategory.STEPS] / wall_seconds if wall_seconds > 0 else 0.0,
             lost_steps=sum(share.lost_steps + share.repeated_steps for share in shares),
             speed=_compute_throughput(sample, last, total_steps if is_alive else None),
             checkpoints=tuple(self._try(lambda: self._read_checkpoints(steps, names, ledger), [])),
@@ -349,11 +355,11 @@ def infer_outcome(timeline: AttemptTimeline, newer: AttemptTimeline | None, now:
         return AttemptOutcome(RunState.KILLED, ended)
     if now - ended > (SILENT_WITHOUT_CLOCK_SECONDS if clock is None else SILENT_SECONDS):
         return AttemptOutcome(RunState.STALLED, ended)
-    if clock is not None and clock.reading.bucket is TimeBucket.STEPS:
+    if clock is not None and clock.reading.category is TimeCategory.STEPS:
         # It sends heartbeats, but may be stuck at one step. The deadline is that of the watchdog.
         num_steps = max(clock.reading.step - (events.resumed_step or 0), 0)
         current_seconds = now - clock.reading.since
-        finished_seconds = max(clock.reading.seconds[TimeBucket.STEPS.index] - current_seconds, 0.0)
+        finished_seconds = max(clock.reading.seconds[TimeCategory.STEPS.index] - current_seconds, 0.0)
         if num_steps:
             limit_seconds = max(MIN_STEP_DEADLINE_SECONDS, STEP_DEADLINE_FACTOR * (finished_seconds / num_steps))
             if current_seconds > limit_seconds:
@@ -521,7 +527,7 @@ def _compute_throughput(sample: Sequence[JsonObject], attempt: AttemptRecord, to
         step_seconds = seconds / (newest[-1]["step"] - newest[0]["step"])
         per_second = increase / seconds if increase else reported
     elif attempt.reached_step is not None and attempt.reached_step > (attempt.resumed_step or 0):
-        loop_seconds = sum(attempt.seconds[bucket] for bucket in _LOOP)
+        loop_seconds = sum(attempt.seconds[category] for category in _LOOP)
         step_seconds = loop_seconds / (attempt.reached_step - (attempt.resumed_step or 0))
     left_seconds = None
     if step_seconds is not None and total_steps is not None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from runner.distributed.clock import TimeBucket
+from runner.distributed.clock import TimeCategory
 from runner.records import INT_MAX
 from runner.storage import JsonObject
 
@@ -57,7 +57,7 @@ class AttemptRecord:
         reached_step: last completed step; None if it never had a state.
         lost_steps: steps that a later attempt repeated.
         gap_seconds: time since the end of the previous attempt, or since the job was first submitted.
-        seconds: seconds by bucket, from `began` (or the end of the previous attempt, if later) to `ended`.
+        seconds: seconds by category, from `began` (or the end of the previous attempt, if later) to `ended`.
         hosts: host names by process.
         num_processes: processes of the job.
         num_devices: devices of the job.
@@ -78,7 +78,7 @@ class AttemptRecord:
     reached_step: int | None = None
     lost_steps: int = 0
     gap_seconds: float = 0.0
-    seconds: Mapping[TimeBucket, float] = field(default_factory=dict)
+    seconds: Mapping[TimeCategory, float] = field(default_factory=dict)
     hosts: tuple[str, ...] = ()
     num_processes: int | None = None
     num_devices: int | None = None
@@ -227,7 +227,7 @@ class History:
         step: last completed step of the newest attempt that had a state, or of a finished run.
         total_steps: step at which the run is done.
         attempts: its attempts in order.
-        seconds: seconds by bucket, over all attempts and the gaps between them; they sum to `wall_seconds`.
+        seconds: seconds by category, over all attempts and the gaps between them; they sum to `wall_seconds`.
         wall_seconds: from the first submission, or else the beginning of the first attempt, to the end of the newest
             attempt, or to `now` if that is alive.
         goodput: fraction of the wall time that was spent on steps of the final trajectory.
@@ -260,7 +260,7 @@ class History:
     step: int
     total_steps: int | None
     attempts: tuple[AttemptRecord, ...]
-    seconds: Mapping[TimeBucket, float]
+    seconds: Mapping[TimeCategory, float]
     wall_seconds: float
     goodput: float
     lost_steps: int

@@ -35,7 +35,7 @@ import jax
 import numpy as np
 
 from runner.console import warn
-from runner.distributed.clock import LocalFailure, Phase, TimeBucket
+from runner.distributed.clock import LocalFailure, Phase, TimeCategory
 from runner.errors import FencedError, HookError, InvalidError, PreemptedError, RetryableError, format_error
 from runner.hook.listing import (
     STATE_NAME,
@@ -150,7 +150,7 @@ class HookCaller:
         """Return the encoded return value of every host."""
         hosts, progress = self.attempt.hosts, self.attempt.progress
         began_seconds = time.monotonic()
-        with progress.report_phase(Phase(f"hook {listed.name}.{method}", TimeBucket.EVALUATION)):
+        with progress.report_phase(Phase(f"hook {listed.name}.{method}", TimeCategory.EVALUATION)):
             # Taken before the call: a hook that donates arrays could also remove them from the containers.
             leaves, is_interrupted = jax.tree.leaves(moment.weights), False
             try:
@@ -165,7 +165,7 @@ class HookCaller:
         failure = None
         if problem is not None:
             failure = LocalFailure(f"{place} on process {hosts.process_id}: {problem}", is_end=True)
-        wait = Phase(f"the wait for hook {listed.name}.{method} of the others", TimeBucket.EVALUATION)
+        wait = Phase(f"the wait for hook {listed.name}.{method} of the others", TimeCategory.EVALUATION)
         with progress.report_phase(wait), progress.report_wait(wait, failure):
             shown = returned if hosts.is_main or method in _VERDICT_METHODS else {}
             outcomes = hosts.gather([shown, problem, is_interrupted])

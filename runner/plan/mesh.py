@@ -150,13 +150,13 @@ class MeshWarning:
         text: message for the user.
         excess_bytes: bytes that a device sends in a step unnecessarily.
         names: parameters that it is about, largest first.
-        is_of_mesh: True if another mesh could avoid it.
+        is_avoidable: True if another mesh could avoid it.
     """
 
     text: str
     excess_bytes: float
     names: tuple[str, ...]
-    is_of_mesh: bool = True
+    is_avoidable: bool = True
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def find_mesh_warnings(
             f"{needed} times{_format_place(largest.collective)}; each device sends {format_amount(total, 'bytes')} "
             "per step"
         )
-        warnings.append(MeshWarning(text, total * (1 - needed / times), names, is_of_mesh=False))
+        warnings.append(MeshWarning(text, total * (1 - needed / times), names, is_avoidable=False))
     return warnings
 
 

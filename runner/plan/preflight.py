@@ -35,7 +35,7 @@ from runner.spec import Document, load_document
 from runner.spec.document import dump_yaml
 from runner.train.compile import MEMORY_SHARE, StepTooLargeError
 from runner.train.setup import TrainSetup, TrainSetupBuilder
-from runner.train.stages import RunningStage, format_rounded_starts
+from runner.train.stages import CompiledStage, format_rounded_starts
 from runner.trainer import BaseTrainer
 
 _NUM_LARGEST_ARRAYS = 5
@@ -251,21 +251,22 @@ def make_stage_sections(
         findings.warnings.append(line)
     sections = [whole]
     run_seconds = None if step_seconds is None else step_seconds * job.stages[0].stop
-    for stage, stage_job in zip(job.running_stages[1:], job.stage_jobs[1:], strict=True):
+    for stage, stage_job in zip(job.stages[1:], job.stage_jobs[1:], strict=True):
         section = Section(f"stage {stage.number}")
         sections.append(section)
-        own = RunningStage(stage.plan, stage.builder, functools.partial(stage.builder.build, machine.devices))
+        builder = stage_job.setup_builder
+        own = CompiledStage(stage, builder, functools.partial(builder.build, machine.devices))
         found = Findings()
         num_steps, times = stage.stop - stage.start, None
         with found.collect():
             own.validate(train_setup.abstract_state, machine.devices)
-            report.add_stage(section, job, stage.plan)
+            report.add_stage(section, job, stage)
             found.warnings += own.find_restarts(job.get_stage_dataset(stage.number))
             estimate = report.estimate_early(stage_job, own.train_setup, machine)
             first = None if estimate is None else estimate.first
             micro_batch = first.micro_batch_examples if machine.is_faked and first is not None else None
             with report_progress(f"compiling stage {stage.number}"):
-                program = compile_program(own.builder, own.train_setup, machine, micro_batch=micro_batch)
+                program = compile_program(builder, own.train_setup, machine, micro_batch=micro_batch)
             if machine.is_faked:
                 check_memory_by_arithmetic(stage_job, first, machine, found)
             with contextlib.suppress(ValueError):  # a job that does not state its FLOPs

@@ -50,7 +50,7 @@ from runner.train.flops import Flops
 from runner.train.kernel_check import KernelCase
 from runner.train.optimizer import compute_rates
 from runner.train.setup import TrainSetup
-from runner.train.stages import RunStage
+from runner.train.stages import StagePlan
 from runner.train.state import TrainState
 from runner.trainer import BaseTrainer
 
@@ -148,7 +148,7 @@ class EarlyEstimate:
 
         Where libtpu is available, meshes are tried with the compiler until one avoids the problem.
         """
-        if not warning.is_of_mesh:
+        if not warning.is_avoidable:
             return ""
         near = self._list_near_meshes()
         # Fake CPU devices do not show what the compiler of the chip does with small shards.
@@ -293,7 +293,7 @@ def make_batch_section(config: TrainerConfig, program: CompiledProgram) -> Secti
     return section
 
 
-def add_courses(section: Section, stages: Sequence[RunStage], schedules: Sequence[optax.Schedule] | None) -> None:
+def add_courses(section: Section, stages: Sequence[StagePlan], schedules: Sequence[optax.Schedule] | None) -> None:
     """Add drawings of the learning rate and of the batch over the whole run.
 
     Args:
@@ -321,7 +321,7 @@ def draw_course(values: np.ndarray) -> str:
     return "".join(_COURSE_HEIGHTS[max(height - 1, 0)] for height in heights)
 
 
-def add_stage(section: Section, job: BaseTrainer, stage: RunStage) -> None:
+def add_stage(section: Section, job: BaseTrainer, stage: StagePlan) -> None:
     """Add length, tokens and sources of one stage of a run."""
     steps, config = stage.stop - stage.start, job.config
     unit, units = config.data.unit, config.count_units(stage.stop) - config.count_units(stage.start)

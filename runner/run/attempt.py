@@ -506,7 +506,7 @@ class IncidentRecorder:
     def __init__(self) -> None:
         self.attempt: Attempt | None = None
 
-    def on_verdict(self, line: str, code: int) -> None:
+    def on_diagnosis(self, line: str, code: int) -> None:
         """Record why the job is stalled, with the stacks of all threads. Any process, right before it ends."""
         stacks = f"{line}\n\n{format_thread_stacks()}"
         attempt = self._find_owner()

@@ -22,7 +22,7 @@ import zlib
 from dataclasses import dataclass
 
 from runner.console import warn
-from runner.distributed.clock import COUNTED_BUCKETS, Clock, ClockReading, ClockStore, TimeBucket
+from runner.distributed.clock import COUNTED_CATEGORIES, Clock, ClockReading, ClockStore, TimeCategory
 from runner.process import read_creation_ticks, read_machine_id
 from runner.records import TIME_MAX, Key, validate_record
 from runner.storage import BackgroundWriter, Store, parse_json
@@ -57,7 +57,7 @@ class ClockRecord:
         machine: id of the boot of that machine, see `runner.process.read_machine_id`.
         pid: process id of process 0.
         created: creation of process 0, see `runner.process.read_creation_ticks`.
-        reading: the newest reading, with the seconds of the buckets that this version counts.
+        reading: the newest reading, with the seconds of the categories that this version counts.
     """
 
     began: float
@@ -81,12 +81,12 @@ def get_clock_file_name(attempt: int) -> str:
     return f"attempts/{attempt}.clock"
 
 
-def _make_slot_format(num_buckets: int) -> struct.Struct:
-    """Return the format of a slot: number, time, step, since, bucket, exit code (-1 for none), seconds by bucket."""
-    return struct.Struct(f"<QdqdHh{num_buckets}d")
+def _make_slot_format(num_categories: int) -> struct.Struct:
+    """Return the format of a slot: number, time, step, since, category, exit code or -1, seconds by category."""
+    return struct.Struct(f"<QdqdHh{num_categories}d")
 
 
-_SLOT = _make_slot_format(len(COUNTED_BUCKETS))
+_SLOT = _make_slot_format(len(COUNTED_CATEGORIES))
 
 
 def encode_header(clock: Clock) -> bytes:
@@ -98,7 +98,7 @@ def encode_header(clock: Clock) -> bytes:
         "machine": read_machine_id(),
         "pid": os.getpid(),
         "created": read_creation_ticks(os.getpid()),
-        "buckets": [bucket.value for bucket in COUNTED_BUCKETS],
+        "buckets": [category.value for category in COUNTED_CATEGORIES],
     }
     # The header has a fixed size, so that slots have fixed places, and is a line, so that `head` shows it.
     return json.dumps(header).encode().ljust(HEADER_BYTES - 1) + b"\n"
@@ -108,7 +108,7 @@ def encode_slot(number: int, reading: ClockReading) -> bytes:
     """Return one slot; `number` grows with each write."""
     code = -1 if reading.code is None else reading.code
     content = _SLOT.pack(
-        number, reading.time, reading.step, reading.since, reading.bucket.index, code, *reading.seconds
+        number, reading.time, reading.step, reading.since, reading.category.index, code, *reading.seconds
     )
     # A power cut may leave a partial slot. The checksum detects it, and the other slots remain.
     return _CHECKSUM.pack(zlib.crc32(content)) + content
@@ -147,12 +147,12 @@ def decode_clock_file(content: bytes) -> ClockRecord:
     if newest is None:
         raise ValueError("no slot is complete")
     moment, step, since, index, code, seconds = newest[1]
-    # Another version may count other buckets, so they are matched by name.
+    # Another version may count other categories, so they are matched by name.
     seconds_by_name = dict(zip(names, seconds, strict=True))
-    known = tuple(seconds_by_name.get(bucket.value, 0.0) for bucket in COUNTED_BUCKETS)
+    known = tuple(seconds_by_name.get(category.value, 0.0) for category in COUNTED_CATEGORIES)
     name = names[index] if index < len(names) else None
-    bucket = next((each for each in COUNTED_BUCKETS if each.value == name), TimeBucket.SHUTDOWN)
-    reading = ClockReading(moment, step, since, bucket, known, None if code < 0 else code)
+    category = next((each for each in COUNTED_CATEGORIES if each.value == name), TimeCategory.SHUTDOWN)
+    reading = ClockReading(moment, step, since, category, known, None if code < 0 else code)
     return ClockRecord(header["began"], header["host"], header["machine"], header["pid"], header["created"], reading)
 
 
@@ -214,7 +214,7 @@ class _BucketClockFile:
         last = self._last_sent
         # Each put is a request to the bucket, so only progress and the exit code are sent without delay.
         if last is not None and last.code == reading.code:
-            has_moved = (last.step, last.bucket) != (reading.step, reading.bucket)
+            has_moved = (last.step, last.category) != (reading.step, reading.category)
             if reading.time - last.time < (PERIOD_SECONDS if has_moved else IDLE_SECONDS):
                 return
         self._last_sent = reading

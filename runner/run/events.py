@@ -355,7 +355,7 @@ EVENTS = (
             Key(
                 "clock",
                 dict,
-                "Seconds of this attempt by time bucket when `step` was completed, see runner/history/README.md.",
+                "Seconds of this attempt by time category when `step` was completed, see runner/history/README.md.",
                 "s",
             ),
             Key("tier", str, "`fast` if only the fast tier saves; otherwise absent."),

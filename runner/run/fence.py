@@ -135,7 +135,7 @@ class RunIdentity:
             class.
         find_first_change: function of a saved trajectory and the keys in which it differs. It returns the number of
             steps completed before the first update that differs; None if no update differs.
-        is_given_up: function of a saved trajectory and its step. It returns True if a later roll-back has discarded
+        is_discarded: function of a saved trajectory and its step. It returns True if a later roll-back has discarded
             that step.
     """
 
@@ -145,12 +145,12 @@ class RunIdentity:
     unread: Container[str]
     former_values: Mapping[str, Container[str]] = field(default_factory=dict)
     find_first_change: Callable[[Trajectory, Sequence[str]], int | None] = lambda saved, keys: 0
-    is_given_up: Callable[[Trajectory, int], bool] = lambda saved, step: False
+    is_discarded: Callable[[Trajectory, int], bool] = lambda saved, step: False
 
     def is_continued(self, saved: Trajectory, step: int) -> bool:
         """Return True if the spec continues a trajectory that was saved at `step`; see `validate_trajectory`."""
         keys = list(self.compare_values(saved))
-        return not self.is_given_up(saved, step) and (not keys or self.keeps_past(saved, keys, step))
+        return not self.is_discarded(saved, step) and (not keys or self.keeps_past(saved, keys, step))
 
     def list_moves(self, saved: Trajectory) -> list[str]:
         """Return the differences that are moves: new locations of the same content, and former paths of a class."""

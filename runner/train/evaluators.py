@@ -154,7 +154,7 @@ class EvaluatorSchedule:
         # Every host gets here, whatever its evaluator did, so this gather cannot deadlock on a failure.
         message = f"evaluator {name} at step {step}: {problem} on process {hosts.process_id}"
         failure = None if problem is None else LocalFailure(message, is_end=False)
-        wait = Phase(f"the wait for evaluator {name} of the others", EVALUATION.bucket)
+        wait = Phase(f"the wait for evaluator {name} of the others", EVALUATION.category)
         with self._attempt.progress.report_wait(wait, failure):
             outcomes = hosts.gather([problem, digest, is_stopping, is_interrupted, are_donated(weights)])
         if any(is_donated for *_, is_donated in outcomes):

@@ -42,6 +42,7 @@ from jax import lax
 from runner.checkpoint.manifest import read_committed
 from runner.checkpoint.restore import quarantine
 from runner.config import RollBackConfig, StabilityConfig
+from runner.data import SkippedBatches
 from runner.errors import StateError
 from runner.metrics.meta import CONSECUTIVE_SKIPS, HIGH_LOSS_STEPS, ROLL_BACKS, SKIPPED_UPDATES
 from runner.run.attempt import Attempt
@@ -53,7 +54,7 @@ from runner.train.state import TrainState
 
 STABILITY = "stability"
 _SKIPPED, _CONSECUTIVE, _ACCEPTED, _WINDOW = "skipped", "consecutive", "accepted", "window"
-_HIGH, _LOW, _LOSSES, _PASSED_OVER = "high", "low", "losses", "passed_over"
+_HIGH, _LOW, _LOSSES, _SKIPPED_BATCHES = "high", "low", "losses", "passed_over"
 
 
 def make_stability(config: StabilityConfig) -> AuxiliaryState:
@@ -70,7 +71,7 @@ def make_stability(config: StabilityConfig) -> AuxiliaryState:
             state |= make_counts(_ACCEPTED) | {_WINDOW: jnp.zeros(spike.over_steps, jnp.float32)}
         if roll_back is not None:
             state |= make_counts(_HIGH, _LOW) | {_LOSSES: jnp.zeros(roll_back.over_steps, jnp.float32)}
-            state |= {_PASSED_OVER: jnp.zeros((ROLL_BACKS_MAX, 2), jnp.int32)}
+            state |= {_SKIPPED_BATCHES: jnp.zeros((ROLL_BACKS_MAX, 2), jnp.int32)}
         return state
 
     def judge(before: Any, outcome: StepOutcome) -> tuple[jax.Array, Any, Scalars]:
@@ -113,19 +114,19 @@ def watch_loss(before: Any, outcome: StepOutcome, config: RollBackConfig) -> tup
     losses, low = _push(before[_LOSSES], before[_LOW], outcome.loss, is_known & ~is_high)
     longer = before[_HIGH] + 1
     high = jnp.where(is_known, jnp.where(is_high, longer, 0), jnp.where(before[_HIGH] > 0, longer, 0))
-    passed_over = before[_PASSED_OVER]
-    num_roll_backs = jnp.sum((passed_over[:, 1] > 0) & (passed_over[:, 0] < outcome.step), dtype=jnp.int32)
-    after = {_LOSSES: losses, _LOW: low, _HIGH: high, _PASSED_OVER: passed_over}
+    skipped = before[_SKIPPED_BATCHES]
+    num_roll_backs = jnp.sum((skipped[:, 1] > 0) & (skipped[:, 0] < outcome.step), dtype=jnp.int32)
+    after = {_LOSSES: losses, _LOW: low, _HIGH: high, _SKIPPED_BATCHES: skipped}
     return after, {ROLL_BACKS: num_roll_backs, HIGH_LOSS_STEPS: high}
 
 
 # Roll-backs, on the host.
 
-Skips = tuple[tuple[int, int], ...]  # as in `DataPosition`
 
-
-def plan_roll_back(config: RollBackConfig, first: int, batch_examples: int, made: Skips) -> tuple[int, int]:
-    """Return (first step, number of batches) of the range to skip because of a spike.
+def plan_roll_back(
+    config: RollBackConfig, first: int, batch_examples: int, made: Sequence[SkippedBatches]
+) -> SkippedBatches:
+    """Return the range to skip because of a spike.
 
     Args:
         config: the policy.
@@ -134,8 +135,8 @@ def plan_roll_back(config: RollBackConfig, first: int, batch_examples: int, made
         made: ranges of earlier roll-backs.
     """
     # A range never begins before an earlier one: otherwise the data of the earlier one would be used again.
-    begin = max(first - 1 - config.steps_before, made[-1][0] if made else 0)
-    return begin, first - 1 - begin + -(-config.skip_examples // batch_examples)
+    begin = max(first - 1 - config.steps_before, made[-1].begin if made else 0)
+    return SkippedBatches(begin, first - 1 - begin + -(-config.skip_examples // batch_examples))
 
 
 def find_earliest_begin(state: TrainState, config: RollBackConfig) -> int:
@@ -182,30 +183,30 @@ def complete_roll_backs(attempt: Attempt) -> list[JsonObject]:
         if record["number"] not in known:
             _append_event(attempt, record)
     for step, manifest in read_committed(attempt.store).items():
-        if is_given_up(manifest.identity, step, records):
+        if is_discarded(manifest.identity, step, records):
             quarantine(attempt, step, "the run was rolled back to an earlier step")
     return records
 
 
-def is_given_up(saved: Trajectory, step: int, records: Sequence[JsonObject]) -> bool:
+def is_discarded(saved: Trajectory, step: int, records: Sequence[JsonObject]) -> bool:
     """Return True if a state saved at `step` was discarded by one of these roll-backs."""
     num_made = len(saved.get(ROLL_BACK_FOLDER, ()))
     return any(record["number"] > num_made and record["begin"] < step for record in records)
 
 
-def read_passed_over(state: TrainState) -> Skips:
+def read_skipped_batches(state: TrainState) -> tuple[SkippedBatches, ...]:
     """Return the ranges skipped by the roll-backs in a state. Waits for the device."""
-    rows = np.asarray(jax.device_get(state.riders[STABILITY][_PASSED_OVER])).tolist()
-    return tuple((begin, number) for begin, number in rows if number)
+    rows = np.asarray(jax.device_get(state.riders[STABILITY][_SKIPPED_BATCHES])).tolist()
+    return tuple(SkippedBatches(begin, num_batches) for begin, num_batches in rows if num_batches)
 
 
-def replace_passed_over(state: TrainState, skips: Skips) -> TrainState:
+def replace_skipped_batches(state: TrainState, skipped: Sequence[SkippedBatches]) -> TrainState:
     """Return the state with these skipped ranges. Every host makes its own shards."""
     rows = np.zeros((ROLL_BACKS_MAX, 2), np.int32)
-    rows[: len(skips)] = skips
+    rows[: len(skipped)] = skipped
     own = state.riders[STABILITY]
-    array = jax.make_array_from_callback(rows.shape, own[_PASSED_OVER].sharding, lambda index: rows[index])
-    return state.replace(riders=state.riders | {STABILITY: own | {_PASSED_OVER: array}})
+    array = jax.make_array_from_callback(rows.shape, own[_SKIPPED_BATCHES].sharding, lambda index: rows[index])
+    return state.replace(riders=state.riders | {STABILITY: own | {_SKIPPED_BATCHES: array}})
 
 
 def _push(

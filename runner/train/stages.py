@@ -26,6 +26,7 @@ from runner.errors import InvalidError, SpecError, format_error, suggest_choices
 from runner.optim.config import ScheduleConfig
 from runner.run.fence import RunIdentity
 from runner.spec import Document, Trajectory, flatten, is_below, validate_config
+from runner.storage import JsonObject
 from runner.train.compile import CompiledStep
 from runner.train.optimizer import ScheduleStage, compute_rates, make_stage_schedules
 from runner.train.setup import TrainSetup, TrainSetupBuilder
@@ -38,8 +39,8 @@ _STATE_KEYS = ("model", "optimizer", "ema", "noise_scale", "data.sequence_length
 
 
 @dataclass(frozen=True)
-class RunStage:
-    """One stage of a run.
+class StagePlan:
+    """One stage of a run, as the spec describes it.
 
     Attributes:
         number: 0 for the config itself, before the first stage of the spec.
@@ -75,13 +76,13 @@ class RunStage:
 
 def make_stages(
     document: Document, config_class: type[TrainerConfig[Any]], config: TrainerConfig[Any]
-) -> list[RunStage]:
+) -> list[StagePlan]:
     """Return the stages of a run; only stage 0 if the spec has none.
 
     Raises `SpecError` with a line for each problem of a stage.
     """
     if not config.stages:
-        return [RunStage(0, 0, 0, config, document, {})]
+        return [StagePlan(0, 0, 0, config, document, {})]
     starts, total = config.list_starts(), config.total_steps
     # The stages of a batch ramp come first; they are not in `config.stages`.
     given = document.data["config"]
@@ -117,7 +118,7 @@ def make_stages(
 
     stops = [*(start.step for start in starts[1:]), total]
     base = config.model_copy(update={"stages": []})
-    stages = [RunStage(0, 0, stops[0], base, document, {})]
+    stages = [StagePlan(0, 0, stops[0], base, document, {})]
     for number, stage in enumerate(config.stages, 1):
         origins = [place if place[1] == "train" else (*place, "set") for place in places[:number]]
         own = document.replace_values(
@@ -139,7 +140,7 @@ def make_stages(
                 raise own.error("config.schedule", f"from step {starts[number].step} on, {error}") from error
         dumped = own_config.model_dump(mode="json")
         # Values with all defaults, so that equal ones are equal in the trajectory however they are written.
-        values: Trajectory = {}
+        values: JsonObject = {}
         for key, value in stage.set.items():
             parts = () if key in TOTAL_KEYS else key.split(".")
             begin = value if key in TOTAL_KEYS else dumped
@@ -147,7 +148,7 @@ def make_stages(
                 lambda data, part: data[int(part) if isinstance(data, list) else part], parts, begin
             )
         stages.append(
-            RunStage(
+            StagePlan(
                 number,
                 starts[number].step,
                 stops[number],
@@ -161,7 +162,7 @@ def make_stages(
     return stages
 
 
-def resolve_config(config: TrainerConfig[Any], stages: Sequence[RunStage]) -> TrainerConfig[Any]:
+def resolve_config(config: TrainerConfig[Any], stages: Sequence[StagePlan]) -> TrainerConfig[Any]:
     """Return the config of a run with all defaults in the values of its stages."""
     resolved = [
         entry.model_copy(update={"set": dict(stage.values)})
@@ -170,7 +171,7 @@ def resolve_config(config: TrainerConfig[Any], stages: Sequence[RunStage]) -> Tr
     return config.model_copy(update={"stages": resolved}) if resolved else config
 
 
-def format_rounded_starts(config: TrainerConfig[Any], stages: Sequence[RunStage]) -> list[str]:
+def format_rounded_starts(config: TrainerConfig[Any], stages: Sequence[StagePlan]) -> list[str]:
     """Return a line for each stage whose start in tokens is inside a step, and is therefore rounded up."""
     return [
         f"{stage.key}: {entry.from_tokens:,} tokens are reached within step {start.step}, so the stage begins after "
@@ -183,7 +184,7 @@ def format_rounded_starts(config: TrainerConfig[Any], stages: Sequence[RunStage]
 # Learning rates.
 
 
-def list_schedule_stages(stages: Sequence[RunStage]) -> list[ScheduleStage]:
+def list_schedule_stages(stages: Sequence[StagePlan]) -> list[ScheduleStage]:
     """Return the inputs of the learning rates of a run."""
     return [
         ScheduleStage(
@@ -199,7 +200,7 @@ def list_schedule_stages(stages: Sequence[RunStage]) -> list[ScheduleStage]:
     ]
 
 
-def make_schedules(stages: Sequence[RunStage]) -> list[optax.Schedule]:
+def make_schedules(stages: Sequence[StagePlan]) -> list[optax.Schedule]:
     """Return the learning rate of each stage by completed steps. Raises `SpecError` if a schedule begins at 0."""
     listed = list_schedule_stages(stages)
     for number, stage in enumerate(stages[1:], 1):
@@ -291,7 +292,7 @@ def compute_run_rates(
     If no learning rate of the trajectory depends on the total, that of the config is returned.
     """
     stages: list[ScheduleStage] = []
-    totals: Trajectory = {key: trajectory.get(f"config.{key}") for key in TOTAL_KEYS}
+    totals: JsonObject = {key: trajectory.get(f"config.{key}") for key in TOTAL_KEYS}
     if not any(totals.values()):
         totals = {key: getattr(config.train, key.partition(".")[2]) for key in TOTAL_KEYS}
     start = units = units_per_step = 0
@@ -326,23 +327,18 @@ def compute_run_rates(
 # Running.
 
 
-class RunningStage:
+class CompiledStage:
     """Stage on the devices of this process: its setup and its compiled step, made when first needed.
 
     Attributes:
-        plan: the stage.
-        number: see `RunStage`.
-        start: see `RunStage`.
-        stop: see `RunStage`.
-        config: see `RunStage`.
-        why: see `RunStage`.
+        plan: the stage as the spec describes it.
         builder: builder of its setup.
         val_step: compiled validation step, if it is compiled ahead.
     """
 
     def __init__(
         self,
-        stage: RunStage,
+        plan: StagePlan,
         builder: TrainSetupBuilder,
         get_setup: Callable[[], TrainSetup] | None = None,
         is_evaluated: bool = False,
@@ -350,19 +346,12 @@ class RunningStage:
         """Prepare the stage; builds and compiles nothing.
 
         Args:
-            stage: the stage.
+            plan: the stage as the spec describes it.
             builder: builder of its setup.
             get_setup: function that returns the setup, by default one that builds it.
             is_evaluated: True if the loss on the validation sets is due at one of its steps.
         """
-        self.plan, self.builder = stage, builder
-        self.number, self.start, self.stop, self.config, self.why = (
-            stage.number,
-            stage.start,
-            stage.stop,
-            stage.config,
-            stage.why,
-        )
+        self.plan, self.builder = plan, builder
         self._get_setup = (lambda: builder.build(jax.devices())) if get_setup is None else get_setup
         self._compiled: Future[CompiledStep] | None = None
         self._is_evaluated = is_evaluated
@@ -444,8 +433,8 @@ class RunningStage:
     def find_restarts(self, dataset: Dataset) -> list[str]:
         """Return a line for each source that starts a new epoch although an earlier stage had it."""
         return [
-            f"{self.plan.key}: the epoch of {train.name} begins anew at step {self.start}, because its examples are "
-            "others than those before (sequence length, packing or split)"
+            f"{self.plan.key}: the epoch of {train.name} begins anew at step {self.plan.start}, because its examples "
+            "are others than those before (sequence length, packing or split)"
             for train in dataset.train_sources
             if train.is_restarted
         ]

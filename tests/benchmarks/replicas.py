@@ -31,8 +31,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.counter import Counter, advance
-from runner.distributed.clock import TimeBucket
-from runner.history.goodput import START_BUCKETS, list_restarts
+from runner.distributed.clock import TimeCategory
+from runner.history.goodput import START_CATEGORIES, list_restarts
 from runner.history.reader import read_history
 from runner.storage import open_store, read_log
 from tests.support.job_process import list_common_steps
@@ -102,7 +102,7 @@ class Restart(NamedTuple):
 
     fault: str
     total: float
-    phases: dict[TimeBucket, float]
+    phases: dict[TimeCategory, float]
     restore: float
 
 
@@ -246,8 +246,8 @@ def main() -> None:
             f"{name}: {total:.2f} s to a new step; restore ({fault.source}) {median:.2f} s, {median / own:.2f} of own"
         )
         phases = {
-            bucket.value: round(statistics.median(restart.phases[bucket] for restart in own_restarts), 2)
-            for bucket in (TimeBucket.GAP, *START_BUCKETS)
+            category.value: round(statistics.median(restart.phases[category] for restart in own_restarts), 2)
+            for category in (TimeCategory.GAP, *START_CATEGORIES)
         }
         phases["end of the others, first step"] = round(total - sum(phases.values()), 2)
         print(f"  {phases}, restores {restores}")

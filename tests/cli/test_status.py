@@ -14,8 +14,8 @@ from rich.console import Console
 
 from runner.cli import status
 from runner.cli.app import main, run_command
-from runner.cli.status import draw, format_amount, format_duration
-from runner.distributed.clock import TimeBucket
+from runner.cli.status import draw, format_si
+from runner.distributed.clock import TimeCategory
 from runner.history.reader import HistoryReader, read_history
 from runner.history.records import History, RunState, to_json
 from runner.storage import LocalStore, encode_line
@@ -118,7 +118,7 @@ def test_the_json_contains_the_same_records_as_valid_json(run: Path, capsys: pyt
     assert found.keys() == expected.keys()
     assert found["attempts"] == expected["attempts"]
     assert found["row"]["train/x"] is None
-    assert set(found["seconds"]) == {bucket.value for bucket in TimeBucket}
+    assert set(found["seconds"]) == {category.value for category in TimeCategory}
 
 
 def write_hostile_texts(directory: Path) -> None:
@@ -207,23 +207,6 @@ def test_a_run_in_a_bucket_is_shown_like_one_on_disk(run: Path) -> None:
     assert found | {"url": expected["url"]} == expected
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (-1.0, "0.0 s"),
-        (8.21, "8.2 s"),
-        (250, "4 min 10 s"),
-        (5999, "99 min 59 s"),
-        (6000, "1 h 40 min"),
-        (71.5 * 3600, "71 h 30 min"),
-        (100 * 3600, "4 d 4 h"),
-        (1e9, "11,574 d 1 h"),
-    ],
-)
-def test_durations_are_formatted_in_two_units(seconds: float, words: str) -> None:
-    assert format_duration(seconds) == words
-
-
 @pytest.mark.parametrize(("value", "words"), [(0, "0"), (950, "950"), (12345, "12.3 k"), (7e13, "70 T")])
 def test_amounts_are_formatted_with_three_digits(value: float, words: str) -> None:
-    assert format_amount(value) == words
+    assert format_si(value) == words

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from runner.config import StageConfig, locate_stages
-from runner.distributed.clock import COUNTED_BUCKETS, ClockReading, TimeBucket
+from runner.distributed.clock import COUNTED_CATEGORIES, ClockReading, TimeCategory
 from runner.run.clock_file import HEADER_BYTES, encode_slot
 from runner.storage import JsonObject, LocalStore, encode_json, encode_line
 from tests.dashboard.synthetic_runs import make_run
@@ -110,18 +110,18 @@ def make_synthetic_run(
     store.write("events.jsonl", b"".join(map(encode_line, sorted(events, key=lambda each: each["time"]))))
     if rows:
         store.write("metrics.jsonl", b"".join(map(encode_line, rows)))
-    seconds = dict.fromkeys(COUNTED_BUCKETS, 0.0) | {
-        TimeBucket.PROCESS_START: 4.0,
-        TimeBucket.COMPILE: 14.0,
-        TimeBucket.RESTORE: 9.0,
+    seconds = dict.fromkeys(COUNTED_CATEGORIES, 0.0) | {
+        TimeCategory.PROCESS_START: 4.0,
+        TimeCategory.COMPILE: 14.0,
+        TimeCategory.RESTORE: 9.0,
     }
     last = began + (num_attempts - 1) * 6.0 * per_attempt
-    seconds[TimeBucket.STEPS] = max(now - last - sum(seconds.values()) - 3.0, 0.0)
-    seconds[TimeBucket.DATA_WAIT] = 1.5
-    reading = ClockReading(now, num_rows * 10, now, TimeBucket.STEPS, tuple(seconds.values()),
+    seconds[TimeCategory.STEPS] = max(now - last - sum(seconds.values()) - 3.0, 0.0)
+    seconds[TimeCategory.DATA_WAIT] = 1.5
+    reading = ClockReading(now, num_rows * 10, now, TimeCategory.STEPS, tuple(seconds.values()),
                            None if end is None else end.get("code", 0))  # fmt: skip
     header = {"format": 1, "began": last, "host": "h", "machine": "another", "pid": 1, "created": 1,
-              "buckets": [bucket.value for bucket in COUNTED_BUCKETS]}  # fmt: skip
+              "buckets": [category.value for category in COUNTED_CATEGORIES]}  # fmt: skip
     clock = encode_json(header).replace(b"\n", b" ").ljust(HEADER_BYTES - 1) + b"\n" + encode_slot(1, reading) * 4
     store.write(f"attempts/{num_attempts}.clock", clock)
     store.write(f"logs/{num_attempts}.0.log", b"step 10: loss 2.1\n" * 40)

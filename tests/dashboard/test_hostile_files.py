@@ -16,7 +16,7 @@ from runner.dashboard import report, server
 from runner.dashboard.reader import RunReader, find_runs
 from runner.dashboard.report import render_report
 from runner.dashboard.server import PageData
-from runner.distributed.clock import COUNTED_BUCKETS, ClockReading, TimeBucket
+from runner.distributed.clock import COUNTED_CATEGORIES, ClockReading, TimeCategory
 from runner.errors import RunnerError
 from runner.run.clock_file import HEADER_BYTES, encode_slot
 from runner.run.events import EVENTS
@@ -71,10 +71,12 @@ def pack_clock(header: JsonObject, reading: ClockReading) -> bytes:
     return json.dumps(header).encode().ljust(HEADER_BYTES - 1) + b"\n" + encode_slot(1, reading) * 4
 
 
-READING = ClockReading(START_TIME + 2700, 60, START_TIME + 2690, TimeBucket.SHUTDOWN, (1.0,) * len(COUNTED_BUCKETS), 0)
+READING = ClockReading(
+    START_TIME + 2700, 60, START_TIME + 2690, TimeCategory.SHUTDOWN, (1.0,) * len(COUNTED_CATEGORIES), 0
+)
 HEADER: JsonObject = {
     "format": 1, "began": START_TIME + 2000, "host": "host", "machine": "m", "pid": 1, "created": 1,
-    "buckets": [bucket.value for bucket in COUNTED_BUCKETS],
+    "buckets": [category.value for category in COUNTED_CATEGORIES],
 }  # fmt: skip
 MANIFEST = Manifest("20", 1, START_TIME, 20, "0", {"seed": 0}, "arrays", files={"a": [1, "00000000"]}, fingerprint="f")
 EXAMPLES = (20, 1.0, True, "x", {"a": 1}, ["x"])

@@ -6,7 +6,7 @@ import pytest
 
 from runner.distributed import clock as phases
 from runner.distributed.clock import (
-    COUNTED_BUCKETS,
+    COUNTED_CATEGORIES,
     DATA,
     EVALUATION,
     SAVE,
@@ -14,7 +14,7 @@ from runner.distributed.clock import (
     ClockReading,
     Phase,
     Progress,
-    TimeBucket,
+    TimeCategory,
 )
 
 PHASES = [value for value in vars(phases).values() if isinstance(value, Phase)]
@@ -41,18 +41,18 @@ class RecordingStore:
         self.beats.append(reading)
 
 
-def get_seconds(reading: ClockReading) -> dict[TimeBucket, float]:
-    return {bucket: value for bucket, value in zip(COUNTED_BUCKETS, reading.seconds, strict=True) if value}
+def get_seconds(reading: ClockReading) -> dict[TimeCategory, float]:
+    return {category: value for category, value in zip(COUNTED_CATEGORIES, reading.seconds, strict=True) if value}
 
 
-def test_each_phase_has_a_unique_name_and_a_counted_bucket():
+def test_each_phase_has_a_unique_name_and_a_counted_category():
     assert len({phase.name for phase in PHASES}) == len(PHASES) > 5
-    assert {phase.bucket for phase in PHASES} <= set(COUNTED_BUCKETS)
-    assert all(bucket.meaning.endswith(".") for bucket in TimeBucket)
+    assert {phase.category for phase in PHASES} <= set(COUNTED_CATEGORIES)
+    assert all(category.meaning.endswith(".") for category in TimeCategory)
 
 
-def test_the_time_of_a_phase_is_counted_in_its_bucket(now):
-    clock = Clock(age=3.0, bucket=TimeBucket.PROCESS_START)
+def test_the_time_of_a_phase_is_counted_in_its_category(now):
+    clock = Clock(age=3.0, category=TimeCategory.PROCESS_START)
     progress = Progress(clock)
     now[0] += 2.0
     progress.report_step(7)
@@ -71,22 +71,22 @@ def test_the_time_of_a_phase_is_counted_in_its_bucket(now):
             now[0] += 4.0
         now[0] += 20.0
     assert get_seconds(clock.read()) == {
-        TimeBucket.PROCESS_START: 3.0,
-        TimeBucket.SET_UP: 2.0,
-        TimeBucket.STEPS: 5.0 + 1.0,
-        DATA.bucket: 0.25,
-        TimeBucket.EVALUATION: 30.0,
-        TimeBucket.SAVE_STALL: 4.0,
+        TimeCategory.PROCESS_START: 3.0,
+        TimeCategory.SET_UP: 2.0,
+        TimeCategory.STEPS: 5.0 + 1.0,
+        DATA.category: 0.25,
+        TimeCategory.EVALUATION: 30.0,
+        TimeCategory.SAVE_STALL: 4.0,
     }
     assert clock.read_step_seconds() == {"process_start": 3.0, "set_up": 2.0, "steps": 5.0}
     now[0] += 1.0
     clock.end(75)
     now[0] += 0.5
-    assert get_seconds(clock.read())[TimeBucket.SHUTDOWN] == 0.5
+    assert get_seconds(clock.read())[TimeCategory.SHUTDOWN] == 0.5
     assert (clock.read().code, clock.read().step) == (75, 8)
 
 
-def test_the_buckets_sum_to_the_elapsed_time_in_any_order(now):
+def test_the_categories_sum_to_the_elapsed_time_in_any_order(now):
     chance = random.Random(0)
     clock = Clock(age=1.0)
     progress = Progress(clock)
@@ -114,8 +114,8 @@ def test_a_store_gets_steps_phases_and_heartbeats_but_not_batches(now):
     assert len(kept.put_readings) == 1
     progress.report_step(4)
     with progress.report_phase(SAVE):
-        assert (kept.put_readings[-1].step, kept.put_readings[-1].bucket) == (4, TimeBucket.SAVE_STALL)
-    assert kept.put_readings[-1].bucket is TimeBucket.STEPS
+        assert (kept.put_readings[-1].step, kept.put_readings[-1].category) == (4, TimeCategory.SAVE_STALL)
+    assert kept.put_readings[-1].category is TimeCategory.STEPS
     assert not kept.beats
     clock.send_heartbeat()
     clock.end(1)

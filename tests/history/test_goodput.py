@@ -1,4 +1,4 @@
-"""Goodput accounting: every second in one bucket, for overlapping, inconsistent and nearly empty attempts."""
+"""Goodput accounting: every second in one category, for overlapping, inconsistent and nearly empty attempts."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.distributed.clock import COUNTED_BUCKETS, ClockReading, TimeBucket
+from runner.distributed.clock import COUNTED_CATEGORIES, ClockReading, TimeCategory
 from runner.history.goodput import AttemptGoodput, AttemptTimeline, compute_goodput, list_restarts
 from runner.history.ledger import AttemptEvents, LedgerSummary, apply_events
 from runner.history.records import AttemptRecord, RunState
@@ -19,10 +19,10 @@ def make_attempt(
     number=1, began=0.0, claimed=None, resumed=None, step=0, marks=(), **seconds: float
 ) -> AttemptTimeline:
     """Make an attempt whose clock has counted these seconds."""
-    counted = tuple(seconds.get(bucket.value, 0.0) for bucket in COUNTED_BUCKETS)
+    counted = tuple(seconds.get(category.value, 0.0) for category in COUNTED_CATEGORIES)
     told = AttemptEvents(number, resumed_step=resumed, step=step, ready=None if resumed is None else began)
     told.marks.extend(marks)
-    reading = ClockReading(began + sum(counted), step, 0.0, TimeBucket.STEPS, counted, 0)
+    reading = ClockReading(began + sum(counted), step, 0.0, TimeCategory.STEPS, counted, 0)
     return AttemptTimeline(told, ClockRecord(began, "host", "", 1, None, reading), claimed)
 
 
@@ -57,9 +57,9 @@ def draw_attempt(draw: st.DrawFn) -> AttemptTimeline:
     told.marks.extend(sorted(marks))
     told.first, told.last = draw(SECONDS), draw(SECONDS)
     told.start = draw(st.just({}) | st.fixed_dictionaries({"submitted": SECONDS | st.just("soon")}))
-    counted = tuple(draw(SECONDS) for _ in COUNTED_BUCKETS)
+    counted = tuple(draw(SECONDS) for _ in COUNTED_CATEGORIES)
     reading = ClockReading(
-        draw(SECONDS), step or 0, 0.0, draw(st.sampled_from(COUNTED_BUCKETS)), counted, draw(st.none() | st.just(0))
+        draw(SECONDS), step or 0, 0.0, draw(st.sampled_from(COUNTED_CATEGORIES)), counted, draw(st.none() | st.just(0))
     )
     kept = draw(st.none() | st.just(ClockRecord(began, "host", "", 1, None, reading)))
     return AttemptTimeline(told, kept, draw(st.none() | SECONDS))
@@ -67,7 +67,7 @@ def draw_attempt(draw: st.DrawFn) -> AttemptTimeline:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(draw_attempt(), min_size=1, max_size=6), st.none() | SECONDS)
-def test_the_buckets_sum_to_the_wall_time_for_any_timelines(lives: list[AttemptTimeline], now: float | None) -> None:
+def test_the_categories_sum_to_the_wall_time_for_any_timelines(lives: list[AttemptTimeline], now: float | None) -> None:
     check(lives, compute_goodput(lives, now), now)
 
 
@@ -77,9 +77,11 @@ def test_overlapping_time_belongs_to_the_older_attempt_until_the_claim() -> None
     shares = compute_goodput([older, newer], None)
     check([older, newer], shares, None)
     assert [(share.began, share.ended) for share in shares] == [(0.0, 90.0), (90.0, 120.0)]
-    assert shares[0].seconds[TimeBucket.SHUTDOWN] + shares[0].seconds[TimeBucket.PROCESS_START] == 20.0
-    assert shares[0].seconds[TimeBucket.STEPS] + shares[0].seconds[TimeBucket.LOST_STEPS] == 70.0
-    assert {bucket: seconds for bucket, seconds in shares[1].seconds.items() if seconds} == {TimeBucket.STEPS: 30.0}
+    assert shares[0].seconds[TimeCategory.SHUTDOWN] + shares[0].seconds[TimeCategory.PROCESS_START] == 20.0
+    assert shares[0].seconds[TimeCategory.STEPS] + shares[0].seconds[TimeCategory.LOST_STEPS] == 70.0
+    assert {category: seconds for category, seconds in shares[1].seconds.items() if seconds} == {
+        TimeCategory.STEPS: 30.0
+    }
 
 
 def test_the_time_since_the_first_submission_is_a_gap() -> None:
@@ -99,7 +101,7 @@ def test_lost_time_comes_from_save_marks_or_interpolation(marks, lost_seconds: f
     older = make_attempt(1, began=0.0, resumed=20, step=100, steps=50.0 if marks else 60.0, marks=marks)
     shares = compute_goodput([older, make_attempt(2, began=70.0, resumed=60, step=60)], None)
     assert shares[0].lost_steps == 40
-    assert shares[0].seconds[TimeBucket.LOST_STEPS] == pytest.approx(lost_seconds)
+    assert shares[0].seconds[TimeCategory.LOST_STEPS] == pytest.approx(lost_seconds)
 
 
 def test_steps_that_an_attempt_has_repeated_are_lost() -> None:
@@ -110,24 +112,24 @@ def test_steps_that_an_attempt_has_repeated_are_lost() -> None:
     (share,) = compute_goodput([attempt], None)
     check([attempt], [share], None)
     assert (share.lost_steps, share.repeated_steps) == (0, 10)
-    assert share.seconds[TimeBucket.STEPS] == pytest.approx(60.0)
-    assert share.seconds[TimeBucket.LOST_STEPS] == pytest.approx(10.0)
+    assert share.seconds[TimeCategory.STEPS] == pytest.approx(60.0)
+    assert share.seconds[TimeCategory.LOST_STEPS] == pytest.approx(10.0)
 
 
 def test_a_restart_lasts_from_the_end_of_an_attempt_to_the_first_step_of_the_next() -> None:
-    seconds = {TimeBucket.PROCESS_START: 2.0, TimeBucket.RESTORE: 3.0, TimeBucket.STEPS: 50.0}
+    seconds = {TimeCategory.PROCESS_START: 2.0, TimeCategory.RESTORE: 3.0, TimeCategory.STEPS: 50.0}
     first = AttemptRecord(1, 0, 60, RunState.KILLED, 60, resumed_step=0, reached_step=9, seconds=seconds)
     stuck = replace(first, number=2, resumed_step=5, reached_step=5)
     second = replace(stuck, number=3, reached_step=20, gap_seconds=4.0)
     ((attempt, restart),) = list_restarts([first, stuck, second])
     assert attempt is second
     assert sum(restart.values()) == 9
-    assert restart[TimeBucket.GAP] == 4
+    assert restart[TimeCategory.GAP] == 4
 
 
-def test_time_of_a_live_attempt_continues_in_its_bucket() -> None:
+def test_time_of_a_live_attempt_continues_in_its_category() -> None:
     running = make_attempt(1, began=0.0, resumed=0, step=3, steps=5.0)
     running = AttemptTimeline(
         running.events, ClockRecord(0.0, "", "", 1, None, running.clock.reading._replace(code=None)), None
     )
-    assert compute_goodput([running], 9.0)[0].seconds[TimeBucket.STEPS] == 9.0
+    assert compute_goodput([running], 9.0)[0].seconds[TimeCategory.STEPS] == 9.0

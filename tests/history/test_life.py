@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.distributed.clock import TimeBucket
+from runner.distributed.clock import TimeCategory
 from runner.history.reader import read_history
 from runner.history.records import History, RunState, Verification
 from runner.storage import LocalStore
@@ -23,7 +23,7 @@ def flip_a_bit(directory: Path) -> None:
 
 
 def check_sums(history: History) -> None:
-    """Check that every second of wall time is in one bucket, for each attempt and for all."""
+    """Check that every second of wall time is in one category, for each attempt and for all."""
     assert sum(history.seconds.values()) == pytest.approx(history.wall_seconds, abs=1e-6)
     assert history.wall_seconds == pytest.approx(history.attempts[-1].ended - history.attempts[0].began)
     for before, attempt in zip([None, *history.attempts], history.attempts, strict=False):
@@ -50,10 +50,10 @@ def test_the_history_of_a_run_is_exact_to_the_step(tmp_path: Path) -> None:
     ]
     assert (history.state, history.step, history.total_steps, history.lost_steps) == (RunState.DONE, 40, 40, 10)
     check_sums(history)
-    assert history.seconds[TimeBucket.LOST_STEPS] >= 10 * STEP_SECONDS
-    assert history.seconds[TimeBucket.STEPS] >= 40 * STEP_SECONDS
-    assert history.seconds[TimeBucket.GAP] > 0
-    assert history.goodput == history.seconds[TimeBucket.STEPS] / history.wall_seconds
+    assert history.seconds[TimeCategory.LOST_STEPS] >= 10 * STEP_SECONDS
+    assert history.seconds[TimeCategory.STEPS] >= 40 * STEP_SECONDS
+    assert history.seconds[TimeCategory.GAP] > 0
+    assert history.goodput == history.seconds[TimeCategory.STEPS] / history.wall_seconds
     trusts = {each.step: each.trust for each in history.checkpoints}
     assert trusts == {
         10: Verification.VERIFIED,
@@ -75,8 +75,8 @@ def test_lost_time_is_the_time_since_the_save(tmp_path: Path) -> None:
     saves = [row for row in map(json.loads, (run / "events.jsonl").read_text().splitlines()) if row["event"] == "save"]
     kept_seconds = next(row["clock"]["steps"] for row in saves if (row["attempt"], row["step"]) == (2, 30))
     attempt = read_history(LocalStore(run)).attempts[1]
-    assert attempt.seconds[TimeBucket.STEPS] == pytest.approx(kept_seconds, abs=1e-3)
-    assert attempt.seconds[TimeBucket.LOST_STEPS] >= 4 * STEP_SECONDS
+    assert attempt.seconds[TimeCategory.STEPS] == pytest.approx(kept_seconds, abs=1e-3)
+    assert attempt.seconds[TimeCategory.LOST_STEPS] >= 4 * STEP_SECONDS
     assert killed.lost_steps == 0  # no attempt has resumed yet
 
 
@@ -91,4 +91,4 @@ def test_an_old_checkpoint_loses_steps_of_several_attempts(tmp_path: Path) -> No
     history = read_history(LocalStore(run))
     assert [each.lost_steps for each in history.attempts] == [5, 10, 10, 0]
     check_sums(history)
-    assert history.attempts[1].seconds[TimeBucket.STEPS] == 0
+    assert history.attempts[1].seconds[TimeCategory.STEPS] == 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runner.distributed.clock import TimeBucket
+from runner.distributed.clock import TimeCategory
 from runner.history.ledger import NOTICES, LedgerSummary, apply_events
 from runner.history.reader import read_history
 from runner.history.records import RunState
@@ -37,8 +37,8 @@ def test_a_run_of_an_older_version_is_reconstructed_from_events(name: str, step:
                 store.write(path.relative_to(OLD_RUNS / name).as_posix(), path.read_bytes())
     history = read_history(store)
     assert (history.state, history.step, history.total_steps) == (RunState.PREEMPTED, step, total_steps)
-    assert history.seconds[TimeBucket.STEPS] > 0
-    assert history.seconds[TimeBucket.PROCESS_START] == 0
+    assert history.seconds[TimeCategory.STEPS] > 0
+    assert history.seconds[TimeCategory.PROCESS_START] == 0
     check_sums(history)
 
 
@@ -49,7 +49,7 @@ def test_a_run_of_an_older_version_continues_with_a_clock(tmp_path: Path) -> Non
     run_outcomes.make_job(run)()
     history = read_history(LocalStore(run))
     assert [each.state for each in history.attempts] == [RunState.PREEMPTED, RunState.DONE]
-    assert [each.seconds[TimeBucket.SET_UP] > 0 for each in history.attempts] == [False, True]
+    assert [each.seconds[TimeCategory.SET_UP] > 0 for each in history.attempts] == [False, True]
     check_sums(history)
 
 

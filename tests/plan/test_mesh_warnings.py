@@ -148,7 +148,7 @@ def test_a_gradient_reduced_whole_is_reported_with_its_bytes() -> None:
     (fault,) = list_warnings(reduce)
     sent = 3 * 2 * 64 * 256 * 2 * 7 // 8
     assert fault.excess_bytes == sent / 2
-    assert (fault.is_of_mesh, fault.names) == (True, ("params.up",))
+    assert (fault.is_avoidable, fault.names) == (True, ("params.up",))
     assert "all-reduce over fsdp of 64 x 256" in fault.text
     assert "(transpose(jvp(Decoder))/mlp/up/dot_general)" in fault.text
     assert f"{sent / 1024:.2f} KiB per step, twice what is needed" in fault.text
@@ -183,7 +183,7 @@ def test_a_parameter_gathered_more_often_than_needed_is_reported() -> None:
         in fault.text
     )
     assert fault.excess_bytes == 3 * 8 * 64 * 256 * 2 * 7 // 8 / 2
-    assert not fault.is_of_mesh
+    assert not fault.is_avoidable
     assert list_warnings(*more, accumulate_steps=2) == []
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from runner.distributed.clock import COUNTED_BUCKETS, Clock, ClockReading, TimeBucket
+from runner.distributed.clock import COUNTED_CATEGORIES, Clock, ClockReading, TimeCategory
 from runner.run import clock_file
 from runner.run.clock_file import (
     HEADER_BYTES,
@@ -20,12 +20,12 @@ from runner.run.clock_file import (
 from runner.storage import BackgroundWriter, LocalStore
 from tests.support.memory_bucket import make_memory_bucket
 
-SLOT_BYTES = len(encode_slot(0, ClockReading(0.0, 0, 0.0, TimeBucket.STEPS, (0.0,) * len(COUNTED_BUCKETS), None)))
+SLOT_BYTES = len(encode_slot(0, ClockReading(0.0, 0, 0.0, TimeCategory.STEPS, (0.0,) * len(COUNTED_CATEGORIES), None)))
 
 
 def make_reading(step: int, code: int | None = None) -> ClockReading:
     return ClockReading(
-        1000.0 + step, step, 999.5, TimeBucket.EVALUATION, tuple(step + 0.5 for _ in COUNTED_BUCKETS), code
+        1000.0 + step, step, 999.5, TimeCategory.EVALUATION, tuple(step + 0.5 for _ in COUNTED_CATEGORIES), code
     )
 
 
@@ -82,13 +82,13 @@ def test_a_damaged_header_is_rejected(head):
         decode_clock_file(head.ljust(HEADER_BYTES) + make_content(make_reading(1))[HEADER_BYTES:])
 
 
-def test_buckets_of_another_version_are_matched_by_name(monkeypatch):
-    fewer = COUNTED_BUCKETS[1:]
+def test_categories_of_another_version_are_matched_by_name(monkeypatch):
+    fewer = COUNTED_CATEGORIES[1:]
     content = make_content(make_reading(3))
-    monkeypatch.setattr(clock_file, "COUNTED_BUCKETS", fewer)
+    monkeypatch.setattr(clock_file, "COUNTED_CATEGORIES", fewer)
     found = decode_clock_file(content).reading
     assert found.seconds == (3.5,) * len(fewer)
-    assert found.bucket is TimeBucket.EVALUATION
+    assert found.category is TimeCategory.EVALUATION
 
 
 def test_each_step_is_stored_at_once_on_disk(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from runner.distributed.clock import TimeBucket
+from runner.distributed.clock import TimeCategory
 from runner.history.reader import read_history
 from runner.history.records import RunState
 from runner.storage import LocalStore
@@ -16,7 +16,7 @@ from tests.history.test_life import check_sums, flip_a_bit
 from tests.support.job_process import Attempt, Job
 from tests.support.tiny_jobs import make_gpt_document
 
-SHARE = 0.02  # of the wall time, by which each bucket may differ
+SHARE = 0.02  # of the wall time, by which each category may differ
 GAP_SECONDS = 2.0
 
 
@@ -66,30 +66,30 @@ class Life:
         self.ended()
 
 
-def stop_watch(life: Life, kept: dict[int, int]) -> dict[TimeBucket, float]:
-    """Seconds by bucket; `kept` has the step that a later attempt went on from, by attempt."""
-    found = dict.fromkeys(TimeBucket, 0.0)
+def stop_watch(life: Life, kept: dict[int, int]) -> dict[TimeCategory, float]:
+    """Seconds by category; `kept` has the step that a later attempt went on from, by attempt."""
+    found = dict.fromkeys(TimeCategory, 0.0)
     for number, (began, ended) in enumerate(life.lives, start=1):
         rows = life.lines(number, "seconds")
         last = rows[-1]
         before = sum(last["seconds"].values())
         for name, seconds in last["seconds"].items():
-            found[TimeBucket(name)] += seconds  # type: ignore[call-arg]
+            found[TimeCategory(name)] += seconds  # type: ignore[call-arg]
         prepared = life.lines(number, "prepared")[0]["time"]
-        found[TimeBucket.PROCESS_START] += prepared - began
+        found[TimeCategory.PROCESS_START] += prepared - began
         if number in kept:
             base = next((row["seconds"]["steps"] for row in rows if row["step"] == kept[number]), 0.0)
             standing = ended - last["time"]
             lost = last["seconds"]["steps"] - base + standing
-            found[TimeBucket.STEPS] += standing - lost
-            found[TimeBucket.LOST_STEPS] += lost
+            found[TimeCategory.STEPS] += standing - lost
+            found[TimeCategory.LOST_STEPS] += lost
         else:
             finished = life.lines(number, "finished")
             more = sum(finished[0]["finished"].values()) - (before - last["seconds"]["steps"]) if finished else 0.0
-            found[TimeBucket.SAVE_STALL] += more
-            found[TimeBucket.SHUTDOWN] += ended - last["time"] - more
+            found[TimeCategory.SAVE_STALL] += more
+            found[TimeCategory.SHUTDOWN] += ended - last["time"] - more
     for (_, ended), (began, _) in zip(life.lives, life.lives[1:], strict=False):
-        found[TimeBucket.GAP] += began - ended
+        found[TimeCategory.GAP] += began - ended
     return found
 
 
@@ -121,13 +121,13 @@ def test_goodput_accounting_agrees_with_a_stopwatch(tmp_path: Path) -> None:
     check_sums(history)
     expected = stop_watch(life, {2: 300, 3: 300})
     found = dict(history.seconds)
-    for bucket in (TimeBucket.DISTRIBUTED_INIT, TimeBucket.SET_UP):  # the watch knows one wait before the compile
-        found[TimeBucket.PROCESS_START] += found.pop(bucket)
+    for category in (TimeCategory.DISTRIBUTED_INIT, TimeCategory.SET_UP):  # the watch knows one wait before the compile
+        found[TimeCategory.PROCESS_START] += found.pop(category)
     wall_seconds = life.lives[-1][1] - life.lives[0][0]
-    for bucket, seconds in found.items():
-        print(f"{bucket.value:>18} {seconds:8.3f} s, by the watch {expected[bucket]:8.3f} s")
+    for category, seconds in found.items():
+        print(f"{category.value:>18} {seconds:8.3f} s, by the watch {expected[category]:8.3f} s")
     print(f"{'wall time':>18} {history.wall_seconds:8.3f} s, by the watch {wall_seconds:8.3f} s")
-    assert history.seconds[TimeBucket.UNATTRIBUTED] < SHARE * wall_seconds
+    assert history.seconds[TimeCategory.UNATTRIBUTED] < SHARE * wall_seconds
     assert abs(history.wall_seconds - wall_seconds) < SHARE * wall_seconds
-    for bucket, seconds in found.items():
-        assert abs(seconds - expected[bucket]) < SHARE * wall_seconds, bucket
+    for category, seconds in found.items():
+        assert abs(seconds - expected[category]) < SHARE * wall_seconds, category

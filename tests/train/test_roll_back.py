@@ -12,6 +12,7 @@ import yaml
 
 from runner import BaseTrainer
 from runner.config import RollBackConfig
+from runner.data import SkippedBatches
 from runner.errors import DivergedError, RunnerError, SpecError
 from runner.storage import LocalStore, parse_lines, read_json
 from runner.train.stability import plan_roll_back
@@ -66,8 +67,8 @@ def list_steps(directory: Path) -> list[int]:
         (10, 0, 1, (), (9, 1)),
         (10, 5, 16, (), (4, 6)),
         (1, 1, 16, (), (0, 1)),
-        (10, 1, 32, ((3, 9),), (8, 3)),
-        (10, 5, 32, ((7, 9),), (7, 4)),
+        (10, 1, 32, (SkippedBatches(3, 9),), (8, 3)),
+        (10, 5, 32, (SkippedBatches(7, 9),), (7, 4)),
     ],
 )
 def test_a_stretch_covers_the_spike_and_the_steps_before(
@@ -130,7 +131,7 @@ def test_a_roll_back_does_not_depend_on_stops_rows_or_saves(case: str, tmp_path:
         directory = tmp_path / str(every)
         other = make_poisoned(directory, SpikedLookup, **shorter | {"logging.every_steps": every})
         other()
-        assert other.passed_over == job.passed_over
+        assert other.skipped_batches == job.skipped_batches
         assert read_outcome(directory)[1]["fingerprint"] == outcome[1]["fingerprint"]
     for every in (1, 3, 8) if case == "saves" else ():
         directory = tmp_path / str(every)
@@ -174,7 +175,7 @@ def test_a_roll_back_at_a_border_of_stages_does_not_depend_on_stops_rows_or_save
         late = {"logging.every_steps": every, "checkpoint.every_steps": 8}
         other = make_poisoned(directory, SpikedLookup, **changes | late)
         other()
-        assert other.passed_over == job.passed_over
+        assert other.skipped_batches == job.skipped_batches
         assert read_outcome(directory)[1]["fingerprint"] == outcome[1]["fingerprint"]
 
 
@@ -338,7 +339,7 @@ MOMENTS = {
         "forget_after": "runner.checkpoint.policy.Retention.forget_after",
         "quarantine": "runner.checkpoint.save.quarantine",
         "go_back": "runner.checkpoint.save.Checkpointer.go_back",
-        "replace_passed_over": "runner.trainer.replace_passed_over",
+        "replace_skipped_batches": "runner.trainer.replace_skipped_batches",
         "resume": "runner.train.report.Report.resume",
         "complete_roll_backs": "runner.trainer.complete_roll_backs",
     }.items()
@@ -461,7 +462,7 @@ def test_parts_in_the_fast_tier_behind_a_roll_back_are_ignored(tmp_path: Path) -
 
 
 @pytest.mark.soak
-def test_a_fork_inherits_the_data_that_were_passed_over(tmp_path: Path) -> None:
+def test_a_fork_inherits_the_data_that_were_skipped(tmp_path: Path) -> None:
     shorter = SPIKE | {"config.train.total_steps": 16, "config.eval.every_steps": 16, "checkpoint.keep_last": 9}
     job = make_poisoned(tmp_path / "run", SpikedLookup, **shorter)
     job()
@@ -470,7 +471,7 @@ def test_a_fork_inherits_the_data_that_were_passed_over(tmp_path: Path) -> None:
         fork = {"checkpoint.fork_from": {"run": str(tmp_path / "run"), "step": step}}
         other = make_poisoned(tmp_path / str(step), SpikedLookup, **shorter | fork)
         other()
-        assert other.passed_over == job.passed_over
+        assert other.skipped_batches == job.skipped_batches
         assert read_outcome(tmp_path / str(step))[1] == read_outcome(tmp_path / "run")[1]
     again = make_poisoned(tmp_path / "14", SpikedLookup, **shorter | fork | {"config.stability.roll_back.at_most": 9})
     again()
@@ -486,7 +487,7 @@ def test_a_fork_that_inherits_a_roll_back_restarts_after_one_of_its_own(tmp_path
     make_poisoned(tmp_path / "whole", SpikedLookup, **fork)()
     # Its epochs go on, and meet the same data again.
     numbers = [event["number"] for event in read_roll_backs(tmp_path / "whole")]
-    assert numbers[:1] == [len(parent.passed_over) + 1]
+    assert numbers[:1] == [len(parent.skipped_batches) + 1]
     for step in (32, 36):
         stop_after(make_poisoned(tmp_path / "stopped", SpikedLookup, **fork), step)
     make_poisoned(tmp_path / "stopped", SpikedLookup, **fork)()

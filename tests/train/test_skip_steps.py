@@ -1,4 +1,4 @@
-"""Data that `train.skip_steps` passes over: the batches that are drawn, what is counted, and ranges added to a run."""
+"""Data that `train.skip_steps` skips: the batches that are drawn, what is counted, and ranges added to a run."""
 
 from pathlib import Path
 from typing import Any
@@ -61,15 +61,15 @@ def make(directory: Path, job_class: type[BaseTrainer] = TrainLookup, **changes:
         (RANGES, DRAWN),
     ],
 )
-def test_batches_in_a_range_are_passed_over(ranges: Any, drawn: list[int]) -> None:
+def test_batches_in_a_range_are_skipped(ranges: Any, drawn: list[int]) -> None:
     position = DataPosition.from_ranges(ranges)
     assert [position.get_data_step(step) for step in range(len(drawn))] == drawn
-    # What was drawn and what was passed over are together all data up to the last batch.
+    # What was drawn and what was skipped are together all data up to the last batch.
     for step in range(1, len(drawn) + 1):
-        num_examples, passed_over = position.count_examples(step, 10)
+        num_examples, skipped = position.count_examples(step, 10)
         missing = [batch for batch in range(num_examples // 10) if batch not in drawn[:step]]
         assert num_examples == 10 * (drawn[step - 1] + 1)
-        assert [batch for first, end in passed_over for batch in range(first // 10, end // 10)] == missing
+        assert [batch for first, end in skipped for batch in range(first // 10, end // 10)] == missing
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_nothing_is_compiled_on_the_main_thread_after_a_border(tmp_path: Path, e
 
     def count(event: str, *others: Any, **details: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append((patient.stage.number, patient.step, threading.current_thread().name))
+            compiled.append((patient.stage.plan.number, patient.step, threading.current_thread().name))
 
     evaluations = {"every_steps": every_steps, "batches": 2, "at_end": True}
     settings = job_settings(tmp_path / "run") | {"config.stages": three_stages(tmp_path / "run")}
@@ -504,8 +504,8 @@ def count_sources(data: Dataset, first: int, count: int) -> list[tuple[str, int]
     return [(train.source.fingerprint, train.order[train.first_example + index]) for train, index in found]
 
 
-def test_data_passed_over_around_a_border_are_those_of_its_stages(tmp_path: Path) -> None:
-    """A run reads and passes over together what a run without ranges reads, source by source and in its order."""
+def test_data_skipped_around_a_border_are_those_of_its_stages(tmp_path: Path) -> None:
+    """A run reads and skips together what a run without ranges reads, source by source and in its order."""
     stages = [
         {"from_step": 20, "set": {"data.mixture.0.weight": 3.0}},
         {"from_step": 50, "set": {"train.global_batch_examples": 16}},
@@ -513,10 +513,10 @@ def test_data_passed_over_around_a_border_are_those_of_its_stages(tmp_path: Path
     skips = [[18, 23], [49, 50], [50, 53], [58, 60]]
     run = job(tmp_path / "run", stages, **{"config.train.total_steps": 70, "config.train.skip_steps": skips})
     followed: dict[str, int] = {}
-    for stage in run.running_stages:
+    for stage in run.stages:
         data, batch = run.get_stage_dataset(stage.number), stage.config.train.global_batch_examples
         drawn = [run._locate_batch(step) for step in range(stage.start, stage.stop)]
-        assert {each.number for each, _ in drawn} == {stage.number}
+        assert {each.plan.number for each, _ in drawn} == {stage.number}
         numbers = [number for _, number in drawn]
         own = {start: stop - start for start, stop in skips if stage.start <= start < stage.stop}
         assert numbers == [
@@ -544,7 +544,7 @@ def test_each_example_of_each_source_is_taken_once_in_an_epoch(tmp_path: Path, p
     run = job(tmp_path / "run", stages, **{"config.train.total_steps": 90})
     seen: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
-    for stage in run.running_stages:
+    for stage in run.stages:
         data, batch = run.get_stage_dataset(stage.number), stage.config.train.global_batch_examples
         sizes |= {train.source.fingerprint: train.examples.num_examples for train in data.train_sources}
         for fingerprint, index in count_sources(data, 0, (stage.stop - stage.start) * batch):

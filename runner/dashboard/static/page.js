@@ -52,11 +52,13 @@
     return made;
   }
 
+  // Returns a duration like `format_duration` in console.py, with one more digit below 10 s.
   function duration(seconds) {
     if (!Number.isFinite(seconds)) return "";
-    const units = [["d", 86400], ["h", 3600], ["min", 60]];
-    for (const [name, size] of units) if (seconds >= 2 * size) return `${(seconds / size).toFixed(1)} ${name}`;
-    return `${seconds.toFixed(seconds < 10 ? 2 : 1)} s`;
+    if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 2 : 1)} s`;
+    const forms = [[6000, "min", 60, "s", 1], [72 * 3600, "h", 3600, "min", 60], [Infinity, "d", 86400, "h", 3600]];
+    const [, large, size, small, part] = forms.find(([limit]) => seconds < limit);
+    return `${count(Math.floor(seconds / size))} ${large} ${Math.floor((seconds % size) / part)} ${small}`;
   }
 
   // Returns a number with three digits and a unit: 950, 12.3 k, 4.56 M.
