@@ -16,7 +16,8 @@ Rules of the count:
 3. The roofline of an op is the larger of two times: its matmuls at peak, with sizes padded to the width of a matrix
    unit, and its HBM traffic at the memory's bandwidth. A slice of a larger array, or an update in place, counts by its
    own size. Arrays in the chip's fast memory cause no HBM traffic.
-4. A kernel counts by its stated cost, an attention kernel without a stated cost by its shapes and blocks.
+4. A kernel counts by its stated cost, and by no less traffic than that of its arrays in whole tiles; an attention
+   kernel without a stated cost by its shapes and blocks.
 5. An op without an estimate counts by its roofline at both ends of the range.
 
 - `hlo`: parser of HLO text: instructions, shapes, calls and loop trip counts

@@ -4,10 +4,10 @@
 convolution. Batches, and the splitting or joining of sizes, appear there as windows. Only the positions of a window
 that fall on a value are counted, not those on padding or dilation.
 
-**Kernels** are counted by their stated cost, attention kernels without one by their shapes. The utilisation of matrix
-units by attention, which no kernel states, is computed from the width of its heads. Attention kernels are assumed to be
-causal, as all those of this project are: the blocks of queries and keys above the diagonal are left out, and the block
-on the diagonal is computed whole.
+**Kernels** are counted by their stated cost, and by no less traffic than that of their arrays in whole tiles; attention
+kernels without a stated cost by their shapes. The utilisation of matrix units by attention, which no kernel states, is
+computed from the width of its heads. Attention kernels are assumed to be causal, as all those of this project are: the
+blocks of queries and keys above the diagonal are left out, and the block on the diagonal is computed whole.
 
 **HBM traffic** is each operand read once and each result written once. A slice of a larger array counts by the size of
 the slice, and an update in place by the size of the update, inside a fusion too. Intermediate values of a fusion are
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from runner.plan.forecast.collectives import Collective
-from runner.plan.forecast.hlo import COLLECTIVE_KINDS
+from runner.plan.forecast.hlo import COLLECTIVE_KINDS, count_shape_bytes
 from runner.plan.forecast.module import HloModule, Op, parse_arrays
 
 # `lhs_contracting_dims={1}` of a dot, and `"lhs_contracting_dimensions":["1"]` of a library call.
@@ -412,7 +412,11 @@ def compute_cost(module: HloModule, op: Op, rates: DeviceRates) -> OpCost | None
             return OpCost(seconds, seconds, "unknown", 0, moved)
         has_stated_bytes = stated is not None and stated[2] is not None
         if stated is not None and has_stated_bytes:
-            moved = min(moved, int(stated[2]))
+            # The arrays count in whole tiles, and without those in fast memory. A kernel that states more than the
+            # packed bytes of all its arrays reads them several times.
+            operands = {operand.name: operand.shape for operand in module.get_operands(op) if operand}
+            packed = sum(map(count_shape_bytes, (op.shape, *operands.values())))
+            moved = max(moved, moved * int(stated[2]) // max(packed, 1))
         # Operands of 8 bits of an attention kernel are tables of blocks.
         peak = rates.get_flops_per_second(None if is_attention else _find_8bit_type(module, op))
         seconds = max(padded / peak, moved / rates.hbm_bytes_per_second)

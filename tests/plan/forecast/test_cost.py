@@ -336,12 +336,35 @@ def test_the_cost_of_an_attention_kernel_is_that_of_its_blocks(
 
 @pytest.mark.parametrize("width", [1, 128])
 def test_a_stated_attention_cost_is_padded_to_matrix_units(width: int) -> None:
-    stated = NOTES.replace('"body":"abc"', '"body":"abc","cost_estimate":{"flops":"5000","bytes_accessed":"8"}')
+    stated = NOTES.replace('"body":"abc"', '"body":"abc","cost_estimate":{"flops":"90000000","bytes_accessed":"8"}')
     found = compute_text_forecast(
         *KERNEL, f"%attention_backward = {OF_KEYS} custom-call(%m, %q, %k, %k), {stated}", width=width
     )
     (op,) = found.ops
-    assert (op.part, op.basis, op.low * 1e9) == ("attention", "stated", pytest.approx(5000 if width == 1 else 10000))
+    assert (op.part, op.basis, op.low * 1e9) == ("attention", "stated", pytest.approx(9e7 if width == 1 else 18e7))
+
+
+@pytest.mark.parametrize(
+    ("layout", "stated_bytes", "moved_bytes"),
+    [
+        ("", 3072, 3072),
+        ("", 8, 3072),
+        ("", 2 * 3072, 2 * 3072),
+        (":T(8,128)(2,1)", 3072, 2 * 3072),
+        (":T(8,128)(2,1)", 2 * 3072, 4 * 3072),
+        (":T(8,128)(2,1)S(1)", 3072, 0),
+    ],
+    ids=["packed", "understated", "read twice", "padded", "padded and read twice", "in fast memory"],
+)
+def test_a_kernel_moves_its_arrays_in_whole_tiles_as_often_as_it_states(
+    layout: str, stated_bytes: int, moved_bytes: int
+) -> None:
+    array = f"bf16[8,64]{{1,0{layout}}}"
+    cost = f'{{"custom_call_config":{{"cost_estimate":{{"flops":"0","bytes_accessed":"{stated_bytes}"}}}}}}'
+    kernel = f'custom-call(%a, %b, %a), custom_call_target="tpu_custom_call", backend_config={cost}'
+    found = compute_text_forecast(f"%a = {array} copy(%x)", f"%b = {array} copy(%x)", f"%fast = {array} {kernel}")
+    (op,) = [op for op in found.ops if op.name == "fast"]
+    assert (op.basis, op.low * 1e9) == ("stated", pytest.approx(moved_bytes))
 
 
 def test_a_stated_kernel_cost_is_used_and_unknown_kernels_are_counted() -> None:
