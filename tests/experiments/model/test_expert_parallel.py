@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from experiments.model import expert_parallel, moe
 from experiments.model.decoder import PretrainDecoder
 from experiments.model.moe import MixtureOfExperts, MoeConfig
+from experiments.model.quantised import use_matmul_type
 from runner.errors import InvalidError
 from runner.parallel.mesh import BATCH_AXES, make_mesh, use_sharding_rules
 from runner.plan.forecast.collectives import find_collectives
@@ -122,6 +123,22 @@ def list_cases(daily, *tables):
 @pytest.mark.parametrize(("mesh", "room", "traffic"), list_cases((ALL_CUTS, "dropless", "two"), ROOM, TRAFFIC))
 def test_a_sharded_layer_equals_one_device(mesh, room, traffic):
     assert_same(compute_sharded(mesh, room, traffic, BIASES), expected(room, traffic, BIASES))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "room", "matmul"), list_cases((ALL_CUTS, "dropless", "int8"), ROOM, ("int8", "float8"))
+)
+def test_a_sharded_layer_in_8_bits_equals_one_device(mesh, room, matmul):
+    model, variables = make_layer(room, "any")
+    with use_matmul_type(matmul):
+        whole = jax.device_get(jax.jit(make_gradient_function(model))(variables, *make_inputs()))
+        sharded = compute_sharded(mesh, room, "any")
+    difference = np.abs(whole[0][1][0] - expected(room, "any")[0][1][0]).max()
+    assert difference > 1e-3, "matmuls are not in 8 bits"
+    # A value of a hidden layer between two numbers of 8 bits may become either, which changes its token alone.
+    for a, b in ((sharded[0][1][0], whole[0][1][0]), (sharded[1][1], whole[1][1])):
+        is_other = np.abs(a - b).max(axis=-1) > 1e-5 * np.abs(b).max()
+        assert is_other.sum() <= 2, f"{is_other.sum()} of {is_other.size} tokens"
 
 
 @pytest.mark.soak
