@@ -35,7 +35,7 @@ from runner.distributed.clock import TimeCategory
 from runner.history.goodput import START_CATEGORIES, list_restarts
 from runner.history.reader import read_history
 from runner.storage import open_store, read_log
-from tests.support.job_process import list_common_steps
+from tests.support.job_process import list_common_steps, list_copied_steps
 from tests.support.object_stores import Faults, route_stores_to, start_backend
 
 _SCRATCH = "REPLICAS_SCRATCH"  # variable with a directory for the files of `ShardedCounter`
@@ -154,7 +154,7 @@ class SupervisedRun:
         """Wait until the fault can be survived, cause it, and return the seconds to the first new step."""
         began, fast = time.time(), self.scratch / "fast"
         everyone = range(self._num_processes)
-        self._wait_for(lambda: time.time() > began + _STANDBY_SECONDS + 4 and self._is_ready())
+        self.wait_for(lambda: time.time() > began + _STANDBY_SECONDS + 4 and self._is_ready())
         killed = everyone if fault.killed is None else [everyone[fault.killed]]
         pids = [self.read_first_step(process)["pid"] for process in killed]
         killed_time = time.time()
@@ -163,7 +163,7 @@ class SupervisedRun:
         for process in killed if fault.loses_fast_tier else ():
             for path in fast.glob(f"*/{process}"):
                 shutil.rmtree(path)
-        self._wait_for(lambda: all(self.read_first_step(each).get("time", 0) > killed_time for each in everyone))
+        self.wait_for(lambda: all(self.read_first_step(each).get("time", 0) > killed_time for each in everyone))
         return max(self.read_first_step(each)["time"] for each in everyone) - killed_time
 
     def _is_ready(self) -> bool:
@@ -171,11 +171,13 @@ class SupervisedRun:
         fast = self.scratch / "fast"
         steps = set(list_common_steps(fast, self._num_processes))
         for process in range(self._num_processes) if self._num_replicas else ():
-            steps &= {int(path.name) for path in fast.glob(f"*/*/copies/{process}/*[0-9]")}
+            steps &= list_copied_steps(fast, process)
         commits = [commit["step"] for commit in self.list_events("commit") if commit.get("tier") != "fast"]
-        return max(steps, default=0) > max(commits, default=10**6) and not list_temporary(fast)
+        being_written = [*fast.glob("*/*/*.tmp"), *fast.glob("*/*/copies/*/*.tmp")]
+        return max(steps, default=0) > max(commits, default=10**6) and not being_written
 
-    def _wait_for(self, happens: Callable[[], bool]) -> None:
+    def wait_for(self, happens: Callable[[], bool]) -> None:
+        """Wait until `happens` returns True; fail if the job ends or `_DEADLINE_SECONDS` pass."""
         deadline = time.monotonic() + _DEADLINE_SECONDS
         while not happens():
             log = self.scratch / "log"
@@ -184,14 +186,9 @@ class SupervisedRun:
             time.sleep(_POLL_SECONDS)
 
 
-def list_temporary(fast: Path) -> list[Path]:
-    """Return the parts and copies that are being written."""
-    return [*fast.glob("*/*/*.tmp"), *fast.glob("*/*/copies/*/*.tmp")]
-
-
 def measure(run: SupervisedRun, num_rounds: int, faults: dict[str, Fault]) -> list[Restart]:
     """Cause each fault `num_rounds` times, in turns."""
-    run._wait_for(lambda: bool(run.read_first_step(0)))
+    run.wait_for(lambda: bool(run.read_first_step(0)))
     totals = [(name, run.hurt(faults[name])) for _, name in itertools.product(range(num_rounds), faults)]
     run.hurt(Fault(-1, False, "fast"))  # so that the clock of the last measured attempt is complete
     seconds_of = {
@@ -232,21 +229,21 @@ def main() -> None:
                 directory = f"{scratch}/run" if backend is None else backend.url(f"run-{num_replicas}")
                 run = SupervisedRun(directory, Path(scratch), parsed.megabytes, parsed.processes, num_replicas)
                 with run:
-                    found = measure(run, parsed.rounds, faults)
+                    # The restarts of the last run, which has replicas, are printed.
+                    restarts = measure(run, parsed.rounds, faults)
                     saves = [save for save in run.list_events("save") if save.get("tier") == "fast"]
                 blocked[num_replicas] = [save["blocked_seconds"] for save in saves]
-            restarts = found
     own = statistics.median(restart.restore for restart in restarts if FAULTS[restart.fault].source == "fast")
     for name, fault in FAULTS.items():
-        own_restarts = [restart for restart in restarts if restart.fault == name]
-        restores = [restart.restore for restart in own_restarts]
+        measured = [restart for restart in restarts if restart.fault == name]
+        restores = [restart.restore for restart in measured]
         median = statistics.median(restores)
-        total = statistics.median(restart.total for restart in own_restarts)
+        total = statistics.median(restart.total for restart in measured)
         print(
             f"{name}: {total:.2f} s to a new step; restore ({fault.source}) {median:.2f} s, {median / own:.2f} of own"
         )
         phases = {
-            category.value: round(statistics.median(restart.phases[category] for restart in own_restarts), 2)
+            category.value: round(statistics.median(restart.phases[category] for restart in measured), 2)
             for category in (TimeCategory.GAP, *START_CATEGORIES)
         }
         phases["end of the others, first step"] = round(total - sum(phases.values()), 2)

@@ -555,6 +555,11 @@ def list_common_steps(fast: Path, num_processes: int) -> list[int]:
     return sorted(set.intersection(*(set(list_fast_tier_parts(fast, process)) for process in range(num_processes))))
 
 
+def list_copied_steps(fast: Path, owner: int, holder: int | str = "*") -> set[int]:
+    """Return the steps for which a process, by default any, holds a copy of the part of `owner`."""
+    return {int(path.name) for path in fast.glob(f"*/{holder}/copies/{owner}/*[0-9]")}
+
+
 def hash_tree(directory: Path) -> dict[str, str]:
     """Return the digest of every file below `directory` by relative name; directories have an empty digest."""
     paths = sorted(directory.rglob("*"))

@@ -18,6 +18,7 @@ from tests.support.job_process import (
     has_state,
     kill_all_when,
     list_common_steps,
+    list_copied_steps,
     list_fast_tier_parts,
     make_uninterrupted_counter_run,
     make_uninterrupted_run,
@@ -214,8 +215,7 @@ def run_with_replicas(
     def find_copied() -> int:
         steps = [set(list_fast_tier_parts(tmp_path / "fast", process)) for process in range(num_processes)]
         for process in owners:
-            holder = (process + 1) % num_processes
-            steps.append({int(path.name) for path in (tmp_path / "fast").glob(f"*/{holder}/copies/{process}/*[0-9]")})
+            steps.append(list_copied_steps(tmp_path / "fast", process, (process + 1) % num_processes))
         return max(set.intersection(*steps), default=0)
 
     kill_all_when(attempts, lambda: find_copied() > max(21, job.newest()), "copies of a step beyond the durable one")

@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from runner.process import find_free_port
-from tests.support.job_process import Attempt, Job, kill_all_when, list_common_steps, make_uninterrupted_run
+from tests.support.job_process import (
+    Attempt,
+    Job,
+    kill_all_when,
+    list_common_steps,
+    list_copied_steps,
+    make_uninterrupted_run,
+)
 
 pytestmark = pytest.mark.soak
 SPEC = "specs/counter.yaml"
@@ -174,8 +181,8 @@ def test_a_host_that_lost_its_fast_tier_reads_the_replica_of_another_host(networ
 
     def find_step() -> int:
         """Return the newest step that all have, with a copy of the part of process 0, which others do not have."""
-        copies = {int(path.name) for path in (tmp_path / "fast").glob("*/1/copies/0/*[0-9]")}
-        return max(copies.intersection(list_common_steps(tmp_path / "fast", 3)), default=0)
+        copied = list_copied_steps(tmp_path / "fast", 0, 1)
+        return max(copied.intersection(list_common_steps(tmp_path / "fast", 3)), default=0)
 
     kill_all_when(attempts, lambda: find_step() > max(60, job.newest()), "a copy beyond the durable step")
     step = find_step()

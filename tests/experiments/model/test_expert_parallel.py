@@ -135,7 +135,7 @@ def test_a_sharded_layer_in_8_bits_equals_one_device(mesh, room, matmul):
         sharded = compute_sharded(mesh, room, "any")
     difference = np.abs(whole[0][1][0] - expected(room, "any")[0][1][0]).max()
     assert difference > 1e-3, "matmuls are not in 8 bits"
-    # A value of a hidden layer between two numbers of 8 bits may become either, which changes its token alone.
+    # A value of a hidden layer between two 8-bit values may be rounded to either, which changes this token only.
     for a, b in ((sharded[0][1][0], whole[0][1][0]), (sharded[1][1], whole[1][1])):
         is_other = np.abs(a - b).max(axis=-1) > 1e-5 * np.abs(b).max()
         assert is_other.sum() <= 2, f"{is_other.sum()} of {is_other.size} tokens"
