@@ -48,6 +48,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
+from jax.tree_util import Partial
 from jax.typing import DTypeLike
 
 from experiments.model.grouped_matmul import (
@@ -306,14 +307,16 @@ def make_expert(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gather_and_multiply(axes: Axes, axis: int | None, matmul: Any, x_PxI: jax.Array, shard: jax.Array) -> jax.Array:
+def _gather_and_multiply(
+    axes: Axes, axis: int | None, matmul: Partial, x_PxI: jax.Array, shard: jax.Array
+) -> jax.Array:
     """Multiply by gathered matrices, which are gathered again in the backward pass."""
     product: jax.Array = matmul(x_PxI, _gather_weights(shard, axes, axis))
     return product
 
 
 def _gather_and_multiply_forward(
-    axes: Axes, axis: int | None, matmul: Any, x_PxI: jax.Array, shard: jax.Array
+    axes: Axes, axis: int | None, matmul: Partial, x_PxI: jax.Array, shard: jax.Array
 ) -> tuple[jax.Array, Any]:
     return _gather_and_multiply(axes, axis, matmul, x_PxI, shard), (matmul, x_PxI, shard)
 
@@ -369,14 +372,14 @@ def _gather_and_multiply_in_8_bits(
 ) -> jax.Array:
     """Multiply from operands in 8 bits, by the recipe of `quantised`.
 
-    With the layout of the slots in `matmul`, what is the same for all slots of a token is quantised once: the tokens,
-    and the gradient of the sum over its experts. For that sum, the product of the matrices out of the hidden layer is
-    combined here.
+    If `matmul` has a layout, tokens and the gradients of their results are quantised once for each token, and not for
+    each of its experts. For that, the product with the matrices out of the hidden layer is combined into the sum over
+    the experts of each token here, and the result is (M, O).
 
     Args:
         form: static description.
-        matmul: layout.
-        tokens: `x` in 8 bits, if that exists already.
+        matmul: matmul of slots by the expert of each.
+        tokens: `x` in 8 bits; None to quantise it here.
         x_PxI: slots.
         shard: shard of the matrices.
     """

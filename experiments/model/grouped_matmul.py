@@ -49,11 +49,11 @@ class GroupedMatmul(NamedTuple):
     """Matmul of slots by the expert of each, in the form of a layout.
 
     Attributes:
-        multiply: ((P, I), (E, I, O)) -> (P, O) in the type of both. It holds a layout's integer arrays.
-        multiply_in_8_bits: the same of `Quantised` operands, with scales (P, 1) and (E, 1, O), and a dtype as a third
-            argument. With `is_transposed` of (P, O) and (E, I, O) with scales (E, I, 1) -> (P, I).
-        tokens: the slots' tokens in 8 bits, if they were quantised before `dispatch`.
-        layout: layout of the slots, if the last product is to be combined with `combine` by whoever computes it.
+        multiply: ((P, I), (E, I, O)) -> (P, O) in the dtype of both. It holds a layout's integer arrays.
+        multiply_in_8_bits: the same for `Quantised` operands, scales (P, 1) and (E, 1, O). The third argument is the
+            dtype of the result. With `is_transposed`: ((P, O), (E, I, O)) -> (P, I), with scales (P, 1) and (E, I, 1).
+        tokens: the token of each slot in 8 bits; None if tokens are not quantised before `dispatch`.
+        layout: layout of the slots if the caller must apply `combine` to its last product; else None.
     """
 
     multiply: Partial

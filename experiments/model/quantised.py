@@ -19,9 +19,9 @@ nearest needs no random numbers; stochastic rounding would need them for each to
 Inside of `use_matmul_type` every `multiply` is quantised. Models enter it for their layers alone, so embedding and head
 stay in the compute type; routers, gates and other narrow matmuls never call `multiply`.
 
-Routed experts (`expert_parallel`) differ in one point: the gradient of x quantises w a second time, with one scale for
-each row. A column's scale would be another factor for each token, by its expert, and dy would have to be multiplied by
-an array of its own size before rounding. A row's scale is applied to the sums.
+Routed experts (`expert_parallel`) differ in one point: for the gradient of x, w is quantised a second time, with one
+scale for each row. The scale of a row is applied to the sums. The scale of a column depends on the expert, so dy would
+have to be multiplied by an array of its own size before rounding.
 
 Libraries. Qwix 0.1.8 finds matmuls by replacing functions of JAX in the whole process, and recognises weights by the
 identity of the parameter, which is lost after a cast. Its functions with quantised gradients are private, and scale
