@@ -41,7 +41,7 @@ from experiments.model.layers import (
     save_stream,
     with_axes,
 )
-from experiments.model.platform import mark_saved
+from experiments.model.platform import mark_saved, saves_attention
 from experiments.model.quantised import use_matmul_type
 from runner import BaseTrainer
 from runner.config import ContextParallelMethod, MatmulType, MemoryConfig, ModelConfig, TrainerConfig
@@ -435,6 +435,7 @@ class PretrainGPT(BaseTrainer):
             attention_width=model.width,
             attended_keys=self.config.data.tokens_per_example / 2,
             remat=memory.remat,
+            is_attention_saved=saves_attention(self.topology, train_setup.mesh),
             last_parameters=4 * model.width**2,
             matmul=self.config.precision.matmul,
             quantised_parameters=12 * model.width**2,
@@ -466,5 +467,5 @@ class PretrainGPT(BaseTrainer):
         return list_memory_choices(self.config.data.tokens_per_example)
 
     def final_choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return the layer loops between which `plan --search` chooses: unrolled layers take long to compile."""
-        return {"config.model.layer_loop": ("scan", "unroll")}
+        """Return the layer loops between which `plan --search` chooses, last of all."""
+        return {"config.model.layer_loop": ("unroll", "scan")}

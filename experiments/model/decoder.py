@@ -58,6 +58,7 @@ from experiments.model.layers import (
     with_axes,
 )
 from experiments.model.moe import BALANCE, MixtureOfExperts, Statistics, router_metrics, update_biases
+from experiments.model.platform import saves_attention
 from experiments.model.quantised import use_matmul_type
 from experiments.model.rotary import rotation_at
 from runner import BaseTrainer
@@ -558,6 +559,7 @@ class PretrainDecoder(BaseTrainer):
             value_width=config.heads * config.value_size,
             attended_keys=sum(keys) / len(keys),
             remat=memory.remat,
+            is_attention_saved=saves_attention(self.topology, train_setup.mesh),
             last_parameters=last,
             state_flops=0 if config.linear is None else config.linear_share * count_rule_flops(config.linear),
             matmul=self.config.precision.matmul,
@@ -662,5 +664,5 @@ class PretrainDecoder(BaseTrainer):
         return list_memory_choices(self.config.data.tokens_per_example)
 
     def final_choices(self) -> dict[str, tuple[Any, ...]]:
-        """Return the layer loops between which `plan --search` chooses: unrolled layers take long to compile."""
-        return {"config.model.layer_loop": ("scan", "unroll")}
+        """Return the layer loops between which `plan --search` chooses, last of all."""
+        return {"config.model.layer_loop": ("unroll", "scan")}

@@ -18,6 +18,10 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AbstractMesh, Mesh
+
+from runner.accelerator import parse_accelerator
+from runner.spec import Topology
 
 SMALL_VMEM_TPUS = ("TPU v4", "TPU v4 lite")  # chips with 16 MiB of VMEM
 SAVED_NAME = "kept"  # checkpoint name of the residuals that `remat: dots` saves beside the results of matmuls
@@ -108,6 +112,18 @@ def mark_saved(x: jax.Array) -> jax.Array:
     Used for attention and for sums with a matmul's result. Ops that only `x` depends on are then not recomputed either.
     """
     return checkpoint_name(x, SAVED_NAME) if uses_head_major_layout() else x
+
+
+def saves_attention(topology: Topology, mesh: Mesh | AbstractMesh) -> bool:
+    """Return True if `remat: dots` saves the results of attention in the program of a job with this topology.
+
+    A job may be planned on another machine than its own, and on a mesh without devices. The topology then names its
+    accelerator.
+    """
+    accelerator = parse_accelerator(topology.accelerator)
+    if accelerator is not None:
+        return accelerator.chip.is_tpu
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu"
 
 
 def save_dots(primitive: Any, *operands: Any, **params: Any) -> bool:

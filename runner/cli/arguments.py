@@ -68,7 +68,8 @@ class PlanArguments:
     ] = None
     hours: Annotated[float | None, typer.Option(metavar="H", help="Time limit of the run, for --chips auto.")] = None
     minutes: Annotated[
-        float | None, typer.Option(metavar="M", help="With --search or --chips: compile nothing more after this time.")
+        float | None,
+        typer.Option(metavar="M", help="With --search or --chips: end after this time, with what has been compiled."),
     ] = None
     is_profile: Annotated[
         bool, typer.Option("--profile", help="List the operations of the step with their time and memory.")

@@ -66,11 +66,13 @@ class PredictedCollective:
         axes: mesh axes that they span.
         factor: number of times that a ring passes the payload on, over the whole step.
         payload: bytes of the whole array of a group.
+        is_reduction: True for an all-reduce or a reduce-scatter, with which libtpu overlaps nothing.
     """
 
     axes: tuple[str, ...]
     factor: float
     payload: float
+    is_reduction: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,15 +115,21 @@ def predict_collectives(
     """
     num_shards = math.prod(sizes[axis] for axis in STATE_AXES)
     # One gather per pass and one scatter of the gradients; an all-reduce in their place sends twice as much.
-    rounds = accumulate_steps * (passes + 1) * (1 + weights.whole_share)
+    gathers, scatters = passes * accumulate_steps, accumulate_steps
+    whole = weights.whole_share
     data_rounds = _GRADIENT_ITEMSIZE / weights.itemsize if waits else accumulate_steps
     # A device reduces its own shard of the gradients with its peers along `data`.
     reduced = (weights.shared + weights.of_experts) / num_shards * data_rounds
     other_axes = tuple(axis for axis in STATE_AXES if axis != "expert")
+    of_experts = weights.of_experts / sizes["expert"]
     return [
-        PredictedCollective(("data",), 2, reduced),
-        PredictedCollective(STATE_AXES, rounds, weights.shared),
-        PredictedCollective(other_axes, rounds, weights.of_experts / sizes["expert"]),
+        PredictedCollective(("data",), 2, reduced, is_reduction=True),
+        PredictedCollective(STATE_AXES, gathers * (1 - whole), weights.shared),
+        PredictedCollective(STATE_AXES, 2 * gathers * whole, weights.shared, is_reduction=True),
+        PredictedCollective(STATE_AXES, scatters * (1 + whole), weights.shared, is_reduction=True),
+        PredictedCollective(other_axes, gathers * (1 - whole), of_experts),
+        PredictedCollective(other_axes, 2 * gathers * whole, of_experts, is_reduction=True),
+        PredictedCollective(other_axes, scatters * (1 + whole), of_experts, is_reduction=True),
         # The payload is the keys and values of the whole sequence.
         PredictedCollective(("sequence",), 1, tokens * sizes["sequence"] * sizing.sequence_bytes_per_token),
         PredictedCollective(("expert",), 1, tokens * sizing.expert_bytes_per_token),
@@ -139,8 +147,8 @@ def predict_ordered_collectives(parameters: float, itemsize: int, num_subtrees: 
     gradient = parameters * _GRADIENT_ITEMSIZE
     return [
         PredictedCollective(("fsdp",), 1, parameters * itemsize),
-        PredictedCollective(BATCH_AXES, num_subtrees, gradient),
-        PredictedCollective(BATCH_AXES, 1, gradient),
+        PredictedCollective(BATCH_AXES, num_subtrees, gradient, is_reduction=True),
+        PredictedCollective(BATCH_AXES, 1, gradient, is_reduction=True),
     ]
 
 
@@ -185,7 +193,8 @@ class Prediction:
         working_bytes: gradients and activations on a device, by formula.
         sent_bytes: bytes that a device sends in a step.
         times: roofline of the step.
-        exposed_seconds: time of the collectives that a layer waits for: those over `tensor`, `sequence` and `expert`.
+        exposed_seconds: time of the collectives that nothing overlaps with: those over `tensor`, `sequence` and
+            `expert`, which a layer waits for, and on a TPU all reductions.
         is_lower_bound: True if the job does not state its activations, so that more memory is needed.
     """
 
@@ -327,8 +336,8 @@ class Predictor:
         # Offloaded optimizer state is moved to the device for the update, when activations are no longer needed.
         working_bytes = gradients + max(activation_bytes, state.offloaded_bytes)
         times = compute_roofline(work, self.speeds, chip.devices_per_chip)
-        # Gathers of parameters and reductions of gradients overlap with other layers, the others are waited for.
-        awaited = [collective for collective in found if collective.axes in _AWAITED_AXES]
+        # Gathers of parameters overlap with other layers, and except on TPUs reductions too.
+        awaited = [each for each in found if each.axes in _AWAITED_AXES or (chip.is_tpu and each.is_reduction)]
         waiting = compute_roofline(
             StepWork(0, 0, *sum_sent_bytes(awaited, sizes, over_domains)), self.speeds, chip.devices_per_chip
         )

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ class PlanRequest:
         as_json: True to print JSON instead of a table.
         is_search: True to rank meshes, micro-batches and the job's own settings.
         hours: time in which the run must end, to choose the chips too.
-        minutes: time for the compilations of a search.
+        minutes: time after which a search ends, once a candidate fits.
         is_profile: True to add the forecast of the step, op by op.
         trace: file for the schedule, for Perfetto.
         against: directory of a run to compare the forecast with.
@@ -343,6 +344,7 @@ def _make_largest_arrays_section(
 
 def _search(request: PlanRequest) -> int:
     """Rank the ways to run the job on the chips of the spec, or on the fewest chips that end it in time."""
+    end_seconds = time.monotonic() + 60 * request.minutes
     search = Search(request.spec, request.overrides)
     topology = search.open_job([]).topology
     accelerator = parse_accelerator(topology.accelerator)
@@ -366,7 +368,7 @@ def _search(request: PlanRequest) -> int:
         predicted = candidate.prediction
         seconds, needed = format_amount(predicted.rank[0], "seconds"), format_amount(predicted.needed_bytes, "bytes")
         warn(f"by arithmetic: {seconds} a step, {needed} per device: {candidate.describe()}")
-    found, dropped = search.compile_best(candidates, machine, start, request.minutes)
+    found, dropped = search.compile_best(candidates, machine, start, end_seconds)
     # JSON lists only the candidates that fit.
     if request.as_json:
         content = [
@@ -374,6 +376,7 @@ def _search(request: PlanRequest) -> int:
                 "settings": {"topology.accelerator": str(accelerator), **compiled.candidate.settings},
                 "lowest_step_seconds": compiled.times.step_seconds,
                 "bound": compiled.times.bound,
+                "op_by_op_step_seconds": compiled.op_by_op_seconds,
                 "forecast_step_seconds": compiled.forecast_seconds,
                 "needed_bytes": compiled.needed_bytes,
                 "predicted_step_seconds": compiled.candidate.prediction.times.step_seconds,
@@ -405,8 +408,8 @@ def _format_search(
     if spec is found[0]:
         return [*lines, "", "nothing that was compiled is faster than the spec as it is"]
     if spec is not None:
-        share = 1 - found[0].rank_seconds / spec.rank_seconds
-        lines += ["", f"a step of the first takes {share:.1%} less time than one of the spec as it is"]
+        saved = found[0].get_share_saved(spec)
+        lines += ["", f"a step of the first takes {saved:.1%} less time than one of the spec as it is"]
     # The best settings as a part of the spec.
     tree: dict[str, Any] = {"topology": {"accelerator": str(accelerator)}}
     for key, value in found[0].candidate.settings.items():

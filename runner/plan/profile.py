@@ -52,12 +52,6 @@ def forecast_program(program: CompiledProgram, machine: TargetMachine) -> Foreca
     return None if rates is None else compute_forecast(program.step.text, sizes, rates)
 
 
-def forecast_step_seconds(program: CompiledProgram, machine: TargetMachine) -> float | None:
-    """Return a step's time by the compiler's estimates, for ranking; None where the compiler has written none."""
-    forecast = forecast_program(program, machine)
-    return forecast.high if forecast is not None and forecast.has_estimates else None
-
-
 def make_profile_sections(
     forecast: Forecast, program: CompiledProgram, machine: TargetMachine, model_flops_per_step: float | None
 ) -> list[Section]:

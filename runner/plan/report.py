@@ -45,7 +45,7 @@ from runner.plan.program import (
     uses_all_reduce,
 )
 from runner.spec import ExecutionSpec
-from runner.train.compile import MEMORY_SHARE
+from runner.train.compile import MEMORY_SHARE, CompiledStep
 from runner.train.flops import Flops
 from runner.train.kernel_check import KernelCase
 from runner.train.optimizer import compute_rates
@@ -498,6 +498,7 @@ def make_checkpoint_section(
 
 def make_compilation_section(program: CompiledProgram) -> Section:
     """Return the section of the compilation, whose times differ from one run to the next."""
+    assert isinstance(program.step, CompiledStep), "a plan compiles to the end"
     section = Section("compilation")
     section.add("program", program.step.digest, "text", "compiled")
     if options := program.step.options:

@@ -5,37 +5,65 @@
 2. Drop by arithmetic what cannot fit (state by its shapes and shardings, activations by the job's own formula), and
    predict the least step time of the rest from matmuls, memory traffic and the collectives of the mesh. The state is
    traced once and resharded for each mesh, so some thousand predictions take seconds.
-3. Compile the spec as it is and the best few, drop those that do not fit, and rank the rest by the compiled program: by
-   the compiler's estimates of its ops where it writes them (`profile`), else by the roofline.
-4. Also compile the best of them with the settings of `BaseTrainer.final_choices`, which take long to compile.
+3. Schedule the spec as it is and the best few of different meshes or micro-batches, which takes a tenth of a
+   compilation (`program.schedule_program`), drop those that do not fit, and rank the rest by the time of their ops at
+   the roofline (`profile`).
+4. Schedule the best of them with other choices too, among them those of `BaseTrainer.final_choices`.
+5. Compile the best and the spec to the end, and rank them by the compiler's estimates of their ops.
+
+Each compilation is a process, which can be killed: XLA has no way to stop one.
 """
 
 import functools
 import itertools
+import multiprocessing
+import os
+import shutil
+import signal
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import inf
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from runner.accelerator import Accelerator
 from runner.console import warn
-from runner.errors import InvalidError
+from runner.errors import EXIT_DONE, EXIT_FAILED, InvalidError
 from runner.parallel.mesh import resolve_mesh_sizes
 from runner.plan import checks, report
 from runner.plan.checks import Findings, check_text, load_data
 from runner.plan.figures import format_amount
 from runner.plan.mesh import MeshSizes, iter_meshes, order_sizes
 from runner.plan.prediction import SINGLE_DEVICE, Prediction, Predictor, build_abstract
-from runner.plan.profile import forecast_step_seconds
-from runner.plan.program import TYPICAL_SHARE, CompiledProgram, Roofline, TargetMachine, compile_program
+from runner.plan.profile import forecast_program
+from runner.plan.program import (
+    TYPICAL_SHARE,
+    Roofline,
+    TargetMachine,
+    compile_program,
+    open_machine,
+    request_dumps,
+    schedule_program,
+)
+from runner.process import read_memory_bytes
 from runner.spec import Document, load_document, parse_document
 from runner.spec.document import dump_yaml
 from runner.train.compile import MEMORY_SHARE
 from runner.train.flops import Flops
 from runner.trainer import BaseTrainer
 
-_NUM_COMPILED, _NUM_TRIED = 3, 16
+_NUM_COMPILED, _NUM_TRIED = 5, 16
+_NUM_FINALISTS = 2  # candidates that are compiled to the end, besides the spec as it is
+# Compilations at the same time, and what one needs: 4.7 GB were measured for Llama 3 8B with unrolled layers.
+_MAX_PROCESSES, _PROCESS_BYTES = 4, 6 * 2**30
+_POLL_SECONDS = 0.2
 
 Choices = tuple[tuple[str, Any], ...]  # values of the job's own settings by dotted key
 
@@ -53,6 +81,11 @@ class Candidate:
     def rank(self) -> tuple[float, float]:
         """Sort key, see `Prediction.rank`."""
         return self.prediction.rank
+
+    @property
+    def layout(self) -> tuple[MeshSizes, int]:
+        """Mesh and micro-batch. Candidates that differ in other choices alone often have the same predicted time."""
+        return self.mesh, self.prediction.micro_batch_examples
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -83,30 +116,47 @@ class CompiledCandidate:
 
     Attributes:
         candidate: the candidate.
-        program: its compiled step.
         times: roofline of the compiled step.
         needed_bytes: memory that a device needs, as compiled; by arithmetic if the chip's compiler is not available.
-        forecast_seconds: step time by the compiler's estimates, None where it has written none.
+        op_by_op_seconds: step time if each op of the compiled program takes as long as its roofline; None if the chip's
+            compiler is not available.
+        forecast_seconds: step time by the compiler's estimates; None where it has written none, and for a program that
+            was only scheduled.
     """
 
     candidate: Candidate
-    program: CompiledProgram
     times: Roofline
     needed_bytes: float
+    op_by_op_seconds: float | None = None
     forecast_seconds: float | None = None
 
     @property
-    def rank_seconds(self) -> float:
-        """Step time that it is ranked by: the forecast, else the roofline."""
-        return self.times.step_seconds if self.forecast_seconds is None else self.forecast_seconds
+    def least_seconds(self) -> float:
+        """Lower bound of the step time."""
+        return self.times.step_seconds if self.op_by_op_seconds is None else self.op_by_op_seconds
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sort key. Only the best by their lower bounds are compiled to the end, which gives their forecast."""
+        seconds = self.forecast_seconds
+        return seconds is None, self.least_seconds if seconds is None else seconds
+
+    def get_share_saved(self, other: "CompiledCandidate") -> float:
+        """Return the share of the other's step time that this one saves, by the best figure that both have."""
+        if self.forecast_seconds is None or other.forecast_seconds is None:
+            return 1 - self.least_seconds / other.least_seconds
+        return 1 - self.forecast_seconds / other.forecast_seconds
 
     def describe(self) -> str:
         """Return step time, memory and settings for a line of the report."""
-        step, bound = format_amount(self.times.step_seconds, "seconds"), self.times.bound
-        needed, seconds = format_amount(self.needed_bytes, "bytes"), self.forecast_seconds
-        forecast = "" if seconds is None else f"forecast {format_amount(seconds, 'seconds')}, "
-        settings = self.candidate.describe()
-        return f"{forecast}lowest step time {step} (bound by {bound}), {needed} per device: {settings}"
+        times = {
+            "forecast": self.forecast_seconds,
+            "op by op at least": self.op_by_op_seconds,
+            "lowest step time": self.times.step_seconds,
+        }
+        parts = [f"{name} {format_amount(value, 'seconds')}" for name, value in times.items() if value is not None]
+        needed = format_amount(self.needed_bytes, "bytes")
+        return f"{', '.join(parts)} (bound by {self.times.bound}), {needed} per device: {self.candidate.describe()}"
 
 
 @dataclass(frozen=True)
@@ -207,7 +257,11 @@ class Search:
         return Candidate(mesh, choices, (fitting or predictions[-1:])[0], is_spec=True)
 
     def compile_best(
-        self, candidates: list[Candidate], machine: TargetMachine, start: Candidate | None = None, minutes: float = inf
+        self,
+        candidates: list[Candidate],
+        machine: TargetMachine,
+        start: Candidate | None = None,
+        end_seconds: float = inf,
     ) -> tuple[list[CompiledCandidate], list[str]]:
         """Compile the best few candidates, and print each result as it comes.
 
@@ -215,64 +269,192 @@ class Search:
             candidates: candidates that may fit, best first.
             machine: machine to compile for.
             start: the spec as it is, which is compiled first, so that the result is never slower.
-            minutes: after this time no further candidate is compiled, once one fits.
+            end_seconds: value of `time.monotonic` at which the search ends, once one candidate fits.
 
         Returns:
             Candidates that fit, best first, and a line for each that does not.
         """
-        end_seconds = time.monotonic() + 60 * minutes
         limit_bytes = machine.hbm_bytes * MEMORY_SHARE
-        compiled: list[CompiledCandidate] = []
+        compiled: dict[Candidate, CompiledCandidate] = {}
         dropped: dict[Candidate, str] = {}
         # Formulas underestimate memory. A candidate that does not fit gives a correction factor for its choices, and
         # candidates that do not fit after this correction are not tried.
         excess: dict[Choices, float] = {}
+        num_processes = max(1, min(os.cpu_count() or 1, read_memory_bytes() // _PROCESS_BYTES, _MAX_PROCESSES))
 
-        def compile_candidate(candidate: Candidate) -> None:
-            try:
-                job = self.open_job(candidate.overrides)
-                train_setup = job.setup_builder.build(machine.devices)
-                program = compile_program(job.setup_builder, train_setup, machine, with_val=False)
-                config, flops = job.setup_builder.config_in_steps, job.flops_per_token(train_setup)
-                _, times = report.make_roofline_section(config, flops, program, machine)
-                seconds = forecast_step_seconds(program, machine)
-                needed_bytes = candidate.prediction.needed_bytes if machine.is_faked else program.step.memory.needed
-                times = times or candidate.prediction.times
-                compiled.append(CompiledCandidate(candidate, program, times, needed_bytes, seconds))
-                warn(f"compiled: {compiled[-1].describe()}")
-            except InvalidError as error:
-                dropped[candidate] = f"{candidate.describe()}: {str(error).partition(';')[0]}"
-                warn(f"does not fit: {dropped[candidate]}")
-                needed_bytes = getattr(error.__cause__, "needed_bytes", 0)
-                last = excess.get(candidate.choices, 1.0)
-                excess[candidate.choices] = max(1.1 * last, needed_bytes / candidate.prediction.working_bytes)
+        def is_over() -> bool:
+            return bool(compiled) and time.monotonic() >= end_seconds
+
+        def compile_all(queue: Iterator[Candidate], most: int, is_whole: bool = False) -> None:
+            """Compile candidates until `most` have been compiled, several at the same time."""
+            pending: dict[Future[CompiledCandidate | tuple[str, float] | None], Candidate] = {}
+            while True:
+                while len(pending) < num_processes and len(compiled) + len(pending) < most and not is_over():
+                    if (candidate := next(queue, None)) is None:
+                        break
+                    pending[executor.submit(run_compilation, self, candidate, machine, is_whole, is_over)] = candidate
+                if not pending:
+                    return
+                for future in futures.wait(pending, return_when=futures.FIRST_COMPLETED).done:
+                    candidate, result = pending.pop(future), future.result()
+                    if isinstance(result, CompiledCandidate):
+                        compiled[candidate] = result
+                        warn(f"{'compiled' if is_whole else 'scheduled'}: {result.describe()}")
+                    elif result is not None:
+                        reason, needed_bytes = result
+                        compiled.pop(candidate, None)
+                        dropped[candidate] = f"{candidate.describe()}: {reason}"
+                        warn(f"does not fit: {dropped[candidate]}")
+                        last = excess.get(candidate.choices, 1.0)
+                        excess[candidate.choices] = max(1.1 * last, needed_bytes / candidate.prediction.working_bytes)
+
+        def may_fit(candidate: Candidate) -> bool:
+            predicted = candidate.prediction
+            factor = excess.get(candidate.choices, 1.0)
+            return predicted.state_bytes + factor * predicted.working_bytes <= limit_bytes
+
+        def iter_layouts() -> Iterator[Candidate]:
+            """Yield the spec, and the first candidate of each layout that may fit."""
+            tried = [] if start is None else [start]
+            yield from tried
+            while len(tried) < _NUM_TRIED:
+                layouts = {each.layout for each in tried if each not in dropped}
+                left = (
+                    each for each in candidates if each.layout not in layouts and each not in tried and may_fit(each)
+                )
+                if (candidate := next(left, None)) is None:
+                    return
+                tried.append(candidate)
+                yield candidate
 
         if start is not None:
-            compile_candidate(start)
             candidates = [each for each in candidates if each.settings != start.settings]
-        most = _NUM_COMPILED + len(compiled)
-        for candidate in candidates:
-            is_late = time.monotonic() >= end_seconds and bool(compiled)
-            if len(compiled) == most or len(compiled) + len(dropped) == _NUM_TRIED or is_late:
-                break
-            predicted = candidate.prediction
-            if predicted.state_bytes + excess.get(candidate.choices, 1.0) * predicted.working_bytes <= limit_bytes:
-                compile_candidate(candidate)
-        # If none of them fits, try the candidate that needs least memory.
-        smallest = min(candidates, key=lambda candidate: candidate.prediction.needed_bytes, default=None)
-        if not compiled and smallest is not None and smallest not in dropped:
-            compile_candidate(smallest)
-        others = [each for each in compiled if not each.candidate.is_spec]
-        if others:
-            best = min(others, key=lambda each: each.rank_seconds).candidate
-            tried = [each.candidate.settings for each in compiled]
-            final = self.open_job([]).final_choices()
-            for values in itertools.product(*final.values()):
-                choices = dict(best.choices) | dict(zip(final, values, strict=True))
-                candidate = replace(best, choices=tuple(choices.items()))
-                if candidate.settings not in tried and time.monotonic() < end_seconds:
-                    compile_candidate(candidate)
-        return sorted(compiled, key=lambda candidate: candidate.rank_seconds), list(dropped.values())
+        with ThreadPoolExecutor(num_processes) as executor:
+            compile_all(iter_layouts(), _NUM_COMPILED + (start is not None))
+            # If none of them fits, try the candidate that needs least memory.
+            smallest = min(candidates, key=lambda candidate: candidate.prediction.needed_bytes, default=None)
+            if not compiled and smallest is not None and smallest not in dropped:
+                compile_all(iter([smallest]), 1)
+            if compiled:
+                best = min(compiled.values(), key=lambda each: each.rank).candidate
+                final = self.open_job([]).final_choices()
+                finals = (dict(zip(final, values, strict=True)) for values in itertools.product(*final.values()))
+                variants = [replace(best, choices=tuple((dict(best.choices) | values).items())) for values in finals]
+                variants += [each for each in candidates if each.layout == best.layout and may_fit(each)]
+                known = [candidate.settings for candidate in (*compiled, *dropped)]
+                untried = [replace(each, is_spec=False) for each in variants if each.settings not in known]
+                compile_all(iter(untried), len(compiled) + min(len(untried), _NUM_COMPILED))
+            # The compiler's estimates may differ from the order by lower bounds.
+            if not machine.is_faked:
+                ranked = sorted(compiled.values(), key=lambda each: each.rank)
+                finalists = [
+                    each.candidate
+                    for place, each in enumerate(ranked)
+                    if place < _NUM_FINALISTS or each.candidate.is_spec
+                ]
+                compile_all(iter(finalists), len(compiled) + len(finalists), is_whole=True)
+        return sorted(compiled.values(), key=lambda each: each.rank), list(dropped.values())
+
+
+def run_compilation(
+    search: Search, candidate: Candidate, machine: TargetMachine, is_whole: bool, is_over: Callable[[], bool]
+) -> CompiledCandidate | tuple[str, float] | None:
+    """Compile a candidate in another process, which is killed once the search is over.
+
+    Args:
+        search: search that the candidate belongs to.
+        candidate: candidate to compile.
+        machine: machine to compile for.
+        is_whole: True to compile to the end, for the compiler's estimates; False to schedule the step only.
+        is_over: function that returns True if the search ends without the result.
+
+    Returns:
+        The result; or why the candidate does not fit, and the bytes that it needs; or None if the search is over.
+    """
+    assert machine.accelerator is not None, "a search needs chips with known peak figures"
+    # A forked process would share libtpu's threads and locks.
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as directory:
+        receiver, sender = context.Pipe(duplex=False)
+        target = (machine.accelerator, machine.hbm_bytes)
+        arguments = (sender, search, candidate, target, None if is_whole else Path(directory))
+        process = context.Process(target=compile_and_send, args=arguments, daemon=True)
+        process.start()
+        sender.close()
+        try:
+            while not receiver.poll(_POLL_SECONDS):
+                if is_over():
+                    return None
+            result: CompiledCandidate | tuple[str, float] = receiver.recv()
+            return result
+        except EOFError:
+            process.join()
+            return f"its compilation ended with exit code {process.exitcode}", 0.0
+        finally:
+            process.kill()
+            process.join()
+
+
+def compile_and_send(
+    sender: Connection,
+    search: Search,
+    candidate: Candidate,
+    target: tuple[Accelerator, int],
+    directory: Path | None,
+) -> None:
+    """Compile a candidate, send the result of `run_compilation`, and end this process.
+
+    Args:
+        sender: connection to the process that asked for it.
+        search: search that the candidate belongs to.
+        candidate: candidate to compile.
+        target: accelerator to compile for, and the memory of one of its devices.
+        directory: directory for dumps, to schedule the step only; None to compile to the end.
+    """
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # the parent has opened it too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and its end this process
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent() -> None:
+        wait([parent.sentinel])
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+        os._exit(EXIT_FAILED)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    if directory is not None:
+        request_dumps(directory)
+    try:
+        machine = replace(open_machine(target[0]), hbm_bytes=target[1])
+        sender.send(compile_candidate(search, candidate, machine, directory))
+    except InvalidError as error:
+        sender.send((str(error).partition(";")[0], getattr(error.__cause__, "needed_bytes", 0)))
+    # A thread may still compile.
+    os._exit(EXIT_DONE)
+
+
+def compile_candidate(
+    search: Search, candidate: Candidate, machine: TargetMachine, directory: Path | None
+) -> CompiledCandidate:
+    """Compile a candidate in this process; with a `directory` for dumps schedule it only, as `schedule_program` does.
+
+    Raises:
+        InvalidError: the step does not fit in memory, with the numbers.
+    """
+    job = search.open_job(candidate.overrides)
+    train_setup = job.setup_builder.build(machine.devices)
+    if directory is None:
+        program = compile_program(job.setup_builder, train_setup, machine, with_val=False)
+    else:
+        program = schedule_program(job.setup_builder, train_setup, machine, directory)
+    config, flops = job.setup_builder.config_in_steps, job.flops_per_token(train_setup)
+    times = report.make_roofline_section(config, flops, program, machine)[1] or candidate.prediction.times
+    forecast = None if machine.is_faked else forecast_program(program, machine)
+    if forecast is None:
+        return CompiledCandidate(candidate, times, candidate.prediction.needed_bytes)
+    estimate = forecast.high if forecast.has_estimates else None
+    return CompiledCandidate(candidate, times, program.step.memory.needed, forecast.low, estimate)
 
 
 def find_smallest_slice(

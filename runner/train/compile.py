@@ -22,7 +22,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -454,7 +454,18 @@ class StepTooLargeError(InvalidError):
         self.needed_bytes = needed_bytes
 
 
-def compile_to_fit(compile_step: Callable[[int], CompiledStep], sizes: list[int], limit_bytes: int) -> CompiledStep:
+class SizedStep(Protocol):
+    """Step whose memory is known."""
+
+    @property
+    def memory(self) -> ProgramMemory:
+        """Memory that the step needs."""
+
+
+SizedStepT = TypeVar("SizedStepT", bound=SizedStep)
+
+
+def compile_to_fit(compile_step: Callable[[int], SizedStepT], sizes: list[int], limit_bytes: int) -> SizedStepT:
     """Compile with the largest micro-batch whose arguments, outputs and temporaries fit, and return the result.
 
     After a size that does not fit, the next guess is the largest size whose share of the temporaries would fit.

@@ -77,6 +77,7 @@ def compute_transformer_flops(
     remat: Literal["none", "dots", "layers"] = "none",
     last_parameters: float = 0,
     is_attention_recomputed: bool = True,
+    is_attention_saved: bool = False,
     state_flops: float = 0,
     matmul: MatmulType = "compute",
     quantised_parameters: float = 0,
@@ -98,6 +99,7 @@ def compute_transformer_flops(
         remat: activations that are kept of a layer: all, the results of its dense matmuls, or its input.
         last_parameters: parameters of the last matmul of a layer.
         is_attention_recomputed: True if attention itself computes its scores again in the backward pass.
+        is_attention_saved: True if `remat: dots` keeps the results of attention too.
         state_flops: FLOPs of a token for the state of linear attention, in one forward pass; the mean over layers. It
             is recomputed in the backward pass.
         matmul: type of the operands of quantised matmuls.
@@ -108,7 +110,8 @@ def compute_transformer_flops(
     value = score if value_width is None else 2 * value_width  # of its weighted values
     matmuls = 6 * (layers * layer_parameters + output_parameters)
     per_token = matmuls + 3 * layers * ((score + value) * attended_keys + state_flops)
-    attention = (0 if remat == "none" else score + value) + (score if is_attention_recomputed else 0)
+    is_repeated = remat == "layers" or (remat == "dots" and not is_attention_saved)
+    attention = (score + value) * is_repeated + score * is_attention_recomputed
     again = 2 * (layer_parameters - last_parameters) if remat == "layers" else 0
     states = state_flops * (1 if remat == "none" else 2)
     recomputed = layers * (again + attention * attended_keys + states)

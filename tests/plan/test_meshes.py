@@ -1,6 +1,9 @@
 """Candidate meshes, their predicted traffic, and the bounded search over them."""
 
 import math
+import multiprocessing
+from collections import Counter
+from math import inf
 from types import SimpleNamespace
 
 import jax
@@ -12,8 +15,10 @@ from runner.plan import search
 from runner.plan.checks import Findings, open_job
 from runner.plan.mesh import iter_meshes, list_near_meshes, order_sizes
 from runner.plan.prediction import ParameterPayload, Predictor, build_abstract, predict_collectives, sum_sent_bytes
-from runner.plan.search import JobVariant, Search
+from runner.plan.program import read_planned_memory
+from runner.plan.search import CompiledCandidate, JobVariant, Search, run_compilation
 from runner.spec import load_document
+from runner.train.compile import ProgramMemory
 from runner.train.flops import Sizing
 from runner.trainer import BaseTrainer
 
@@ -154,6 +159,29 @@ def test_a_decoder_sends_keys_and_values_and_expert_tokens():
     assert sizing.expert_bytes_per_token == 5 * 2 * 2 * 64 * 4  # journeys, layers, experts of a token, width, float32
 
 
+@pytest.mark.parametrize("spec", ["llama3_8b", "gpt_7b"])
+def test_attention_kept_by_dots_is_not_counted_again_on_a_tpu(spec):
+    def count(accelerator, remat):
+        _, found = make_predictor(f"config.memory.remat={remat}", accelerator=accelerator, spec=f"specs/{spec}.yaml")
+        return found.flops.recomputed_per_token
+
+    assert 0 < count("v5p-64", "none") == count("v5p-64", "dots") < count("v5p-64", "layers")
+    assert count("v5p-64", "none") == count("h100-64", "none") < count("h100-64", "dots")
+
+
+def test_reductions_of_gradients_are_waited_for_on_a_tpu():
+    exposed = {}
+    for accelerator in ("v5p-64", "h100-64"):
+        _, found = make_predictor(accelerator=accelerator)
+        for micro_batch in (1, 2):
+            sizes = ONES | {"data": 4, "fsdp": 16}
+            state = found.measure_state(found.shard_state(order_sizes(sizes)))
+            exposed[accelerator, micro_batch] = found.predict(sizes, micro_batch, state).exposed_seconds
+    assert exposed["h100-64", 1] == exposed["h100-64", 2] == 0
+    # Gradients are reduced in each micro-batch.
+    assert exposed["v5p-64", 1] == pytest.approx(2 * exposed["v5p-64", 2])
+
+
 @pytest.mark.parametrize("chunk", ["null", 512])  # of the loss: all logits of a device, or some
 def test_memory_grows_with_the_tokens_per_device_not_with_the_sequence(chunk):
     keys = f"config.memory.loss_chunk_positions={chunk}"
@@ -210,54 +238,121 @@ def test_the_spec_as_it_is_is_a_candidate():
         "config.memory.loss_chunk_positions": None,
         "config.model.layer_loop": "scan",
     }
-    # A layer waits for what goes over `tensor`, and for no gradient.
+    # A layer waits for what goes over `tensor`, and on a TPU nothing overlaps with the reduction of gradients.
     assert start.rank[0] == start.prediction.times.step_seconds + start.prediction.exposed_seconds
     assert start.prediction.exposed_seconds > 0
     (same,) = (
         candidate
         for candidate in found.list_candidates(found.list_variants(), accelerator, 16 * 2**30)
-        if candidate.settings == start.settings
+        if candidate.settings == start.settings | {"config.model.layer_loop": "unroll"}
     )
     assert same.prediction == start.prediction
     others = Search("specs/llama_nano.yaml", (words[0], "topology.mesh={data: 8}"))
     alone = others.make_start(accelerator, 16 * 2**30)
     assert alone is not None
-    assert alone.prediction.exposed_seconds == 0
+    assert alone.prediction.exposed_seconds == alone.prediction.times.interconnect > 0
     without_choices = Search("specs/vit_nano.yaml", (words[0], "topology.mesh={data: 8}"))
     assert without_choices.make_start(accelerator, 16 * 2**30) is not None
     assert Search("specs/llama_nano.yaml", (words[0], "topology.mesh={data: 3}")).make_start(accelerator, 2**30) is None
 
 
-@pytest.mark.parametrize(("minutes", "unrolled"), [(9.0, 1), (0.0, 0)])
-def test_the_best_candidate_alone_is_compiled_with_final_choices(minutes, unrolled, monkeypatch):
-    accelerator = parse_accelerator("v5e-8")
-    assert accelerator is not None
-    found = Search("specs/llama_nano.yaml", ("topology.accelerator=v5e-8", "topology.mesh={data: auto, tensor: 2}"))
-    candidates = found.list_candidates(found.list_variants(), accelerator, 16 * 2**30)
-    assert {each.settings["config.model.layer_loop"] for each in candidates} == {"scan"}
+ACCELERATOR = parse_accelerator("v5e-8")
+LLAMA = Search("specs/llama_nano.yaml", ("topology.accelerator=v5e-8", "topology.mesh={data: auto, tensor: 2}"))
+
+
+# The tracker of `multiprocessing`'s resources is killed with the processes that a test has left behind.
+IGNORED_WARNING = "ignore:resource_tracker"
+
+
+def make_target(hbm_bytes=16 * 2**30, *, is_faked=False):
+    return SimpleNamespace(accelerator=ACCELERATOR, hbm_bytes=hbm_bytes, is_faked=is_faked)
+
+
+@pytest.mark.parametrize(
+    ("has_time", "is_faked", "loops"),
+    [
+        # The spec as it is, five other layouts, the best of them with other choices, and the finalists with estimates.
+        (True, False, {(False, "scan"): 2, (False, "unroll"): 9, (True, "scan"): 1, (True, "unroll"): 2}),
+        (True, True, {(False, "scan"): 2, (False, "unroll"): 9}),
+        (False, False, {(False, "scan"): 1}),
+    ],
+)
+def test_the_best_by_their_ops_are_compiled_to_the_end(has_time, is_faked, loops, monkeypatch):
+    candidates = LLAMA.list_candidates(LLAMA.list_variants(), ACCELERATOR, 16 * 2**30)
+    assert {each.settings["config.model.layer_loop"] for each in candidates} == {"unroll"}
     compiled = []
 
-    def compile_program(builder, train_setup, machine, *, with_val):
-        """Pretend that the candidate which is compiled third is the fastest, and faster still with unrolled layers."""
-        loop, sizes = builder.config.model.layer_loop, train_setup.mesh_sizes
-        compiled.append((loop, sizes))
-        seconds = 1.0 if loop == "unroll" else 9.0 - len(compiled) if len(compiled) < 4 else 8.0
-        return SimpleNamespace(seconds=seconds, step=SimpleNamespace(memory=SimpleNamespace(needed=2**20)))
+    def run_compilation(_, candidate, machine, is_whole, is_over):
+        """Pretend that the third of all is the fastest by its ops, the fourth next, and the spec by the estimates."""
+        compiled.append((is_whole, candidate))
+        place = 1 + [each for _, each in compiled].index(candidate)
+        seconds = {3: 1.0, 4: 2.0}.get(place, 9.0)
+        times = SimpleNamespace(step_seconds=0.5, bound="memory")
+        return CompiledCandidate(candidate, times, 2**20, seconds, 10.0 - seconds if is_whole else None)
 
-    times = SimpleNamespace(step_seconds=0.5, bound="memory")
-    monkeypatch.setattr(search, "compile_program", compile_program)
-    monkeypatch.setattr(search.report, "make_roofline_section", lambda *_: (None, times))
-    monkeypatch.setattr(search, "forecast_step_seconds", lambda program, _: program.seconds)
-    machine = SimpleNamespace(devices=jax.devices(), hbm_bytes=16 * 2**30, is_faked=False)
-    start = found.make_start(accelerator, machine.hbm_bytes)
-    results, dropped = found.compile_best(candidates, machine, start, minutes)
+    monkeypatch.setattr(search, "run_compilation", run_compilation)
+    monkeypatch.setattr(search, "_MAX_PROCESSES", 1)
+    start = LLAMA.make_start(ACCELERATOR, 16 * 2**30)
+    end_seconds = inf if has_time else 0.0
+    results, dropped = LLAMA.compile_best(candidates, make_target(is_faked=is_faked), start, end_seconds)
     assert dropped == []
-    assert [loop for loop, _ in compiled].count("unroll") == unrolled
-    if unrolled:
-        # After the spec as it is and three others.
-        assert compiled[4] == ("unroll", compiled[2][1])
-        assert results[0].candidate.settings["config.model.layer_loop"] == "unroll"
-        assert "config.model.layer_loop=unroll" in results[0].candidate.overrides
+    found = Counter((is_whole, candidate.settings["config.model.layer_loop"]) for is_whole, candidate in compiled)
+    assert found == loops
+    assert compiled[0][1].is_spec
+    if has_time:
+        layouts = [candidate.layout for _, candidate in compiled]
+        assert len(set(layouts[:6])) == 6
+        assert set(layouts[6:11]) == {layouts[2]}
+        assert compiled[6][1].settings == compiled[2][1].settings | {"config.model.layer_loop": "scan"}
+        assert results[0].candidate == (compiled[2][1] if is_faked else start)
+
+
+@pytest.mark.filterwarnings(IGNORED_WARNING)
+@pytest.mark.usefixtures("libtpu")
+def test_a_scheduled_step_has_the_ops_and_memory_of_the_compiled_one():
+    start = LLAMA.make_start(ACCELERATOR, 16 * 2**30)
+    scheduled, whole = (
+        run_compilation(LLAMA, start, make_target(), is_whole, lambda: False) for is_whole in (False, True)
+    )
+    assert whole.forecast_seconds > whole.op_by_op_seconds == scheduled.op_by_op_seconds > 0
+    assert scheduled.forecast_seconds is None
+    assert scheduled.times == whole.times
+    # Only the whole program has code, a fifth of what this small step needs.
+    assert 0.7 < scheduled.needed_bytes / whole.needed_bytes < 1
+    assert scheduled.needed_bytes > start.prediction.state_bytes
+
+
+BUFFERS = """BufferAssignment:
+allocation 0: size 512, thread-local:
+ value: <2 reduce_sum.157 @0> (size=512,offset=0): f32[]{:T(128)}
+allocation 1: size 4000, parameter 7, shape |f32[10,100]| at ShapeIndex {}, maybe-live-out:
+allocation 2: size 300, parameter 8, shape |f32[75]| at ShapeIndex {}:
+allocation 3: size 192, output shape is |(s32[], f32[10,100])|, maybe-live-out:
+allocation 4: size 8, maybe-live-out:
+allocation 5: size 64, constant:
+allocation 6: size 1000, preallocated-temp:
+allocation 7: size 6000, color 1, preallocated-temp:
+"""
+
+
+def test_planned_memory_is_that_of_the_device_alone():
+    assert read_planned_memory(BUFFERS) == ProgramMemory(4300, 200, 1150, code=0)
+
+
+@pytest.mark.filterwarnings(IGNORED_WARNING)
+@pytest.mark.usefixtures("libtpu")
+def test_a_step_too_large_when_scheduled_says_what_it_needs():
+    start = LLAMA.make_start(ACCELERATOR, 16 * 2**30)
+    reason, needed_bytes = run_compilation(LLAMA, start, make_target(2**20), False, lambda: False)
+    assert "needs" in reason
+    assert needed_bytes > 2**20
+
+
+@pytest.mark.filterwarnings(IGNORED_WARNING)
+def test_a_compilation_is_killed_once_the_search_is_over():
+    start = LLAMA.make_start(ACCELERATOR, 16 * 2**30)
+    assert run_compilation(LLAMA, start, make_target(), True, lambda: True) is None
+    assert multiprocessing.active_children() == []
 
 
 def test_the_search_for_same_bits_keeps_micro_batch_and_order():

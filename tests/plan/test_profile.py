@@ -14,7 +14,6 @@ from runner.errors import InvalidError
 from runner.plan.figures import Section, format_sections, sections_to_json
 from runner.plan.profile import (
     forecast_program,
-    forecast_step_seconds,
     make_comparison_section,
     make_profile_sections,
     read_timed_rows,
@@ -81,19 +80,19 @@ def test_a_range_has_two_ends_with_their_utilisation() -> None:
         (PLAIN, make_machine("h100-4"), "none in the program of libtpu 1.2, or the chip's clock is unknown"),
     ],
 )
-def test_a_program_without_estimates_is_ranked_by_its_bound(
+def test_a_program_without_estimates_is_forecast_by_its_bound(
     lines: tuple[str, ...], machine: TargetMachine, said: str
 ) -> None:
     found = sections(*lines, machine=machine)
     assert said in found["forecast of a step"]["estimates"]
     assert found["where the time goes"].figures[0].basis == "assumed"
-    assert forecast_step_seconds(make_program(*lines), machine) is None
 
 
-def test_a_program_with_estimates_is_ranked_by_them() -> None:
-    assert forecast_step_seconds(make_program(make_negate()), make_machine("v5e-4")) == pytest.approx(
-        5000 * 2 * 4 * 128**2 / 197e12
-    )
+def test_a_program_with_estimates_is_forecast_by_them() -> None:
+    forecast = forecast_program(make_program(make_negate()), make_machine("v5e-4"))
+    assert forecast is not None
+    assert forecast.has_estimates
+    assert forecast.high == pytest.approx(5000 * 2 * 4 * 128**2 / 197e12)
 
 
 def test_a_kernel_without_a_cost_is_reported() -> None:
@@ -190,11 +189,22 @@ def test_a_device_without_peak_figures_has_no_forecast() -> None:
     assert forecast_program(make_program(make_negate()), make_machine("cpu-4")) is None
 
 
-def test_compiled_programs_are_ranked_by_forecast_or_bound() -> None:
+def test_compiled_candidates_are_ranked_by_forecast_then_by_their_ops_then_by_the_bound() -> None:
     bound: Any = SimpleNamespace(step_seconds=1.0)
     nothing: Any = None
-    assert CompiledCandidate(nothing, nothing, bound, 0).rank_seconds == 1.0
-    assert CompiledCandidate(nothing, nothing, bound, 0, 3.0).rank_seconds == 3.0
+    bounded = CompiledCandidate(nothing, bound, 0)
+    scheduled = CompiledCandidate(nothing, bound, 0, op_by_op_seconds=2.0)
+    first, second = (CompiledCandidate(nothing, bound, 0, op_by_op_seconds=5.0, forecast_seconds=s) for s in (6.0, 8.0))
+    assert (bounded.least_seconds, scheduled.least_seconds) == (1.0, 2.0)
+    assert sorted([second, scheduled, first, bounded], key=lambda each: each.rank) == [
+        first,
+        second,
+        bounded,
+        scheduled,
+    ]
+    assert first.get_share_saved(second) == pytest.approx(0.25)
+    assert scheduled.get_share_saved(second) == pytest.approx(0.6)
+    assert bounded.get_share_saved(scheduled) == pytest.approx(0.5)
 
 
 def test_the_measured_time_of_a_run_is_listed_beside_the_range(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_the_formula_of_flops_counts_the_delta_rule(remat, tmp_path):
         PretrainDecoder,
         **{"config.model": keys, "config.data.sequence_length": length, "config.memory.remat": remat},
     )
-    flops = job.flops_per_token(SimpleNamespace(mesh_sizes=dict.fromkeys(AXES, 1)))
+    flops = job.flops_per_token(SimpleNamespace(mesh_sizes=dict.fromkeys(AXES, 1), mesh=None))
     model = Decoder(DecoderConfig(**keys), VOCABULARY, memory=MemoryConfig(remat=remat))
     tokens = jnp.zeros((1, length), jnp.int32)
     params = jax.eval_shape(functools.partial(model.init, deterministic=True), jax.random.key(0), tokens)
