@@ -421,7 +421,20 @@ def compile_program(
         step = setup_builder.compile(train_setup, sys.maxsize if machine.is_faked else limit_bytes, micro_batch)
         compile_seconds = time.monotonic() - started
         val_seconds = None if val is None else val.result()
-    resident_bytes = 0
+    if with_val and step.layout != first:
+        val_seconds = compile_val(step.layout)
+    return _make_program(setup_builder, train_setup, step, machine, compile_seconds, val_seconds)
+
+
+def _make_program(
+    setup_builder: TrainSetupBuilder,
+    train_setup: TrainSetup,
+    step: CompiledStep | ScheduledStep,
+    machine: TargetMachine,
+    compile_seconds: float,
+    val_seconds: float | None = None,
+) -> CompiledProgram:
+    resident_bytes, limit_bytes = 0, int(machine.hbm_bytes * MEMORY_SHARE)
     if machine.is_faked:
         # A fake device has no memory of a host, and counts what is offloaded to it among its own arguments.
         offloaded = count_bytes_per_device(train_setup.abstract_state, on_host=True)
@@ -433,18 +446,6 @@ def compile_program(
                 f"{format_amount(limit_bytes, 'bytes')} are there; use more devices, or a larger fsdp or tensor axis",
                 resident_bytes,
             )
-    if with_val and step.layout != first:
-        val_seconds = compile_val(step.layout)
-    return _make_program(train_setup, step, machine, compile_seconds, val_seconds)
-
-
-def _make_program(
-    train_setup: TrainSetup,
-    step: CompiledStep | ScheduledStep,
-    machine: TargetMachine,
-    compile_seconds: float,
-    val_seconds: float | None = None,
-) -> CompiledProgram:
     found = tuple(find_collectives(step.text, train_setup.mesh_sizes))
     interconnect, network = compute_sent_bytes(found, train_setup.mesh_sizes, machine)
     return CompiledProgram(train_setup, step, found, compile_seconds, val_seconds, interconnect, network)
@@ -462,7 +463,7 @@ def schedule_program(
     """Compile the train step until its schedule and memory are planned; without dumps, to the end.
 
     XLA has no option to stop there, so the compilation goes on in a thread. Call this function in a process that ends
-    afterwards, after `request_dumps` of the same directory. Raises as `compile_program`, if not for fake devices.
+    afterwards, after `request_dumps` of the same directory. Raises as `compile_program` does.
     """
     layouts = list_batch_layouts(setup_builder.config, train_setup.mesh, None, setup_builder.fields)
     by_size = {layout.micro_batch_examples: layout for layout in layouts}
@@ -488,7 +489,7 @@ def schedule_program(
     limit_bytes = sys.maxsize if machine.is_faked else int(machine.hbm_bytes * MEMORY_SHARE)
     with setup_builder.document.errors_at("topology"):
         step = compile_to_fit(schedule, list(by_size), limit_bytes)
-    return _make_program(train_setup, step, machine, time.monotonic() - started)
+    return _make_program(setup_builder, train_setup, step, machine, time.monotonic() - started)
 
 
 def read_planned_memory(buffers: str) -> ProgramMemory:

@@ -1,6 +1,7 @@
 """`python -m runner plan`: its checks, its figures compared with real runs, and its searches."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -272,44 +273,54 @@ def test_a_first_estimate_is_printed_before_compiling(topology: str, needed: tup
 SMALL_CHIP_PROGRAM = """
 import dataclasses, sys
 from runner import accelerator
-from runner.plan import program
 
 chip = accelerator.CHIPS["v5e"]
 speeds = dataclasses.replace(chip.speeds, hbm_bytes=int(sys.argv.pop(1)))
 accelerator.CHIPS["v5e"] = dataclasses.replace(chip, speeds=speeds)
-program.is_libtpu_installed = lambda: False
 from runner.cli.app import main
 sys.exit(main(["plan", *sys.argv[1:]]))
 """
 
 
-def plan_small_chip(hbm_bytes: float, *arguments: str, expected: int = 0) -> str:
+# A `sitecustomize` of the process and of those that it starts.
+WITHOUT_LIBTPU = """
+import importlib.util
+
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "libtpu" else find_spec(name, package)
+"""
+
+
+def plan_small_chip(directory: Path, hbm_bytes: float, *arguments: str, expected: int = 0) -> str:
     """Return a plan for a v5e with little memory, on simulated CPU devices."""
+    (directory / "sitecustomize.py").write_text(WITHOUT_LIBTPU)
     words = [sys.executable, "-c", SMALL_CHIP_PROGRAM, str(int(hbm_bytes)), *arguments]
-    result = subprocess.run(
-        words, cwd=ROOT, env=disable_compiler_optimizer(environment(1)), capture_output=True, text=True
-    )
+    variables = disable_compiler_optimizer(environment(1))
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(directory), variables.get("PYTHONPATH"))))
+    result = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True)
     assert result.returncode == expected, result.stdout + result.stderr
     return result.stdout
 
 
 @pytest.mark.soak
 def test_a_job_that_does_not_fit_gets_a_suggestion_that_fits(tmp_path: Path) -> None:
-    options = ("config.model.width=128", "config.model.layers=2", f"directory={tmp_path}")
+    options = ("config.model.width=128", "config.model.layers=2", f"directory={tmp_path / 'run'}")
     spec = (NANO, "--topology", "v5e-4", *(word for option in options for word in ("--set", option)))
     hbm_bytes = 4e6
-    output = plan_small_chip(hbm_bytes, *spec, expected=2)
+    output = plan_small_chip(tmp_path, hbm_bytes, *spec, expected=2)
     assert "XLA for 4 fake CPU devices, since libtpu is not installed (pip install -e '.[tpu-plan]')" in output
     assert "does not fit" not in output
     assert re.search(r"state and batch alone need [\d.]+ MiB on each device and 3.43 MiB are there", output)
     assert "largest arrays of a device\n  f32[" in output
-    found = json.loads(plan_small_chip(hbm_bytes, *spec, "--search", "--json"))
+    found = json.loads(plan_small_chip(tmp_path, hbm_bytes, *spec, "--search", "--json"))
     first = found[0]
     assert first["needed_bytes"] <= 0.9 * hbm_bytes
     overrides = [
         f"{key}={json.dumps(value)}" for key, value in first["settings"].items() if key != "topology.accelerator"
     ]
-    confirmed = plan_small_chip(hbm_bytes, *spec, *(word for option in overrides for word in ("--set", option)))
+    confirmed = plan_small_chip(
+        tmp_path, hbm_bytes, *spec, *(word for option in overrides for word in ("--set", option))
+    )
     assert confirmed.rstrip().endswith("would run")
 
 
@@ -388,7 +399,7 @@ def test_a_later_stage_that_cannot_run_is_named(tmp_path: Path, case: str) -> No
     values, hbm_bytes, words = UNFIT_STAGES[case]
     stages = [{"from_step": 5, "set": {"optimizer.weight_decay": 0.2}}, {"from_step": 10, "set": values}]
     given = list_settings(tmp_path / "run", **{"config.stages": stages})
-    output = plan_small_chip(hbm_bytes, *given, "--topology", "v5e-4", expected=2)
+    output = plan_small_chip(tmp_path, hbm_bytes, *given, "--topology", "v5e-4", expected=2)
     problems = [line for line in output.splitlines() if line.startswith("problem: ")]
     assert problems, output
     assert all(line.startswith("problem: stage 2: ") and words in line for line in problems)
