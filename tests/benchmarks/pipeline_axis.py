@@ -11,8 +11,8 @@ every choice below is the one that is best for the pipeline:
   fits. A device keeps activations of min(M, P) micro-batches of its stage.
 - Activations pass between stages in both directions, once for each group, beside the matmuls.
 
-Two step times are printed: that of the planner, in which only collectives over `tensor`, `sequence` and `expert` are
-waited for, and one in which every collective is. Reality lies between the two.
+Two step times are printed: that of the planner, in which only collectives over `tensor`, `sequence` and `expert`, and
+on TPUs reductions, are waited for, and one in which every collective is. Reality lies between the two.
 
     python -m tests.benchmarks.pipeline_axis [SPEC=ACCELERATOR ...]
 """
