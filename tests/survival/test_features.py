@@ -89,6 +89,8 @@ FEATURES = {
         ),
     ),
     "float8": Feature(LLAMA, (CUT, "config.precision.matmul=float8")),
+    "experts in int8": Feature(EXPERTS, ("config.precision={compute: bfloat16, matmul: int8}",)),
+    "experts in float8": Feature(EXPERTS, ("config.precision.matmul=float8", "config.model.moe.capacity_factor=1.5")),
     "judged": Feature(
         GPT,
         (
