@@ -33,8 +33,7 @@ from runner.accelerator import HOST_MEMORY
 from runner.checkpoint.fingerprint import describe_leaves, list_leaf_names
 from runner.checkpoint.manifest import LeafShape, Manifest
 from runner.errors import InvalidError, ResumeError, StateError
-from runner.records import PARAMS
-from runner.spec import Trajectory
+from runner.spec import PARAMS, Trajectory
 
 MAX_LISTED = 8  # problems in one message
 _MAX_NAME_BYTES = 200  # of a leaf's dotted path, which becomes part of file names

@@ -51,10 +51,9 @@ from runner.checkpoint.manifest import (
 from runner.console import warn
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, NewerFormatError, ResumeError, StorageError
-from runner.records import PARAMS
 from runner.run.attempt import Attempt
 from runner.run.fence import RunIdentity
-from runner.spec import Trajectory
+from runner.spec import PARAMS, Trajectory
 from runner.storage import DiskError, Store, open_store, read_log, split_checkpoint
 
 Tier = Literal["durable", "fast"]

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from runner.distributed.clock import TimeCategory
 from runner.history.records import Notice, SaveRecord
-from runner.records import STEP_MAX, TIME_MAX
-from runner.storage import JsonlTail, JsonObject, Store
+from runner.storage import STEP_MAX, TIME_MAX, JsonlTail, JsonObject, Store
 
 NOTICES_MAX = 50
 EVENTS_MAX = 100

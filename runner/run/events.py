@@ -23,8 +23,7 @@ from typing import Any, Literal
 from runner.console import warn
 from runner.errors import InvalidError
 from runner.process import count_cpus
-from runner.records import Key, validate_record
-from runner.storage import JsonlLog, JsonObject, Store, parse_number, read_json
+from runner.storage import JsonlLog, JsonObject, Key, Store, parse_number, read_json, validate_record
 
 ENVIRONMENT_KEYS = (
     Key("versions", dict, "Versions of Python, runner, jax, jaxlib and libtpu, as far as they are installed."),

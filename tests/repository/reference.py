@@ -21,7 +21,6 @@ from runner.hook import Hook, builtin
 from runner.huggingface.assets import ASSET_KEYS
 from runner.metrics.rows import ROW_KEYS
 from runner.optim.config import OPTIMIZERS, SCHEDULES, LibraryEntry
-from runner.records import Key
 from runner.run.events import EVENT_KEYS, EVENTS, EventType
 from runner.run.layout import RESULT_KEYS
 from runner.spec import (
@@ -34,6 +33,7 @@ from runner.spec import (
     validate_config,
     validate_spec,
 )
+from runner.storage import Key
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "specs" / "README.md"
