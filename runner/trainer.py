@@ -33,7 +33,7 @@ from runner.distributed.agreement import Hosts
 from runner.distributed.clock import COMPILE, Clock
 from runner.distributed.preemption import StopNotice
 from runner.distributed.watchdog import Watchdog
-from runner.errors import DeviceError, DivergedError, InvalidError, PhaseError, PreemptedError, ResumeError
+from runner.errors import DivergedError, InvalidError, PhaseError, PreemptedError, ResumeError
 from runner.evaluation.builtin import BuiltinEvaluators, EvaluationTasks, read_evaluation_tasks
 from runner.hook.dispatch import HookDispatcher
 from runner.hook.listing import load_hooks
@@ -45,7 +45,7 @@ from runner.metrics.rows import Row
 from runner.metrics.window import SpikeError
 from runner.optim.groups import get_default_multiplier
 from runner.parallel.mesh import LogicalAxisRule, build_logical_axis_rules, read_device_memory_bytes
-from runner.process import keep_freed_memory, read_machine_id, report_faulty_host
+from runner.process import keep_freed_memory, read_machine_id
 from runner.run.attempt import IncidentRecorder
 from runner.run.events import ROLL_BACK_FOLDER
 from runner.run.fence import RunIdentity
@@ -74,13 +74,14 @@ from runner.train.checks import (
     validate_same_on_all_hosts,
     validate_same_program,
 )
-from runner.train.compile import MEMORY_SHARE, CompiledStep, DeviceFault, ReplayedStep
+from runner.train.compile import MEMORY_SHARE, CompiledStep
 from runner.train.evaluators import Evaluator, Validation, add_averages, make_ema_evaluators
 from runner.train.flops import Flops, Sizing, compute_mfu_per_token_rate, count_forward_flops
 from runner.train.kernel_check import KernelCase, KernelChecker, set_kernels_of_process
 from runner.train.lora import get_model_weights, replace_base
 from runner.train.loss import count_correct, cross_entropy_sum, document_arguments, target_weights
 from runner.train.optimizer import SPEC
+from runner.train.replay import ReplayedStep, ReplaySchedule, get_replay_inputs
 from runner.train.report import Report
 from runner.train.setup import StageContext, TrainSetup, TrainSetupBuilder, get_tokens
 from runner.train.stability import (
@@ -199,8 +200,7 @@ class BaseTrainer(RestoreableJob):
         )
         self._stage_number = 0
         self._limit_bytes = 0  # memory of a device that a step may use
-        self._is_just_restored = False
-        self._verified_step = 0  # last step that a replay has verified, or from which this attempt has begun
+        self._replays: ReplaySchedule | None = None  # from the restore on, if the spec asks for replays
         # By skipped ranges of data, and stage.
         self._stage_datasets: dict[tuple[tuple[SkippedBatches, ...], int], Dataset] = {}
 
@@ -349,7 +349,7 @@ class BaseTrainer(RestoreableJob):
             rounding="nearest" if config is None else config.precision.rounding,
             norms="none" if config is None else config.metrics.norms,
             num_groups=None if config is None else config.train.same_bits_devices,
-            replay=step_functions.get_replay_inputs(),
+            replay=get_replay_inputs(),
         )
         return step_functions.train_step(cls.forward, state, batch, key, accumulate_steps, options)
 
@@ -447,51 +447,18 @@ class BaseTrainer(RestoreableJob):
         state = self.stage.adopt(state) if self._stage_number else state
         if not has_target:
             state, loss, meta = self.skip_step(state)
-        elif self.replayed_step is None:
+        elif self._replays is None:
             state, loss, meta = self.compiled.executable(state, batch, key)
-        elif self.is_replay_due():
-            state, loss, meta, fault = self.replayed_step.compare(state, batch, key)
-            if fault is not None:
-                self.stop_for_fault(fault)
-            self._is_just_restored, self._verified_step = False, self.step + 1
         else:
-            state, loss, meta = self.replayed_step.run(state, batch, key)
+            state, loss, meta = self._replays.make_step(self.replayed_step, self.step + 1, state, batch, key)
         return self.compiled_stages[0].adopt(state) if self._stage_number else state, loss, meta
 
     @functools.cached_property
-    def replayed_step(self) -> ReplayedStep | None:
-        """Compiled replayable step of the current stage; None if the spec asks for no replays."""
-        if not self.compiled.layout.is_replayable:
-            return None
-        return ReplayedStep(self.compiled, self.stage.train_setup.abstract_state)
-
-    def is_replay_due(self) -> bool:
-        """Return True if the gradients of the next step are computed twice."""
-        every_steps = self.config.train.replay_every_steps
-        assert every_steps is not None, "only a job with this key has a step that can be replayed"
-        return self._is_just_restored or (self.step + 1) % every_steps == 0
-
-    def stop_for_fault(self, fault: DeviceFault) -> None:
-        """Discard what was saved since the last replay, and raise `DeviceError`. Called on every host."""
-        attempt, step, verified = self.attempt, self.step + 1, self._verified_step
-        processes = sorted({device.process_index for device in fault.devices})
-        attempt.record(
-            "device_fault",
-            step,
-            devices=[device.id for device in fault.devices],
-            processes=processes,
-            hosts=[attempt.environment["hosts"][process] for process in processes] if attempt.hosts.is_main else [],
-            parameters=fault.parameters,
-            verified=verified,
-        )
-        if processes == [attempt.hosts.process_id]:
-            report_faulty_host()
-        # Checkpoints since then may hold wrong updates.
-        if self.checkpointer.discard_after(verified, f"at step {step}, {fault}"):
-            follows = f"checkpoints after step {verified} are in quarantine"
-        else:
-            follows = f"no checkpoint of step {verified} or earlier is left, so the newest one is kept"
-        raise DeviceError(f"step {step}: {fault}; the update was not applied, and {follows}")
+    def replayed_step(self) -> ReplayedStep:
+        """Compiled replayable step of the current stage."""
+        compiled, layout = self.compiled, self.compiled.layout
+        abstract = self.stage.train_setup.abstract_state
+        return ReplayedStep(compiled.executable, abstract, layout.mesh, layout.is_ordered)
 
     @functools.cached_property
     def skip_step(self) -> Callable[[TrainState], tuple[TrainState, jax.Array, Meta]]:
@@ -557,7 +524,9 @@ class BaseTrainer(RestoreableJob):
 
         The ranges come from the state and from the records of the roll-backs.
         """
-        self._is_just_restored, self._verified_step = True, self.step
+        every_steps = self.config.train.replay_every_steps
+        if every_steps is not None:
+            self._replays = ReplaySchedule(self.attempt, self.checkpointer, every_steps, self.step)
         if self.config.stability.roll_back is None:
             return
         saved = read_skipped_batches(self.state)
