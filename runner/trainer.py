@@ -22,7 +22,6 @@ import jax
 import optax
 
 from runner.checkpoint.fork import find_continued_manifest
-from runner.checkpoint.manifest import read_committed
 from runner.checkpoint.save import SaveContents
 from runner.config import ModelConfig, TrainerConfig
 from runner.console import say, warn
@@ -84,16 +83,7 @@ from runner.train.optimizer import SPEC
 from runner.train.replay import ReplayedStep, ReplaySchedule, get_replay_inputs
 from runner.train.report import Report
 from runner.train.setup import StageContext, TrainSetup, TrainSetupBuilder, get_tokens
-from runner.train.stability import (
-    complete_roll_backs,
-    find_earliest_begin,
-    is_discarded,
-    make_stability,
-    plan_roll_back,
-    read_skipped_batches,
-    record_roll_back,
-    replace_skipped_batches,
-)
+from runner.train.stability import RollBacks, find_earliest_begin, make_stability
 from runner.train.stages import (
     CompiledStage,
     StagePlan,
@@ -118,6 +108,7 @@ class BaseTrainer(RestoreableJob):
         train_setup: abstract train state, optimizer and shardings on the devices of this job. Available after `setup`.
         compiled: compiled train step. Available after `prepare`.
         hooks: hooks that the spec lists.
+        roll_backs: roll-backs of the run, and the data that they have skipped.
         stages: stages of the run; the first is the config before any stage of the spec, and the only one if the spec
             has no stages.
         setup_builder: builder of `train_setup`.
@@ -178,8 +169,7 @@ class BaseTrainer(RestoreableJob):
         type(self).config = self.stages[0].config
         self.topology = spec.topology
         self.hooks = load_hooks(self.document, spec.hook_entries, self)
-        self.skipped_batches: tuple[SkippedBatches, ...] = ()  # by roll-backs
-        self.roll_back_records: list[JsonObject] = []
+        self.roll_backs = RollBacks(self.config.stability.roll_back)
         self.setup_builder = TrainSetupBuilder(
             document=self.document,
             config=self.stages[0].config,
@@ -395,7 +385,7 @@ class BaseTrainer(RestoreableJob):
     @property
     def data_position(self) -> DataPosition:
         """Position in the data by step, with the ranges skipped by the spec and by roll-backs."""
-        return DataPosition(tuple(sorted((*self.setup_builder.data_position.skipped, *self.skipped_batches))))
+        return DataPosition(tuple(sorted((*self.setup_builder.data_position.skipped, *self.roll_backs.skipped))))
 
     def run(self) -> None:
         """Train to the end: exactly `total_steps` steps in all, over any number of attempts."""
@@ -481,65 +471,28 @@ class BaseTrainer(RestoreableJob):
         Raises:
             DivergedError: the run was rolled back too often, or has no such checkpoint.
         """
-        policy, hosts, made = self.config.stability.roll_back, self.attempt.hosts, self.skipped_batches
-        assert policy is not None, "only a job with this policy finds spikes"
-        if len(made) >= policy.at_most:
-            tried = ", ".join(f"{number} batches after step {begin}" for begin, number in made)
-            raise DivergedError(f"{spike}; all {len(made)} allowed roll-backs have been made, and skipped {tried}")
-        # The stage in which the spike begins, even if a later stage fetched its loss. Earlier stages have other data.
-        stage = self.stages[self.config.find_stage(spike.first - 1)]
-        begin, number = plan_roll_back(policy, spike.first, stage.config.train.global_batch_examples, made)
-        begin, number = max(begin, stage.start), number - max(stage.start - begin, 0)
         # A save in progress may be of the step to go back to.
         self.checkpointer.wait_until_finished()
-        steps = hosts.run_on_main(lambda: [step for step in sorted(read_committed(self.store)) if step <= begin])
-        if not steps:
-            raise DivergedError(f"{spike}; no checkpoint of step {begin} or earlier is left to go back to")
-        record = {
-            "number": len(made) + 1,
-            "begin": begin,
-            "batches": number,
-            "first": spike.first,
-            "detected": spike.step,
-            "reason": spike.reason,
-        }
-        # Discarded rows are kept only in the record.
-        hosts.run_on_main(
-            lambda: record_roll_back(self.attempt, record | {"rows": self.report.list_losses_after(begin)})
-        )
-        self.roll_back_records = [*self.roll_back_records, record]
-        self.attempt.say(
-            f"rolled back: {spike.reason} at step {spike.step}; {number} batches after step {begin} are passed over"
-        )
-        for step in reversed(steps):
+        # The stage in which the spike begins, even if a later stage fetched its loss.
+        stage = self.stages[self.config.find_stage(spike.first - 1)]
+        batch_examples = stage.config.train.global_batch_examples
+        steps = self.roll_backs.decide(self.attempt, spike, stage.start, batch_examples, self.report.list_losses_after)
+        for step in steps:
             try:
                 self.load(str(step))
                 return
             except ResumeError as error:
                 self.attempt.say(f"cannot roll back to checkpoint {step}: {error}")
-        raise DivergedError(f"{spike}; no good checkpoint of step {begin} or earlier is left to go back to")
+        raise DivergedError(f"{spike}; no good checkpoint of step {steps[0]} or earlier is left to go back to")
 
     def on_restored(self) -> None:
-        """Mark the next step for replay, and restore the ranges of data that roll-backs have skipped.
-
-        The ranges come from the state and from the records of the roll-backs.
-        """
+        """Mark the next step for replay, and restore the ranges of data that roll-backs have skipped."""
         every_steps = self.config.train.replay_every_steps
         if every_steps is not None:
             self._replays = ReplaySchedule(self.attempt, self.checkpointer, every_steps, self.step)
-        if self.config.stability.roll_back is None:
-            return
-        saved = read_skipped_batches(self.state)
-        newer = [record for record in self.roll_back_records if record["number"] > len(saved)]
-        if newer and newer[0]["number"] > len(saved) + 1:
-            raise ResumeError(
-                f"{self.store.url}: {ROLL_BACK_FOLDER}/{len(saved) + 1} is missing, and step {self.step} was "
-                "saved before that roll-back; restore the file"
-            )
-        self.skipped_batches = (*saved, *(SkippedBatches(record["begin"], record["batches"]) for record in newer))
-        if newer:
-            self.state = replace_skipped_batches(self.state, self.skipped_batches)
-        self.checkpointer.set_identity(self.identity())
+        if self.config.stability.roll_back is not None:
+            self.state = self.roll_backs.restore(self.state, self.step, self.store.url)
+            self.checkpointer.set_identity(self.identity())
 
     def start_hooks(self) -> None:
         """Call `on_start` of hooks; complete the evaluation and hook calls of this step if a stop interrupted them."""
@@ -955,8 +908,7 @@ class BaseTrainer(RestoreableJob):
 
     def restore_or_init(self) -> None:
         """Restore or initialise the state. A run that begins records the assets of its exports."""
-        if self.config.stability.roll_back is not None:
-            self.roll_back_records = self.attempt.hosts.run_on_main(lambda: complete_roll_backs(self.attempt))
+        self.roll_backs.complete(self.attempt)
         super().restore_or_init()
         self.enter_stage(max(self.step - 1, 0))
         if self.step == 0 and not self.attempt.lineage and self.attempt.hosts.is_main and self.family() is not None:
@@ -1017,18 +969,14 @@ class BaseTrainer(RestoreableJob):
                 found.append(DataPosition.from_ranges(saved[SKIP_STEPS]).find_first_change(position))
             return min((step for step in found if step is not None), default=None)
 
-        return dataclasses.replace(
-            whole,
-            find_first_change=find_first,
-            is_discarded=lambda saved, step: is_discarded(saved, step, self.roll_back_records),
-        )
+        return dataclasses.replace(whole, find_first_change=find_first, is_discarded=self.roll_backs.is_discarded)
 
     def identity(self) -> Trajectory:
         """Return the keys that identify the trajectory, with those of data, vocabulary, hooks and frozen weights."""
         keys = super().identity() | self.hooks.identity()
         keys |= {"config.data": self.dataset.fingerprint} | self.setup_builder.base_identity
-        if self.skipped_batches:
-            keys |= {ROLL_BACK_FOLDER: [[*each] for each in self.skipped_batches]}
+        if self.roll_backs.skipped:
+            keys |= {ROLL_BACK_FOLDER: [[*each] for each in self.roll_backs.skipped]}
         if len(self.stages) > 1:
             # The data of a stage are compared by their content too.
             keys["config.stages"] = [

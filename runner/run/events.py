@@ -23,7 +23,7 @@ from typing import Any, Literal
 from runner.console import warn
 from runner.errors import InvalidError
 from runner.process import count_cpus
-from runner.storage import JsonlLog, JsonObject, Key, Store, parse_number, read_json, validate_record
+from runner.storage import JsonlLog, JsonObject, Key
 
 ENVIRONMENT_KEYS = (
     Key("versions", dict, "Versions of Python, runner, jax, jaxlib and libtpu, as far as they are installed."),
@@ -196,8 +196,6 @@ ROLL_BACK_KEYS = (
 # The record of each roll-back, a file of its own: see `runner.train.stability`.
 ROLL_BACK_FOLDER = "roll_backs"  # also the key of the trajectory in a manifest
 ROLL_BACKS_MAX = 16  # the train state has room for the skipped range of each
-_ROLL_BACK_RECORD_KEYS = (Key("begin", int, "Step after which batches are skipped."), *ROLL_BACK_KEYS)
-_INT32_MAX = 2**31 - 1
 
 # In the order in which a run writes them: start, restore, saves, training, evaluation, end.
 EVENTS = (
@@ -542,30 +540,3 @@ class EventLog:
             pass  # someone has deleted the ledger; the next event creates it again
         except OSError as error:
             warn(f"the ledger cannot be flushed ({error})")
-
-
-def read_roll_backs(store: Store) -> list[JsonObject]:
-    """Return the records of all roll-backs of this run, in order. A fork continues the numbering of its parent.
-
-    Raises:
-        InvalidError: a record is damaged, or one between two others is missing.
-    """
-    numbers = [number for number in map(parse_number, store.list_names(ROLL_BACK_FOLDER)) if number is not None]
-    return [read_roll_back(store, number) for number in range(min(numbers, default=1), max(numbers, default=0) + 1)]
-
-
-def read_roll_back(store: Store, number: int) -> JsonObject:
-    """Return a record. Raises `InvalidError` if it is damaged or missing."""
-    try:
-        record = read_json(store, f"{ROLL_BACK_FOLDER}/{number}")
-        validate_record(record, _ROLL_BACK_RECORD_KEYS, [key.name for key in _ROLL_BACK_RECORD_KEYS])
-        # The skipped ranges of a run are stored in its state, as 32-bit numbers.
-        if record["number"] != number or number > ROLL_BACKS_MAX:
-            raise ValueError(f"it is roll-back {number}, and says {record['number']}; {ROLL_BACKS_MAX} are possible")
-        if not 0 <= record["begin"] < _INT32_MAX or not 0 < record["batches"] < _INT32_MAX:
-            raise ValueError(f"it passes over {record['batches']} batches after step {record['begin']}")
-    except (ValueError, FileNotFoundError) as error:
-        reason = "missing" if isinstance(error, FileNotFoundError) else f"damaged ({error})"
-        advice = f"put a copy of it back, or move {ROLL_BACK_FOLDER} away, and the run decides anew"
-        raise InvalidError(f"{store.url}/{ROLL_BACK_FOLDER}/{number} is {reason}; {advice}") from error
-    return record
