@@ -14,7 +14,7 @@
 - `evaluators`: evaluators, their schedule, and validation
 - `report`: rows of metrics
 - `setup`: abstract train state, shardings and optimizer on a mesh
-- `stages`: stages of a run: configs, trajectory, compiled steps
+- `stages`: stages of a run: configs, trajectory, data, compiled steps
 - `checks`: checks of hardware, data and earlier attempts
 - `flops`: FLOPs, memory and traffic of a step
 """
