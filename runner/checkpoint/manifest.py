@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypedDict
 
 from runner.errors import NewerFormatError
-from runner.run.events import ENVIRONMENT_KEYS, LINEAGE_KEYS
+from runner.run.environment import ENVIRONMENT_KEYS
+from runner.run.events import LINEAGE_KEYS
 from runner.spec import Trajectory, hash_record
 from runner.storage import (
     ABSENT,

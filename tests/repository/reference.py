@@ -17,7 +17,7 @@ from runner import RestoreableJob
 from runner.checkpoint.manifest import MANIFEST_KEYS
 from runner.config import TrainerConfig, list_stage_keys
 from runner.errors import SpecError
-from runner.hook import Hook, builtin
+from runner.hook import Hook, Observer, hooks
 from runner.huggingface.assets import ASSET_KEYS
 from runner.metrics.rows import ROW_KEYS
 from runner.optim.config import OPTIMIZERS, SCHEDULES, LibraryEntry
@@ -223,8 +223,8 @@ def generate_hook_lines() -> Iterator[str]:
         "The keys belong under `config` of the entry in `hooks`.",
         "",
     )
-    for hook in (each for each in vars(builtin).values() if isinstance(each, type) and issubclass(each, Hook)):
-        if hook is Hook:
+    for hook in (each for each in vars(hooks).values() if isinstance(each, type) and issubclass(each, Hook)):
+        if hook in (Hook, Observer):
             continue
         yield from (f"### `runner.hook:{hook.__name__}`", "", get_summary(hook), "")
         schema, free = hook.Config.model_json_schema(), hook.Config.model_construct().free_keys
