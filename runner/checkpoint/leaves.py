@@ -6,7 +6,7 @@ before anything is committed. Three kinds need care:
 - A weakly typed leaf (`jnp.asarray(1.1)`) comes back strongly typed, and the next product would have another type. So
   the state is made strongly typed at its init, and a leaf that becomes weak later is refused.
 - A random key is stored as its words.
-- A leaf without elements has no bytes: nothing is stored, and it is made anew.
+- A leaf without elements has no bytes: nothing is stored, and it is made again.
 
 Weights are the trained parameters, their averages, and the matrices of an adapter. The average of the parameters with
 decay 0.999 is called `ema_0.999`; its leaves are `riders.ema.0.999.X`, beside `params.X`. In a run that trains an

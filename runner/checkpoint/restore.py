@@ -389,7 +389,7 @@ def restore_from_run(
         list_candidates: returns names of checkpoints in the order in which they are tried. Called on process 0.
         abstract: shape, dtype and sharding of every leaf to read.
         where: beginning of the message if none is good.
-        is_named: True if the user named the checkpoint. Else those that were never committed are passed over silently.
+        is_named: True if the user named the checkpoint. Else those that were never committed are skipped silently.
         weights_only: ignore leaves that only the checkpoint has.
 
     Raises:

@@ -141,7 +141,7 @@ class HistoryReader:
         result = self._try(lambda: read_result(store), None)
         owner = self._try(lambda: read_owner(store), None)
         if num_skipped := self._ledger_reader.num_skipped:
-            self._unread.append(f"{num_skipped:,} lines of events.jsonl: they are no events, and are passed over")
+            self._unread.append(f"{num_skipped:,} lines of events.jsonl: they are no events, and are skipped")
 
         newer = [*timelines[1:], None]
         outcomes = [infer_outcome(timeline, after, now) for timeline, after in zip(timelines, newer, strict=True)]

@@ -415,7 +415,7 @@ def test_a_kill_at_any_moment_of_a_roll_back_ends_in_the_same_bits(
 
 
 @pytest.mark.soak
-def test_status_and_report_show_roll_backs_and_what_was_given_up(undisturbed: Path, tmp_path: Path) -> None:
+def test_status_and_report_show_roll_backs_and_discarded_rows(undisturbed: Path, tmp_path: Path) -> None:
     code, status = run_runner(environment(1), "status", str(undisturbed))
     assert code == 0
     assert "1 roll-backs" in status
@@ -424,7 +424,7 @@ def test_status_and_report_show_roll_backs_and_what_was_given_up(undisturbed: Pa
     code, output = run_runner(environment(1), "report", str(undisturbed), "-o", str(tmp_path / "report.html"))
     assert code == 0, output
     page = (tmp_path / "report.html").read_text()
-    assert '"label": "given up, 1"' in page or '"label":"given up, 1"' in page
+    assert '"label": "discarded, 1"' in page or '"label":"discarded, 1"' in page
     # Behind the beginning of the stretch, up to the last row before the decision.
     record = read_json(LocalStore(undisturbed), "roll_backs/1")
     assert [row["step"] for row in record["rows"]] == [9, 10, 11]
@@ -457,7 +457,7 @@ def test_parts_in_the_fast_tier_behind_a_roll_back_are_ignored(tmp_path: Path) -
     (event,) = (
         row for row in parse_lines((tmp_path / "killed" / "events.jsonl").read_bytes()) if row["event"] == "restore"
     )
-    # The tier has parts up to step 11, which were given up.
+    # The tier has parts up to step 11, which were discarded.
     assert event["step"] == 8
 
 
