@@ -53,6 +53,7 @@ from runner.errors import (
 )
 from runner.huggingface.load import load_init_from, validate_init_from
 from runner.huggingface.mapping import Family
+from runner.metrics.meta import UnfitMetricsError, parse_metrics
 from runner.metrics.writers import RowLog
 from runner.run.attempt import DRAIN_SECONDS, Attempt, IncidentRecorder, JobReport, claim_attempt
 from runner.run.compile_cache import CompileCache
@@ -71,7 +72,6 @@ from runner.spec import (
     validate_hooks,
 )
 from runner.storage import JsonObject, Store
-from runner.train.evaluators import UnfitMetricsError, parse_metrics
 
 _METRIC_KEY = re.compile(r"(?!step$)[\w.-]+(/[\w.-]+)*")
 _RESERVED_KEYS = ("perf/",)

@@ -32,7 +32,7 @@ from runner.evaluation.builtin import (
 )
 from runner.evaluation.generation import TextCodec, load_data_codec
 from runner.inference.open_run import NEWEST, ReadOnlyRun, parse_step
-from runner.metrics.meta import TOKEN_COUNT
+from runner.metrics.meta import TOKEN_COUNT, UnfitMetricsError, parse_metrics
 from runner.metrics.rows import Row, format_metrics
 from runner.parallel.mesh import AXES, count_batch_shards, is_mesh_possible, make_mesh, resolve_mesh_sizes
 from runner.run.layout import read_result
@@ -42,12 +42,10 @@ from runner.storage import JsonObject
 from runner.train.compile import BatchLayout
 from runner.train.evaluators import (
     Evaluator,
-    UnfitMetricsError,
     Validation,
     ValidationSet,
     ValidationSize,
     ValidationSums,
-    parse_metrics,
 )
 from runner.train.lora import copy_containers
 from runner.trainer import BaseTrainer
