@@ -22,9 +22,9 @@ parallel      device mesh, gradient reduction, context parallelism
 metrics       rows of metrics.jsonl and where they are written
 history       read-only view of a run directory: attempts, goodput; no jax
 huggingface   import and export of weights in Hugging Face's formats
+job           RestoreableJob: restore or init, run, save on preemption, exit
 train         train state, step, compilation, validation, report
 evaluation    evaluators: generation, likelihood, multiple choice
-job           RestoreableJob: restore or init, run, save on preemption, exit
 hook          hooks: protocol, dispatch and built-in hooks
 trainer       BaseTrainer: composes the above; `run` is the training loop
 inference     sampling and evaluation of a run's weights, read-only

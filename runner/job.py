@@ -55,7 +55,7 @@ from runner.huggingface.load import load_init_from, validate_init_from
 from runner.huggingface.mapping import Family
 from runner.metrics.meta import UnfitMetricsError, parse_metrics
 from runner.metrics.writers import RowLog
-from runner.run.attempt import DRAIN_SECONDS, Attempt, IncidentRecorder, JobReport, claim_attempt
+from runner.run.attempt import DRAIN_SECONDS, Attempt, IncidentRecorder, claim_attempt
 from runner.run.compile_cache import CompileCache
 from runner.run.fence import RunIdentity, is_done, validate_directory, validate_owner
 from runner.run.layout import open_directory, read_result
@@ -76,6 +76,34 @@ from runner.storage import JsonObject, Store
 _METRIC_KEY = re.compile(r"(?!step$)[\w.-]+(/[\w.-]+)*")
 _RESERVED_KEYS = ("perf/",)
 _MAX_VALUE_CHARACTERS = 60
+
+
+class JobReport:
+    """Data of a job besides its state, which it reports at its end. The base has none; see `runner.train.report`."""
+
+    def find_problem(self, attachments: dict[str, bytes]) -> str | None:
+        """Return the reason why the job cannot continue from a fast-tier state with these attachments; None if it can.
+
+        Called on process 0 only, while an older state can still be chosen.
+        """
+        return None
+
+    def resume(self, step: int, attachments: dict[str, bytes], carry: JsonObject | None) -> None:
+        """Continue at `step`. Called on every process before the first step, and after each `load` of the running job.
+
+        Args:
+            step: step of the state, new or restored.
+            attachments: files that the fast tier saved with the state.
+            carry: `carry` of the checkpoint's manifest; None if it has none, empty for a fork of such a checkpoint.
+        """
+
+    def result(self, step: int) -> JsonObject:
+        """Return the keys of `result.json` besides step and fingerprint. Called on every process at the end."""
+        return {}
+
+    def format_next_steps(self) -> Sequence[str]:
+        """Return lines that tell the user what to do with the finished run; printed last."""
+        return ()
 
 
 class RestoreableJob:

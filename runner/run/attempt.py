@@ -52,34 +52,6 @@ from runner.storage import BackgroundWriter, JsonObject, Store, encode_json, ope
 DRAIN_SECONDS = 10.0  # for uploads and notifications, when the process ends
 
 
-class JobReport:
-    """Data that a job collects besides its state and reports at its end. The base has none; see `train.report`."""
-
-    def find_problem(self, attachments: dict[str, bytes]) -> str | None:
-        """Return the reason why the job cannot continue from a fast-tier state with these attachments; None if it can.
-
-        Called on process 0 only, while an older state can still be chosen.
-        """
-        return None
-
-    def resume(self, step: int, attachments: dict[str, bytes], carry: JsonObject | None) -> None:
-        """Continue at `step`. Called on every process before the first step, and after each `load` of the running job.
-
-        Args:
-            step: step of the state, new or restored.
-            attachments: files that the fast tier saved with the state.
-            carry: `carry` of the checkpoint's manifest; None if it has none, empty for a fork of such a checkpoint.
-        """
-
-    def result(self, step: int) -> JsonObject:
-        """Return the keys of `result.json` besides step and fingerprint. Called on every process at the end."""
-        return {}
-
-    def format_next_steps(self) -> Sequence[str]:
-        """Return lines that tell the user what to do with the finished run; printed last."""
-        return ()
-
-
 @dataclass(frozen=True)
 class Attempt:
     """One start of a job, and the services of the running job. Made by `claim_attempt` on every process.
