@@ -6,13 +6,12 @@ survives preemptions, crashes and hangs.
 Modules and packages, in layers: each imports only from those above it, and the same holds within each package.
 
 errors        exceptions and the exit code of each
-records       keys of the JSON files of a run
 command_line  command lines declared as dataclasses, parsed by Typer; no jax
 console       lines on the terminal and in logs
 process       processes of one job on this machine, with simulated CPU devices on request
 spec          frozen models, strict YAML with positions, overrides, validation; no jax
 accelerator   catalogue of chips; no jax
-storage       one interface over local disks and the buckets of three clouds
+storage       one interface over local disks and the buckets of three clouds; JSON files and their keys
 distributed   launch environment, rendezvous, agreement, preemption, health
 run           one attempt in its run directory: layout, fence, event ledger, compile cache
 checkpoint    save, commit, restore, retention, inspection
@@ -23,9 +22,9 @@ parallel      device mesh, gradient reduction, context parallelism
 metrics       rows of metrics.jsonl and where they are written
 history       read-only view of a run directory: attempts, goodput; no jax
 huggingface   import and export of weights in Hugging Face's formats
+job           RestoreableJob: restore or init, run, save on preemption, exit
 train         train state, step, compilation, validation, report
 evaluation    evaluators: generation, likelihood, multiple choice
-job           RestoreableJob: restore or init, run, save on preemption, exit
 hook          hooks: protocol, dispatch and built-in hooks
 trainer       BaseTrainer: composes the above; `run` is the training loop
 inference     sampling and evaluation of a run's weights, read-only

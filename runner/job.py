@@ -53,16 +53,9 @@ from runner.errors import (
 )
 from runner.huggingface.load import load_init_from, validate_init_from
 from runner.huggingface.mapping import Family
+from runner.metrics.meta import UnfitMetricsError, parse_metrics
 from runner.metrics.writers import RowLog
-from runner.run.attempt import (
-    DRAIN_SECONDS,
-    Attempt,
-    IncidentRecorder,
-    JobReport,
-    claim_attempt,
-    validate_end,
-    validate_step,
-)
+from runner.run.attempt import DRAIN_SECONDS, Attempt, IncidentRecorder, claim_attempt
 from runner.run.compile_cache import CompileCache
 from runner.run.fence import RunIdentity, is_done, validate_directory, validate_owner
 from runner.run.layout import open_directory, read_result
@@ -79,10 +72,38 @@ from runner.spec import (
     validate_hooks,
 )
 from runner.storage import JsonObject, Store
-from runner.train.evaluators import UnfitMetricsError, parse_metrics
 
 _METRIC_KEY = re.compile(r"(?!step$)[\w.-]+(/[\w.-]+)*")
 _RESERVED_KEYS = ("perf/",)
+_MAX_VALUE_CHARACTERS = 60
+
+
+class JobReport:
+    """Data of a job besides its state, which it reports at its end. The base has none; see `runner.train.report`."""
+
+    def find_problem(self, attachments: dict[str, bytes]) -> str | None:
+        """Return the reason why the job cannot continue from a fast-tier state with these attachments; None if it can.
+
+        Called on process 0 only, while an older state can still be chosen.
+        """
+        return None
+
+    def resume(self, step: int, attachments: dict[str, bytes], carry: JsonObject | None) -> None:
+        """Continue at `step`. Called on every process before the first step, and after each `load` of the running job.
+
+        Args:
+            step: step of the state, new or restored.
+            attachments: files that the fast tier saved with the state.
+            carry: `carry` of the checkpoint's manifest; None if it has none, empty for a fork of such a checkpoint.
+        """
+
+    def result(self, step: int) -> JsonObject:
+        """Return the keys of `result.json` besides step and fingerprint. Called on every process at the end."""
+        return {}
+
+    def format_next_steps(self) -> Sequence[str]:
+        """Return lines that tell the user what to do with the finished run; printed last."""
+        return ()
 
 
 class RestoreableJob:
@@ -516,7 +537,9 @@ class RestoreableJob:
         result = self.result()
         self.attempt.finish(self.step, result, self.document)
         self.checkpointer.close()
-        self.attempt.print_end(self.spec.name, self.step, result["fingerprint"], self.report.format_next_steps())
+        self.attempt.say(f"{self.spec.name}: done at step {self.step}, fingerprint {result['fingerprint']}")
+        for line in (*format_end_lines(self.store.url, self.step), *self.report.format_next_steps()):
+            self.attempt.say(line)
 
     # Methods that `run` calls.
 
@@ -668,6 +691,46 @@ class TextJob(RestoreableJob):
     def find_text(self) -> None:
         """Raise `InvalidError` if there is no such text. Needs neither the tokenizer nor other hosts."""
         raise NotImplementedError
+
+
+def validate_step(job: str, step: Any, last_step: int, total_steps: int) -> None:
+    """Check that a job's step may follow `last_step`, the last completed one.
+
+    A step is a plain int that never decreases. It may stay the same, even beyond `total_steps`: a checkpoint may have
+    been made for a larger total.
+
+    Raises:
+        MiscountError: the step is wrong; nothing may be saved.
+    """
+    # An exact check: a bool is an int in Python, and integers of NumPy or JAX cannot be written as JSON.
+    if type(step) is not int:
+        value = " ".join(repr(step).split())[:_MAX_VALUE_CHARACTERS]
+        problem = f"is {value}, of type {type(step).__name__}; needs to be a plain int, from self.step += 1"
+    elif step < last_step:
+        problem = f"went back to {step}; only load may set it back"
+    elif step > max(total_steps, last_step):
+        problem = f"is {step}, beyond the end"
+    else:
+        return
+    raise MiscountError(f"{job}: step {problem} (last step {last_step}, total_steps {total_steps}); it is not saved")
+
+
+def validate_end(job: str, step: Any, last_step: int, total_steps: int) -> None:
+    """Check like `validate_step`, and that the job has reached its end, now that `run` has returned."""
+    validate_step(job, step, last_step, total_steps)
+    if step < total_steps:
+        raise MiscountError(
+            f"{job}: run returned at step {step} of {total_steps}: the job is not done; run must go on to total_steps"
+        )
+
+
+def format_end_lines(directory: str, step: int) -> list[str]:
+    """Return the lines to print after `done at step ...`: where the files are, and the effect of another start."""
+    return [
+        f"files: {directory} (result.json, spec.yaml, checkpoints/{step} ...)",
+        "run the same command again: a finished job exits at once, and an interrupted one resumes from its last save",
+        "the fingerprint is a digest of the state; with the same spec and hardware, interruptions do not change it",
+    ]
 
 
 def _parse_name(suffix: str | os.PathLike[str]) -> str:

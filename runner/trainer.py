@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import flax.linen as nn
@@ -22,18 +22,17 @@ import jax
 import optax
 
 from runner.checkpoint.fork import find_continued_manifest
-from runner.checkpoint.manifest import read_committed
 from runner.checkpoint.save import SaveContents
 from runner.config import ModelConfig, TrainerConfig
 from runner.console import say, warn
-from runner.data import TRAIN, DataPosition, Dataset, SeekablePrefetcher, SkippedBatches, SkippedExamples, has_targets
+from runner.data import TRAIN, DataPosition, Dataset, SeekablePrefetcher
 from runner.data.array_examples import describe_slowest_read
 from runner.data.open_source import RawText, restore_text, split_text
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import COMPILE, Clock
 from runner.distributed.preemption import StopNotice
 from runner.distributed.watchdog import Watchdog
-from runner.errors import DeviceError, DivergedError, InvalidError, PhaseError, PreemptedError, ResumeError
+from runner.errors import DivergedError, InvalidError, PhaseError, PreemptedError, ResumeError
 from runner.evaluation.builtin import BuiltinEvaluators, EvaluationTasks, read_evaluation_tasks
 from runner.hook.dispatch import HookDispatcher
 from runner.hook.listing import load_hooks
@@ -45,7 +44,7 @@ from runner.metrics.rows import Row
 from runner.metrics.window import SpikeError
 from runner.optim.groups import get_default_multiplier
 from runner.parallel.mesh import LogicalAxisRule, build_logical_axis_rules, read_device_memory_bytes
-from runner.process import keep_freed_memory, read_machine_id, report_faulty_host
+from runner.process import keep_freed_memory, read_machine_id
 from runner.run.attempt import IncidentRecorder
 from runner.run.events import ROLL_BACK_FOLDER
 from runner.run.fence import RunIdentity
@@ -74,31 +73,22 @@ from runner.train.checks import (
     validate_same_on_all_hosts,
     validate_same_program,
 )
-from runner.train.compile import MEMORY_SHARE, CompiledStep, DeviceFault, ReplayedStep
+from runner.train.compile import MEMORY_SHARE, CompiledStep
 from runner.train.evaluators import Evaluator, Validation, add_averages, make_ema_evaluators
 from runner.train.flops import Flops, Sizing, compute_mfu_per_token_rate, count_forward_flops
 from runner.train.kernel_check import KernelCase, KernelChecker, set_kernels_of_process
 from runner.train.lora import get_model_weights, replace_base
 from runner.train.loss import count_correct, cross_entropy_sum, document_arguments, target_weights
 from runner.train.optimizer import SPEC
+from runner.train.replay import ReplaySchedule, get_replay_inputs
 from runner.train.report import Report
-from runner.train.setup import StageContext, TrainSetup, TrainSetupBuilder, get_tokens
-from runner.train.stability import (
-    complete_roll_backs,
-    find_earliest_begin,
-    is_discarded,
-    make_stability,
-    plan_roll_back,
-    read_skipped_batches,
-    record_roll_back,
-    replace_skipped_batches,
-)
+from runner.train.setup import TrainSetup, TrainSetupBuilder, get_tokens
+from runner.train.stability import RollBacks, find_earliest_begin, make_stability
 from runner.train.stages import (
-    CompiledStage,
     StagePlan,
+    StageSequence,
     find_first_change,
     format_rounded_starts,
-    make_schedules,
     make_stages,
     resolve_config,
     split_trajectory,
@@ -117,8 +107,8 @@ class BaseTrainer(RestoreableJob):
         train_setup: abstract train state, optimizer and shardings on the devices of this job. Available after `setup`.
         compiled: compiled train step. Available after `prepare`.
         hooks: hooks that the spec lists.
-        stages: stages of the run; the first is the config before any stage of the spec, and the only one if the spec
-            has no stages.
+        roll_backs: roll-backs of the run, and the data that they have skipped.
+        stages: stages of the run, and the one that it is in.
         setup_builder: builder of `train_setup`.
         calls_hooks: True if the class calls hooks, so that its spec may list some.
         text_job: path (`module:Class`) of the `TextJob` that tokenises the text of `config.data.tokenise`.
@@ -171,17 +161,23 @@ class BaseTrainer(RestoreableJob):
                 job_class: type[TextJob] = load_job_class(text.document, TextJob)
                 self.texts.append((text, job_class(validate_spec(text.document), text.document)))
             self.config = validate_config(self.document, self.Config)
-        self.stages = make_stages(self.document, self.Config, self.config)
-        self.config = resolve_config(self.config, self.stages)
+        plans = make_stages(self.document, self.Config, self.config)
+        self.config = resolve_config(self.config, plans)
         # From here on classmethods see the config, including those that hooks and the builder call.
-        type(self).config = self.stages[0].config
+        type(self).config = plans[0].config
         self.topology = spec.topology
         self.hooks = load_hooks(self.document, spec.hook_entries, self)
-        self.skipped_batches: tuple[SkippedBatches, ...] = ()  # by roll-backs
-        self.roll_back_records: list[JsonObject] = []
+        self.roll_backs = RollBacks(self.config.stability.roll_back)
+        self.stages = StageSequence(
+            self.config,
+            plans,
+            lambda: [job.setup_builder for job in self.stage_jobs],
+            lambda: self.train_setup,
+            lambda: self.data_position,
+        )
         self.setup_builder = TrainSetupBuilder(
             document=self.document,
-            config=self.stages[0].config,
+            config=plans[0].config,
             topology=self.topology,
             seed=spec.seed,
             model=self.model,
@@ -195,14 +191,9 @@ class BaseTrainer(RestoreableJob):
             identify_base=functools.partial(identify_adapter_base, self.document, spec, self.config, self.store),
             learning_rate_multiplier=self.learning_rate_multiplier,
             model_inputs=self.model_inputs,
-            stage=self.make_stage_context(0),
+            stage=self.stages.make_context(0),
         )
-        self._stage_number = 0
-        self._limit_bytes = 0  # memory of a device that a step may use
-        self._is_just_restored = False
-        self._verified_step = 0  # last step that a replay has verified, or from which this attempt has begun
-        # By skipped ranges of data, and stage.
-        self._stage_datasets: dict[tuple[tuple[SkippedBatches, ...], int], Dataset] = {}
+        self._replays: ReplaySchedule | None = None  # from the restore on, if the spec asks for replays
 
     # Methods for an experiment to override.
 
@@ -349,7 +340,7 @@ class BaseTrainer(RestoreableJob):
             rounding="nearest" if config is None else config.precision.rounding,
             norms="none" if config is None else config.metrics.norms,
             num_groups=None if config is None else config.train.same_bits_devices,
-            replay=step_functions.get_replay_inputs(),
+            replay=get_replay_inputs(),
         )
         return step_functions.train_step(cls.forward, state, batch, key, accumulate_steps, options)
 
@@ -373,11 +364,9 @@ class BaseTrainer(RestoreableJob):
         """
         self.validate_compiled("batch")
         step = self.step if step is None else step
-        if slice != TRAIN:
-            return self.compiled.layout.batch(self.stage.builder.dataset, slice, step)
-        stage, data_step = self._locate_batch(step)
-        layout = stage.start_compiling(self._limit_bytes).result().layout
-        return layout.batch(self.get_stage_dataset(stage.plan.number), slice, data_step)
+        if slice == TRAIN:
+            return self.stages.load_batch(step)
+        return self.compiled.layout.batch(self.stages.current.builder.dataset, slice, step)
 
     def get_data_step(self, step: int) -> int:
         """Return the index, in the order of the data, of the batch after `step` completed steps.
@@ -387,15 +376,10 @@ class BaseTrainer(RestoreableJob):
         """
         return self.data_position.get_data_step(step)
 
-    def _locate_batch(self, step: int) -> tuple[CompiledStage, int]:
-        """Return (stage of the step after `step` completed ones, batches of the stage's own data before it)."""
-        stage = self.compiled_stages[self.config.find_stage(step)]
-        return stage, self.get_data_step(step) - self.data_position.count_examples(stage.plan.start, 1)[0]
-
     @property
     def data_position(self) -> DataPosition:
         """Position in the data by step, with the ranges skipped by the spec and by roll-backs."""
-        return DataPosition(tuple(sorted((*self.setup_builder.data_position.skipped, *self.skipped_batches))))
+        return DataPosition(tuple(sorted((*self.setup_builder.data_position.skipped, *self.roll_backs.skipped))))
 
     def run(self) -> None:
         """Train to the end: exactly `total_steps` steps in all, over any number of attempts."""
@@ -412,7 +396,7 @@ class BaseTrainer(RestoreableJob):
                         self.state, *self.attempt.progress.take_batch(following), key
                     )
                     self.step += 1
-                    self.compile_next_stage()
+                    self.stages.compile_next()
                     report.add_step(self.step, loss, meta)
                     # Raised where rows and saves fetch losses; nothing else reads a loss on the host.
                     try:
@@ -431,9 +415,7 @@ class BaseTrainer(RestoreableJob):
         batch = self.batch("train", step)
         # If the job overrides `batch`, each of several hosts sees only its own part.
         is_known = type(self).batch is BaseTrainer.batch or self.attempt.hosts.num_processes == 1
-        stage, data_step = self._locate_batch(step)
-        examples, dataset = stage.plan.config.train.global_batch_examples, self.get_stage_dataset(stage.plan.number)
-        return batch, not is_known or has_targets(dataset, batch, data_step, examples)
+        return batch, not is_known or self.stages.has_targets(batch, step)
 
     def make_step(
         self, state: TrainState, batch: Batch, has_target: bool, key: jax.Array
@@ -444,64 +426,15 @@ class BaseTrainer(RestoreableJob):
             DeviceError: the replay of the step gives other gradients.
         """
         # Between steps the state holds the (static) functions of stage 0, like a state that is saved and restored.
-        state = self.stage.adopt(state) if self._stage_number else state
+        stage = self.stages.current
+        state = stage.adopt(state) if stage.plan.number else state
         if not has_target:
-            state, loss, meta = self.skip_step(state)
-        elif self.replayed_step is None:
+            state, loss, meta = stage.skip_step(state)
+        elif self._replays is None:
             state, loss, meta = self.compiled.executable(state, batch, key)
-        elif self.is_replay_due():
-            state, loss, meta, fault = self.replayed_step.compare(state, batch, key)
-            if fault is not None:
-                self.stop_for_fault(fault)
-            self._is_just_restored, self._verified_step = False, self.step + 1
         else:
-            state, loss, meta = self.replayed_step.run(state, batch, key)
-        return self.compiled_stages[0].adopt(state) if self._stage_number else state, loss, meta
-
-    @functools.cached_property
-    def replayed_step(self) -> ReplayedStep | None:
-        """Compiled replayable step of the current stage; None if the spec asks for no replays."""
-        if not self.compiled.layout.is_replayable:
-            return None
-        return ReplayedStep(self.compiled, self.stage.train_setup.abstract_state)
-
-    def is_replay_due(self) -> bool:
-        """Return True if the gradients of the next step are computed twice."""
-        every_steps = self.config.train.replay_every_steps
-        assert every_steps is not None, "only a job with this key has a step that can be replayed"
-        return self._is_just_restored or (self.step + 1) % every_steps == 0
-
-    def stop_for_fault(self, fault: DeviceFault) -> None:
-        """Discard what was saved since the last replay, and raise `DeviceError`. Called on every host."""
-        attempt, step, verified = self.attempt, self.step + 1, self._verified_step
-        processes = sorted({device.process_index for device in fault.devices})
-        attempt.record(
-            "device_fault",
-            step,
-            devices=[device.id for device in fault.devices],
-            processes=processes,
-            hosts=[attempt.environment["hosts"][process] for process in processes] if attempt.hosts.is_main else [],
-            parameters=fault.parameters,
-            verified=verified,
-        )
-        if processes == [attempt.hosts.process_id]:
-            report_faulty_host()
-        # Checkpoints since then may hold wrong updates.
-        if self.checkpointer.discard_after(verified, f"at step {step}, {fault}"):
-            follows = f"checkpoints after step {verified} are in quarantine"
-        else:
-            follows = f"no checkpoint of step {verified} or earlier is left, so the newest one is kept"
-        raise DeviceError(f"step {step}: {fault}; the update was not applied, and {follows}")
-
-    @functools.cached_property
-    def skip_step(self) -> Callable[[TrainState], tuple[TrainState, jax.Array, Meta]]:
-        """Compiled step over a batch without a target; the state is donated."""
-        setup = self.stage.train_setup
-        skip = functools.partial(
-            step_functions.skip_step, schedule=setup.schedule, auxiliary_states=setup.auxiliary_states
-        )
-        shardings = train_state.get_shardings(setup.abstract_state)
-        return jax.jit(skip, donate_argnums=0, out_shardings=(shardings, None, None))
+            state, loss, meta = self._replays.make_step(stage.replayed_step, self.step + 1, state, batch, key)
+        return self.stages.compiled[0].adopt(state) if stage.plan.number else state, loss, meta
 
     def load(self, suffix: str | os.PathLike[str]) -> None:
         """Load state and step from `checkpoints/<suffix>`, see `RestoreableJob.load`. Batches follow the step."""
@@ -514,63 +447,28 @@ class BaseTrainer(RestoreableJob):
         Raises:
             DivergedError: the run was rolled back too often, or has no such checkpoint.
         """
-        policy, hosts, made = self.config.stability.roll_back, self.attempt.hosts, self.skipped_batches
-        assert policy is not None, "only a job with this policy finds spikes"
-        if len(made) >= policy.at_most:
-            tried = ", ".join(f"{number} batches after step {begin}" for begin, number in made)
-            raise DivergedError(f"{spike}; all {len(made)} allowed roll-backs have been made, and skipped {tried}")
-        # The stage in which the spike begins, even if a later stage fetched its loss. Earlier stages have other data.
-        stage = self.stages[self.config.find_stage(spike.first - 1)]
-        begin, number = plan_roll_back(policy, spike.first, stage.config.train.global_batch_examples, made)
-        begin, number = max(begin, stage.start), number - max(stage.start - begin, 0)
         # A save in progress may be of the step to go back to.
         self.checkpointer.wait_until_finished()
-        steps = hosts.run_on_main(lambda: [step for step in sorted(read_committed(self.store)) if step <= begin])
-        if not steps:
-            raise DivergedError(f"{spike}; no checkpoint of step {begin} or earlier is left to go back to")
-        record = {
-            "number": len(made) + 1,
-            "begin": begin,
-            "batches": number,
-            "first": spike.first,
-            "detected": spike.step,
-            "reason": spike.reason,
-        }
-        # Discarded rows are kept only in the record.
-        hosts.run_on_main(
-            lambda: record_roll_back(self.attempt, record | {"rows": self.report.list_losses_after(begin)})
-        )
-        self.roll_back_records = [*self.roll_back_records, record]
-        self.attempt.say(
-            f"rolled back: {spike.reason} at step {spike.step}; {number} batches after step {begin} are passed over"
-        )
-        for step in reversed(steps):
+        # The stage in which the spike begins, even if a later stage fetched its loss.
+        stage = self.stages.plans[self.config.find_stage(spike.first - 1)]
+        batch_examples = stage.config.train.global_batch_examples
+        steps = self.roll_backs.decide(self.attempt, spike, stage.start, batch_examples, self.report.list_losses_after)
+        for step in steps:
             try:
                 self.load(str(step))
                 return
             except ResumeError as error:
                 self.attempt.say(f"cannot roll back to checkpoint {step}: {error}")
-        raise DivergedError(f"{spike}; no good checkpoint of step {begin} or earlier is left to go back to")
+        raise DivergedError(f"{spike}; no good checkpoint of step {steps[0]} or earlier is left to go back to")
 
     def on_restored(self) -> None:
-        """Mark the next step for replay, and restore the ranges of data that roll-backs have skipped.
-
-        The ranges come from the state and from the records of the roll-backs.
-        """
-        self._is_just_restored, self._verified_step = True, self.step
-        if self.config.stability.roll_back is None:
-            return
-        saved = read_skipped_batches(self.state)
-        newer = [record for record in self.roll_back_records if record["number"] > len(saved)]
-        if newer and newer[0]["number"] > len(saved) + 1:
-            raise ResumeError(
-                f"{self.store.url}: {ROLL_BACK_FOLDER}/{len(saved) + 1} is missing, and step {self.step} was "
-                "saved before that roll-back; restore the file"
-            )
-        self.skipped_batches = (*saved, *(SkippedBatches(record["begin"], record["batches"]) for record in newer))
-        if newer:
-            self.state = replace_skipped_batches(self.state, self.skipped_batches)
-        self.checkpointer.set_identity(self.identity())
+        """Mark the next step for replay, and restore the ranges of data that roll-backs have skipped."""
+        every_steps = self.config.train.replay_every_steps
+        if every_steps is not None:
+            self._replays = ReplaySchedule(self.attempt, self.checkpointer, every_steps, self.step)
+        if self.config.stability.roll_back is not None:
+            self.state = self.roll_backs.restore(self.state, self.step, self.store.url)
+            self.checkpointer.set_identity(self.identity())
 
     def start_hooks(self) -> None:
         """Call `on_start` of hooks; complete the evaluation and hook calls of this step if a stop interrupted them."""
@@ -604,7 +502,7 @@ class BaseTrainer(RestoreableJob):
     @property
     def config_in_steps(self) -> TrainerConfig[Any]:
         """Config with its total in steps. Reads the data on this host if the total is in epochs."""
-        return self.setup_builder.config_in_steps if len(self.stages) == 1 else self.config
+        return self.setup_builder.config_in_steps if len(self.stages.plans) == 1 else self.config
 
     @property
     def done(self) -> bool:
@@ -625,15 +523,10 @@ class BaseTrainer(RestoreableJob):
 
     # Stages.
 
-    @property
-    def stage(self) -> CompiledStage:
-        """Stage of the next step or, until that begins, of the last step."""
-        return self.compiled_stages[self._stage_number]
-
     @functools.cached_property
     def stage_jobs(self) -> "list[BaseTrainer]":
         """This job, and for each stage one of the same class with the config of the stage, which never runs."""
-        return [self, *(self.make_stage_job(stage) for stage in self.stages[1:])]
+        return [self, *(self.make_stage_job(stage) for stage in self.stages.plans[1:])]
 
     def make_stage_job(self, stage: StagePlan) -> "BaseTrainer":
         """Return a job of the same class with the config of a stage, which never runs."""
@@ -646,7 +539,7 @@ class BaseTrainer(RestoreableJob):
         job.setup_builder = dataclasses.replace(
             job.setup_builder,
             auxiliary_states=lambda: (*job.auxiliary_states(), *self.hooks.auxiliary_states()),
-            stage=self.make_stage_context(stage.number),
+            stage=self.stages.make_context(stage.number),
         )
         return job
 
@@ -654,85 +547,27 @@ class BaseTrainer(RestoreableJob):
         """Return the job with the config that has made `step`, for tools that only read."""
         return self.stage_jobs[self.config.find_stage(max(step - 1, 0))]
 
-    def make_stage_context(self, number: int) -> StageContext | None:
-        """Return the dependencies of a stage on those before it; None if the run has no stages."""
-        if len(self.stages) == 1:
-            return None
-        stage = self.stages[number]
-        return StageContext(
-            stage.stop - stage.start,
-            lambda: self.schedules[number],
-            (lambda: self.vocabulary_size) if number else None,
-        )
-
-    def count_stage_examples(self, number: int, step: int | None = None) -> tuple[int, Sequence[SkippedExamples]]:
-        """Return (number of examples of a stage's data up to `step`, ranges of those that were skipped).
-
-        `step` is by default the end of the stage.
-        """
-        stage = self.stages[number]
-        # Without stages `stage.stop` is 0, and the caller passes `step`.
-        end = stage.stop if step is None else step
-        skipped = [each for each in self.data_position.skipped if each.begin >= stage.start]
-        own = DataPosition(tuple(each._replace(begin=each.begin - stage.start) for each in skipped))
-        return own.count_examples(end - stage.start, stage.config.train.global_batch_examples)
-
-    def get_stage_dataset(self, number: int) -> Dataset:
-        """Return the data set of a stage, whose sources continue at the positions that earlier stages have reached."""
-        key = self.data_position.skipped, number
-        if key not in self._stage_datasets:
-            # A roll-back in one stage moves the position in the data of the later ones.
-            earlier = [(self.get_stage_dataset(each), *self.count_stage_examples(each)) for each in range(number)]
-            loaded = self.compiled_stages[number].builder.dataset
-            self._stage_datasets[key] = loaded.continue_stages(earlier) if earlier else loaded
-        return self._stage_datasets[key]
-
-    @functools.cached_property
-    def schedules(self) -> list[optax.Schedule]:
-        """Learning rate of each stage by completed steps."""
-        return make_schedules(self.stages)
-
-    @functools.cached_property
-    def compiled_stages(self) -> list[CompiledStage]:
-        """Stages of the run on the devices of this process."""
-        first = CompiledStage(self.stages[0], self.setup_builder, lambda: self.train_setup)
-        others = zip(self.stages[1:], self.stage_jobs[1:], strict=True)
-        return [
-            first,
-            *(
-                CompiledStage(plan, job.setup_builder, is_evaluated=plan.is_evaluated(self.config.total_steps))
-                for plan, job in others
-            ),
-        ]
-
     def enter_stage(self, step: int) -> None:
         """Enter the stage of the step after `step` completed ones. May wait for its program."""
-        number = self.config.find_stage(step)
-        if number == self._stage_number:
+        if self.config.find_stage(step) == self.stages.number:
             return
-        stage = self.compiled_stages[number]
         with self.attempt.progress.report_phase(COMPILE):
-            self.compiled = stage.start_compiling(self._limit_bytes).result()
-        self._stage_number = number
+            self.compiled = self.stages.enter(step)
+        stage = self.stages.current
         # These are created again, for the model, the batch and the data of this stage.
-        for name in ("builtin_evaluators", "_evaluators", "skip_step", "replayed_step"):
+        for name in ("builtin_evaluators", "_evaluators"):
             vars(self).pop(name, None)
         self.report.enter_stage(self._evaluators, self._compute_mfu_per_token_rate())
         layout = self.compiled.layout
         self.attempt.record(
             "stage",
             step,
-            number=number,
+            number=stage.plan.number,
             from_step=stage.plan.start,
             why=stage.plan.why,
             program=self.compiled.digest,
             micro_batch_examples=layout.micro_batch_examples,
         )
-
-    def compile_next_stage(self) -> None:
-        """Start to compile the step of the next stage on a background thread, unless that has been started."""
-        if self._stage_number + 1 < len(self.stages):
-            self.compiled_stages[self._stage_number + 1].start_compiling(self._limit_bytes)
 
     def validate_compiled(self, name: str) -> None:
         """Raise `PhaseError` if the job is not compiled yet; its member `name` needs the compiled step."""
@@ -756,8 +591,8 @@ class BaseTrainer(RestoreableJob):
             self.config_in_steps,
             self._evaluators,
             mfu_per_token_rate=self._compute_mfu_per_token_rate(),
-            get_data_metrics=lambda step: self.get_stage_dataset(self._stage_number).compute_metrics(
-                *self.count_stage_examples(self._stage_number, step)
+            get_data_metrics=lambda step: self.stages.get_dataset(self.stages.number).compute_metrics(
+                *self.stages.count_examples(self.stages.number, step)
             ),
             after_row=self._compile_evaluators,
             is_language_model=self.setup_builder.is_language_model(self.train_setup),
@@ -765,7 +600,7 @@ class BaseTrainer(RestoreableJob):
 
     def _compile_evaluators(self) -> None:
         # A stage without evaluations needs no evaluator, except for hooks that request an evaluation.
-        if len(self.stages) == 1 or self.stage.plan.is_evaluated(self.config.total_steps):
+        if len(self.stages.plans) == 1 or self.stages.current.plan.is_evaluated(self.config.total_steps):
             self.builtin_evaluators.start_compiling(self._evaluators)
 
     @functools.cached_property
@@ -776,7 +611,8 @@ class BaseTrainer(RestoreableJob):
         return [*chosen, *make_ema_evaluators(self.config, self.validation)]
 
     def _compute_mfu_per_token_rate(self) -> float:
-        return compute_mfu_per_token_rate(self.stage_jobs[self._stage_number].flops_per_token, self.stage.train_setup)
+        job, train_setup = self.stage_jobs[self.stages.number], self.stages.current.train_setup
+        return compute_mfu_per_token_rate(job.flops_per_token, train_setup)
 
     @property
     def validation(self) -> Validation:
@@ -798,13 +634,13 @@ class BaseTrainer(RestoreableJob):
         self.validate_compiled("evaluator")
         tasks = self.evaluation_tasks
         return BuiltinEvaluators(
-            self.stage.builder,
-            self.stage.train_setup,
+            self.stages.current.builder,
+            self.stages.current.train_setup,
             self.compiled.layout,
-            dataclasses.replace(tasks, config=self.stage.plan.config) if self._stage_number else tasks,
+            dataclasses.replace(tasks, config=self.stages.current.plan.config) if self.stages.number else tasks,
             self.batch,
             self.attempt.stop,
-            self.stage.val_step,
+            self.stages.current.val_step,
         )
 
     def get_evaluated_weights(self, state: Any) -> Any:
@@ -895,7 +731,7 @@ class BaseTrainer(RestoreableJob):
         """Check the devices and the number of hosts against the spec. Reads no tokens."""
         with self.document.errors_at("topology.accelerator"):
             validate_hardware(self.spec, self.topology, self.config, hosts)
-        validate_hosts(hosts, lambda number: all(stage.builder.fits(number) for stage in self.compiled_stages))
+        validate_hosts(hosts, lambda number: all(stage.builder.fits(number) for stage in self.stages.compiled))
 
     def setup(self, hosts: Hosts) -> None:
         """Check devices, mesh, batch and data against the spec, and build the train setup."""
@@ -905,11 +741,11 @@ class BaseTrainer(RestoreableJob):
                 reason = "batch() of the job makes the batches, so nothing reads it; leave it out"
                 raise self.document.error(f"config.eval.{key}", reason)
         self.train_setup = self.setup_builder.build(jax.devices(), lambda data: share_ids(data, self.store, hosts))
-        for stage in self.compiled_stages:
-            dataset = self.get_stage_dataset(stage.plan.number)
-            if len(self.stages) > 1 and stage.plan.config.data.mixture:
+        for stage in self.stages.compiled:
+            dataset = self.stages.get_dataset(stage.plan.number)
+            if len(self.stages.plans) > 1 and stage.plan.config.data.mixture:
                 with stage.builder.document.errors_at("config.data.mixture"):
-                    dataset.validate_epochs(self.count_stage_examples(stage.plan.number)[0])
+                    dataset.validate_epochs(self.stages.count_examples(stage.plan.number)[0])
             if stage.plan.number:
                 stage.validate(self.abstract_state(), jax.devices())
                 share_ids(dataset, self.store, hosts)
@@ -917,7 +753,7 @@ class BaseTrainer(RestoreableJob):
             validate_same_on_all_hosts(dataset.fingerprint, "data", hosts, f"{dataset.source}: ")
             for line in [*dataset.find_missing_targets(), *stage.find_restarts(dataset)] if hosts.is_main else []:
                 warn(line)
-        for line in format_rounded_starts(self.config, self.stages) if hosts.is_main else []:
+        for line in format_rounded_starts(self.config, self.stages.plans) if hosts.is_main else []:
             say(line)
         matmul = self.config.precision.matmul
         if matmul != "compute" and jax.default_backend() == "cpu" and hosts.is_main:
@@ -927,12 +763,12 @@ class BaseTrainer(RestoreableJob):
         # Process 0 reads the frozen weights of an adapter first, so that an error in them is reported once.
         hosts.run_on_main(lambda: self.setup_builder.base_identity)
         fork = self.spec.checkpoint.fork_from
-        if len(self.stages) > 1:
+        if len(self.stages.plans) > 1:
             # The stage whose evaluators complete the newest row: the one that has made its step.
             step = hosts.run_on_main(lambda: getattr(find_continued_manifest(self.store, fork), "step", 0))
-            self._stage_number = self.config.find_stage(max(step - 1, 0))
-        known = find_known_micro_batch(self.train_setup, self.store, hosts, fork, self.stage.plan.start)
-        self.stage.builder.validate_steps(self.stage.train_setup, known)
+            self.stages.number = self.config.find_stage(max(step - 1, 0))
+        known = find_known_micro_batch(self.train_setup, self.store, hosts, fork, self.stages.current.plan.start)
+        self.stages.current.builder.validate_steps(self.stages.current.train_setup, known)
 
     def describe_wait(self) -> str:
         """Return the example of the data that is being read for longest."""
@@ -941,12 +777,12 @@ class BaseTrainer(RestoreableJob):
     def prepare(self) -> None:
         """Compile the train step with the largest micro-batch that fits, by the compiler's own memory figures."""
         hosts = self.attempt.hosts
-        self._limit_bytes = hosts.agree(int(read_device_memory_bytes() * MEMORY_SHARE))
+        self.stages.limit_bytes = hosts.agree(int(read_device_memory_bytes() * MEMORY_SHARE))
         # Read again: until this attempt claimed the directory, another one could still commit its choice.
         fork = self.spec.checkpoint.fork_from
-        known = find_known_micro_batch(self.train_setup, self.store, hosts, fork, self.stage.plan.start)
+        known = find_known_micro_batch(self.train_setup, self.store, hosts, fork, self.stages.current.plan.start)
         self.check_kernels(known)
-        self.compiled = self.stage.compile(self._limit_bytes, known)
+        self.compiled = self.stages.current.compile(self.stages.limit_bytes, known)
         validate_same_program(self.compiled.digest, hosts)
         if jax.default_backend() == "cpu":
             machine = read_machine_id()
@@ -961,7 +797,7 @@ class BaseTrainer(RestoreableJob):
 
     def check_kernels(self, known_micro_batch: int | None) -> None:
         """Test the kernels of the step on the devices, and trace it again without those that fail."""
-        stages, own = self.compiled_stages, self.stage
+        stages, own = self.stages.compiled, self.stages.current
         set_kernels_of_process(own.train_setup.kernels)
         own.builder.trace(own.train_setup, known_micro_batch)
         # A CPU has kernels only where a test puts them.
@@ -986,8 +822,7 @@ class BaseTrainer(RestoreableJob):
 
     def restore_or_init(self) -> None:
         """Restore or initialise the state. A run that begins records the assets of its exports."""
-        if self.config.stability.roll_back is not None:
-            self.roll_back_records = self.attempt.hosts.run_on_main(lambda: complete_roll_backs(self.attempt))
+        self.roll_backs.complete(self.attempt)
         super().restore_or_init()
         self.enter_stage(max(self.step - 1, 0))
         if self.step == 0 and not self.attempt.lineage and self.attempt.hosts.is_main and self.family() is not None:
@@ -1030,14 +865,14 @@ class BaseTrainer(RestoreableJob):
                 stage.start,
                 dataclasses.replace(whole, config=stage.config, identity=piece.keys, unread=job.unread_keys),
             )
-            for stage, piece, job in zip(self.stages, split_trajectory(identity), self.stage_jobs, strict=True)
+            for stage, piece, job in zip(self.stages.plans, split_trajectory(identity), self.stage_jobs, strict=True)
         ]
         find_first_other = functools.partial(
             find_first_change,
             identities,
             identity,
             self.config,
-            self.setup_builder.optimizer_choice.uses_config_rates(self.stages[0].config),
+            self.setup_builder.optimizer_choice.uses_config_rates(self.stages.plans[0].config),
             lambda: self.dataset.num_train_examples,
         )
 
@@ -1048,23 +883,19 @@ class BaseTrainer(RestoreableJob):
                 found.append(DataPosition.from_ranges(saved[SKIP_STEPS]).find_first_change(position))
             return min((step for step in found if step is not None), default=None)
 
-        return dataclasses.replace(
-            whole,
-            find_first_change=find_first,
-            is_discarded=lambda saved, step: is_discarded(saved, step, self.roll_back_records),
-        )
+        return dataclasses.replace(whole, find_first_change=find_first, is_discarded=self.roll_backs.is_discarded)
 
     def identity(self) -> Trajectory:
         """Return the keys that identify the trajectory, with those of data, vocabulary, hooks and frozen weights."""
         keys = super().identity() | self.hooks.identity()
         keys |= {"config.data": self.dataset.fingerprint} | self.setup_builder.base_identity
-        if self.skipped_batches:
-            keys |= {ROLL_BACK_FOLDER: [[*each] for each in self.skipped_batches]}
-        if len(self.stages) > 1:
+        if self.roll_backs.skipped:
+            keys |= {ROLL_BACK_FOLDER: [[*each] for each in self.roll_backs.skipped]}
+        if len(self.stages.plans) > 1:
             # The data of a stage are compared by their content too.
             keys["config.stages"] = [
                 [start, values, {"config.data": stage.builder.dataset.fingerprint}]
-                for (start, values), stage in zip(keys["config.stages"], self.compiled_stages[1:], strict=True)
+                for (start, values), stage in zip(keys["config.stages"], self.stages.compiled[1:], strict=True)
             ]
         # `auto` in the spec stands for the size that the data have.
         return keys | {key: self.vocabulary_size for key in keys if key == "config.model.vocabulary_size"}
@@ -1073,7 +904,7 @@ class BaseTrainer(RestoreableJob):
         """Return the spec with mesh, vocabulary size, micro-batch and the config of each hook filled in."""
         spec = super().resolved_spec().model_copy(update={"hooks": self.hooks.entries()})
         # Stages may differ in the micro-batch that fits.
-        layout = self.compiled.layout if len(self.stages) == 1 else None
+        layout = self.compiled.layout if len(self.stages.plans) == 1 else None
         spec = self.setup_builder.resolve_spec(spec, self.train_setup, layout)
         if self.written_data.tokenise is None:
             return spec
@@ -1085,10 +916,10 @@ class BaseTrainer(RestoreableJob):
         # Waits for the device, and raises if a loss is not finite: a diverged state must not be saved.
         self.report.window.fetch()
         best, hosts, roll_back = self.spec.checkpoint.keep_best, self.attempt.hosts, self.config.stability.roll_back
-        validate_data_unchanged(self.stage.builder.dataset, self.attempt)
+        validate_data_unchanged(self.stages.current.builder.dataset, self.attempt)
         hardware = self.train_setup.describe_hardware(hosts.num_processes)
-        if len(self.stages) > 1:
-            hardware["stage"] = self.stage.plan.start
+        if len(self.stages.plans) > 1:
+            hardware["stage"] = self.stages.current.plan.start
         return SaveContents(
             metric=None if best is None else self.report.metric(best.metric, self.step),
             roll_back_to=None if roll_back is None else find_earliest_begin(self.state, roll_back),

@@ -27,8 +27,8 @@ from runner.errors import (
     ResumeError,
     StorageError,
 )
+from runner.job import JobReport
 from runner.metrics.file import read_rows
-from runner.run.attempt import JobReport
 from runner.run.fence import Fence
 from runner.spec import ExecutionSpec, read_spec
 from runner.storage import LocalStore, read_json, read_log

@@ -11,10 +11,9 @@ from experiments.counter import Counter
 from runner import ExecutionSpec
 from runner.checkpoint.manifest import MANIFEST_KEYS
 from runner.metrics.rows import ROW_KEYS
-from runner.records import Key
 from runner.run.events import EVENT_KEYS, EVENTS
 from runner.run.layout import RESULT_KEYS
-from runner.storage import parse_lines, url
+from runner.storage import Key, parse_lines, url
 from tests.support.memory_bucket import MemoryDriver
 from tests.support.tiny_jobs import make_counter, make_gpt, stop_after
 

@@ -36,9 +36,18 @@ from runner.data.corpus_index import ENDS_DTYPE, INDEX, CorpusIndex, CorpusShard
 from runner.data.tokenizers import TOKENIZER_FILES
 from runner.errors import DataError, InvalidError
 from runner.huggingface.assets import TOKENIZER_CONFIG
-from runner.records import Key, validate_record
 from runner.run.layout import read_owner
-from runner.storage import JsonObject, Store, Version, create_file, encode_json, open_store, read_json
+from runner.storage import (
+    JsonObject,
+    Key,
+    Store,
+    Version,
+    create_file,
+    encode_json,
+    open_store,
+    read_json,
+    validate_record,
+)
 
 OWNER, SOURCES = "owner.json", "sources.json"
 # One name of each kind of file.

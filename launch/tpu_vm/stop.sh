@@ -1,4 +1,4 @@
-# Stop the job if it is running, and delete its exit code, so that attend.sh starts it anew.
+# Stop the job if it is running, and delete its exit code, so that attend.sh starts it again.
 #
 # The job gets SIGTERM, and SIGKILL 30 s later. `submitted` is emptied, because the next job does not wait for machines.
 

@@ -39,7 +39,7 @@ NUM_UPLOADS = 8
 GROUP_BYTES = 1 << 30  # of the leaves that are read at a time
 # Errors of a write that fails. They cost one save; anything else is a bug and ends the run.
 WRITE_ERRORS = (OSError, ValueError, RuntimeError)
-_CACHE_BYTES = 64 << 20  # without a cache, the table of contents is read anew for every block
+_CACHE_BYTES = 64 << 20  # without a cache, the table of contents is read again for every block
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,17 @@ from runner.console import warn
 from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, PeerLostError, format_error
-from runner.records import Key, validate_record
 from runner.spec import Trajectory, hash_record
-from runner.storage import JsonObject, LocalStore, compute_crc32c, encode_json, parse_json, parse_number
+from runner.storage import (
+    JsonObject,
+    Key,
+    LocalStore,
+    compute_crc32c,
+    encode_json,
+    parse_json,
+    parse_number,
+    validate_record,
+)
 from runner.storage.store import fsync, make_directory
 
 PART_FILE = "part.json"

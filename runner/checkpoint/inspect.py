@@ -49,8 +49,7 @@ from runner.checkpoint.manifest import (
 from runner.checkpoint.policy import find_best_step
 from runner.console import warn
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, InvalidError, NewerFormatError, StorageError
-from runner.records import PARAMS
-from runner.spec import Document, ExecutionSpec, parse_document, validate_spec
+from runner.spec import PARAMS, Document, ExecutionSpec, parse_document, validate_spec
 from runner.storage import (
     ForbiddenError,
     Store,

@@ -6,7 +6,7 @@ before anything is committed. Three kinds need care:
 - A weakly typed leaf (`jnp.asarray(1.1)`) comes back strongly typed, and the next product would have another type. So
   the state is made strongly typed at its init, and a leaf that becomes weak later is refused.
 - A random key is stored as its words.
-- A leaf without elements has no bytes: nothing is stored, and it is made anew.
+- A leaf without elements has no bytes: nothing is stored, and it is made again.
 
 Weights are the trained parameters, their averages, and the matrices of an adapter. The average of the parameters with
 decay 0.999 is called `ema_0.999`; its leaves are `riders.ema.0.999.X`, beside `params.X`. In a run that trains an
@@ -33,8 +33,7 @@ from runner.accelerator import HOST_MEMORY
 from runner.checkpoint.fingerprint import describe_leaves, list_leaf_names
 from runner.checkpoint.manifest import LeafShape, Manifest
 from runner.errors import InvalidError, ResumeError, StateError
-from runner.records import PARAMS
-from runner.spec import Trajectory
+from runner.spec import PARAMS, Trajectory
 
 MAX_LISTED = 8  # problems in one message
 _MAX_NAME_BYTES = 200  # of a leaf's dotted path, which becomes part of file names

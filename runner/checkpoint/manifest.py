@@ -19,14 +19,16 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypedDict
 
 from runner.errors import NewerFormatError
-from runner.records import INT_MAX, Key, validate_record
-from runner.run.events import ENVIRONMENT_KEYS, LINEAGE_KEYS
+from runner.run.environment import ENVIRONMENT_KEYS
+from runner.run.events import LINEAGE_KEYS
 from runner.spec import Trajectory, hash_record
 from runner.storage import (
     ABSENT,
+    INT_MAX,
     DiskError,
     ForbiddenError,
     JsonObject,
+    Key,
     LocalStore,
     Store,
     WrongKindError,
@@ -35,6 +37,7 @@ from runner.storage import (
     find_kind,
     parse_json,
     parse_number,
+    validate_record,
 )
 
 FORMAT = 1

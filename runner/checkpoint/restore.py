@@ -51,10 +51,9 @@ from runner.checkpoint.manifest import (
 from runner.console import warn
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, NewerFormatError, ResumeError, StorageError
-from runner.records import PARAMS
 from runner.run.attempt import Attempt
 from runner.run.fence import RunIdentity
-from runner.spec import Trajectory
+from runner.spec import PARAMS, Trajectory
 from runner.storage import DiskError, Store, open_store, read_log, split_checkpoint
 
 Tier = Literal["durable", "fast"]
@@ -390,7 +389,7 @@ def restore_from_run(
         list_candidates: returns names of checkpoints in the order in which they are tried. Called on process 0.
         abstract: shape, dtype and sharding of every leaf to read.
         where: beginning of the message if none is good.
-        is_named: True if the user named the checkpoint. Else those that were never committed are passed over silently.
+        is_named: True if the user named the checkpoint. Else those that were never committed are skipped silently.
         weights_only: ignore leaves that only the checkpoint has.
 
     Raises:

@@ -336,7 +336,7 @@ class Checkpointer:
         if self._fast_tier is not None:
             self._fast_tier.delete_after(step)
         if self._replicas is not None:
-            # A host with copies must have deleted them before durable checkpoints are given up.
+            # A host with copies must have deleted them before durable checkpoints are discarded.
             self._attempt.hosts.barrier()
 
     def _wait_for_fast_save(self) -> None:

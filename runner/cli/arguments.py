@@ -11,7 +11,7 @@ import typer
 
 from runner.command_line import Coordinator, NumProcesses, ProcessId, validate_placement
 from runner.errors import InvalidError
-from runner.records import PARAMS
+from runner.spec import PARAMS
 
 SpecPath = Annotated[str, typer.Argument(metavar="SPEC", help="Path of the job's spec, a YAML file.")]
 RunLocation = Annotated[str, typer.Argument(metavar="SPEC_OR_DIRECTORY", help="Spec, directory or URL of a run.")]

@@ -179,7 +179,7 @@ def export(arguments: ExportArguments) -> int:
     job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
     # The job is never set up: its class alone knows how its leaves map to Hugging Face's names.
     job = job_class(spec, document)
-    if isinstance(job, BaseTrainer) and len(job.stages) > 1:
+    if isinstance(job, BaseTrainer) and len(job.stages.plans) > 1:
         # A stage may have changed what the files say of the model, such as its rotary positions.
         name = find_checkpoint(where, arguments.step)[0].rpartition("/")[2]
         job = job.at_step(int(name)) if name.isdecimal() else job

@@ -216,7 +216,7 @@ class RunSnapshot:
         history: events, attempts and checkpoints.
         curves: series of the run's metrics.
         newest: rows that `curves` does not hold yet.
-        given_up: rows that each roll-back has discarded, by its number.
+        discarded: rows that each roll-back has discarded, by its number.
         spec: text of `spec.yaml`, truncated if it is very long; None if it cannot be read.
         log: end of the log of the newest attempt's process 0, None if there is none.
         notes: parts that could not be read, one line each.
@@ -226,7 +226,7 @@ class RunSnapshot:
     history: History
     curves: RunCurves
     newest: list[Row]
-    given_up: dict[int, list[Row]]
+    discarded: dict[int, list[Row]]
     spec: str | None
     log: LogExcerpt | None
     notes: list[str]
@@ -275,13 +275,13 @@ class RunReader:
 
         newest: list[Row] = try_reading(read_rows, [])
         if num_skipped := self._metrics.num_skipped:
-            notes.append(f"{num_skipped:,} lines of metrics.jsonl are no rows, and are passed over.")
-        given_up: dict[int, list[Row]] = try_reading(self._read_given_up, {})
+            notes.append(f"{num_skipped:,} lines of metrics.jsonl are no rows, and are skipped.")
+        discarded: dict[int, list[Row]] = try_reading(self._read_discarded, {})
         spec = try_reading(read_spec, None)
         log = try_reading(self._read_log, None)
-        return RunSnapshot(self._name, history, self._curves, newest, given_up, spec, log, notes)
+        return RunSnapshot(self._name, history, self._curves, newest, discarded, spec, log, notes)
 
-    def _read_given_up(self) -> dict[int, list[Row]]:
+    def _read_discarded(self) -> dict[int, list[Row]]:
         """Return the rows that the newest `ROLL_BACKS_MAX` roll-backs have discarded."""
         found = {}
         names = map(parse_number, self._store.list_names(ROLL_BACK_FOLDER))

@@ -21,7 +21,7 @@ ATTEMPTS_MAX = 2000  # of all runs of a page together
 CHECKPOINTS_MAX = 500  # of a run, the newest
 LINE_CHARACTERS_MAX = 1000
 _CHANGES_MAX = 8
-_GIVEN_UP_BINS = 100  # of the losses that a roll-back has discarded
+_DISCARDED_BINS = 100  # of the losses that a roll-back has discarded
 _HOSTS_MAX = 8
 _OWN_TILES_MAX = 2
 _TILE_POINTS_MAX = 60
@@ -118,13 +118,13 @@ def _build_charts(run: RunSnapshot, thinned: Mapping[str, ThinnedSeries]) -> dic
         if key in HIDDEN_KEYS:
             more["hidden"] = True
         charts.setdefault(chart.title, []).append({"key": key, "label": truncate(label)} | drawn | more)
-    for number, rows in run.given_up.items():
+    for number, rows in run.discarded.items():
         curves = RunCurves()
         for row in rows:
             curves.add(row)
-        if (loss := curves.thin(_GIVEN_UP_BINS).get("train/loss")) is not None:
+        if (loss := curves.thin(_DISCARDED_BINS).get("train/loss")) is not None:
             more = {"broken": _build_points(loss.broken, began), "num_broken": loss.num_broken}
-            drawn = _build_points(loss.points, began) | {"key": f"given_up/{number}", "label": f"given up, {number}"}
+            drawn = _build_points(loss.points, began) | {"key": f"given_up/{number}", "label": f"discarded, {number}"}
             charts.setdefault(LOSS.title, []).append(drawn | more)
     return charts
 

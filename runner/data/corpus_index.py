@@ -22,8 +22,7 @@ from typing import Any, Self
 import numpy as np
 
 from runner.errors import DataError
-from runner.records import Key, validate_record
-from runner.storage import JsonObject, Store, compute_crc32c, encode_json, parse_json
+from runner.storage import JsonObject, Key, Store, compute_crc32c, encode_json, parse_json, validate_record
 
 INDEX = "index.json"
 FORMAT = 3  # of a corpus with a `begin` token; 2 has a completion mask and no such token, every other corpus 1

@@ -32,8 +32,7 @@ from runner.data.readers import ByteRange, DerivedFile, Reader, cache_key, run_i
 from runner.data.source_files import File
 from runner.data.token_files import ID_DTYPES, DocumentFiles, RecordFile, parse_dtype
 from runner.errors import DataError
-from runner.records import Key, validate_record
-from runner.storage import JsonObject, parse_json
+from runner.storage import JsonObject, Key, parse_json, validate_record
 
 VERSION = 2
 DEFAULT_COLUMN = "tokens"

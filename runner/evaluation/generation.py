@@ -35,10 +35,11 @@ from runner.data.source_files import find_corpus, find_source, wrap_source_error
 from runner.data.tokenizers import BatchTokenizer, load_tokenizer
 from runner.distributed.agreement import Hosts
 from runner.errors import DataError, InvalidError
+from runner.metrics.meta import TEXT_MAX_CHARACTERS
 from runner.parallel.mesh import count_batch_shards, use_sharding_rules
 from runner.spec import is_class_path
 from runner.storage import JsonObject, default_cache_directory, open_store
-from runner.train.evaluators import TEXT_MAX_CHARACTERS, EvaluationMetrics
+from runner.train.evaluators import EvaluationMetrics
 
 # Tokens before new ones that are decoded again with them: a tokenizer may write a token by the one before it.
 _CONTEXT_TOKENS = 5

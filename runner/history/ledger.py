@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from runner.distributed.clock import TimeCategory
 from runner.history.records import Notice, SaveRecord
-from runner.records import STEP_MAX, TIME_MAX
-from runner.storage import JsonlTail, JsonObject, Store
+from runner.storage import STEP_MAX, TIME_MAX, JsonlTail, JsonObject, Store
 
 NOTICES_MAX = 50
 EVENTS_MAX = 100
@@ -376,7 +375,7 @@ NOTICES: dict[str, Callable[[JsonObject], Any]] = {
     "fallback": lambda row: f"checkpoint {row.get('rejected')} was not restored: {row.get('reason')}",
     "roll_back": lambda row: (
         f"rolled back because of {row.get('reason')} at step {row.get('detected')}: "
-        f"{row.get('batches')} batches after step {row.get('step')} are passed over"
+        f"{row.get('batches')} batches after step {row.get('step')} are skipped"
     ),
     "quarantine": lambda row: f"checkpoint {row.get('step')} is in {row.get('moved_to')}: {row.get('reason')}",
     "grace": lambda row: row.get("reason"),

@@ -56,11 +56,10 @@ from runner.history.records import (
 )
 from runner.metrics.file import read_sample
 from runner.metrics.rows import find_unit
-from runner.records import INT_MAX, STEP_MAX
 from runner.run.clock_file import decode_clock_file, get_clock_file_name
-from runner.run.events import ENVIRONMENT_KEYS
+from runner.run.environment import ENVIRONMENT_KEYS
 from runner.run.layout import TEXT_FOLDER, read_owner, read_result
-from runner.storage import DiskError, JsonObject, Store, open_store, parse_number, read_json
+from runner.storage import INT_MAX, STEP_MAX, DiskError, JsonObject, Store, open_store, parse_number, read_json
 from runner.storage.store import validate_nesting
 
 SEEN_MAX = 32
@@ -142,7 +141,7 @@ class HistoryReader:
         result = self._try(lambda: read_result(store), None)
         owner = self._try(lambda: read_owner(store), None)
         if num_skipped := self._ledger_reader.num_skipped:
-            self._unread.append(f"{num_skipped:,} lines of events.jsonl: they are no events, and are passed over")
+            self._unread.append(f"{num_skipped:,} lines of events.jsonl: they are no events, and are skipped")
 
         newer = [*timelines[1:], None]
         outcomes = [infer_outcome(timeline, after, now) for timeline, after in zip(timelines, newer, strict=True)]

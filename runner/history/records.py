@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from runner.distributed.clock import TimeCategory
-from runner.records import INT_MAX
-from runner.storage import JsonObject
+from runner.storage import INT_MAX, JsonObject
 
 
 class RunState(enum.Enum):

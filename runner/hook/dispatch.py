@@ -37,6 +37,7 @@ import numpy as np
 from runner.console import warn
 from runner.distributed.clock import LocalFailure, Phase, TimeCategory
 from runner.errors import FencedError, HookError, InvalidError, PreemptedError, RetryableError, format_error
+from runner.hook.hooks import Act, Moment, Verdict
 from runner.hook.listing import (
     STATE_NAME,
     FiredCalls,
@@ -46,7 +47,6 @@ from runner.hook.listing import (
     decode_counters,
     encode_counters,
 )
-from runner.hook.protocol import Act, Moment, Verdict
 from runner.metrics.rows import Row
 from runner.run.attempt import Attempt
 from runner.run.layout import read_owner

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from runner.errors import InvalidError
-from runner.hook.protocol import Hook, Observer, SeenJob
+from runner.hook.hooks import Hook, Observer, SeenJob
 from runner.run.layout import RunResult
 from runner.spec import Document, HookEntry, Trajectory, hash_record, list_former_paths, load_class, validate_config
 from runner.train.auxiliary import AuxiliaryState

@@ -28,11 +28,11 @@ from runner.data.source_files import find_corpus, find_source
 from runner.data.tokenizers import TOKENIZER_FILES, parse_tokenizer
 from runner.errors import DataError, InvalidError
 from runner.huggingface.safetensors import CONFIG_FILE, drop_config_keys
-from runner.records import Key
 from runner.run.layout import FORMAT, DamagedRecordError, read_record
 from runner.spec import InitFromConfig, is_class_path
 from runner.storage import (
     JsonObject,
+    Key,
     Store,
     default_cache_directory,
     encode_json,

@@ -60,8 +60,7 @@ from runner.huggingface.safetensors import (
     TensorLocation,
     encode_header,
 )
-from runner.records import PARAMS
-from runner.spec import InitFromConfig
+from runner.spec import PARAMS, InitFromConfig
 from runner.storage import JsonObject, Store, encode_json, open_store, parse_json, probe_store
 from runner.storage.store import fsync, make_directory, translate_errors
 

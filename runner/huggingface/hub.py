@@ -37,8 +37,7 @@ from runner.history.records import History, RunState
 from runner.huggingface.assets import TOKENIZER
 from runner.huggingface.export import is_export_file
 from runner.metrics.rows import Row
-from runner.records import PARAMS
-from runner.spec import ExecutionSpec
+from runner.spec import PARAMS, ExecutionSpec
 from runner.spec.document import TextDumper, dump_yaml
 from runner.spec.imports import import_extra
 from runner.storage import JsonObject

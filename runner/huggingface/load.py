@@ -50,10 +50,9 @@ from runner.huggingface.safetensors import (
     open_published_weights,
     read_config_json,
 )
-from runner.records import PARAMS
 from runner.run.attempt import Attempt
 from runner.run.layout import open_directory
-from runner.spec import Document, ExecutionSpec, InitFromConfig, Trajectory, hash_record
+from runner.spec import PARAMS, Document, ExecutionSpec, InitFromConfig, Trajectory, hash_record
 from runner.storage import JsonObject, Store, Version, open_store, split_checkpoint
 
 # Reading leaves from tensors.

@@ -32,23 +32,20 @@ from runner.evaluation.builtin import (
 )
 from runner.evaluation.generation import TextCodec, load_data_codec
 from runner.inference.open_run import NEWEST, ReadOnlyRun, parse_step
-from runner.metrics.meta import TOKEN_COUNT
+from runner.metrics.meta import TOKEN_COUNT, UnfitMetricsError, parse_metrics
 from runner.metrics.rows import Row, format_metrics
 from runner.parallel.mesh import AXES, count_batch_shards, is_mesh_possible, make_mesh, resolve_mesh_sizes
-from runner.records import PARAMS
 from runner.run.layout import read_result
-from runner.spec import Document, SpecLocation, validate_config
+from runner.spec import PARAMS, Document, SpecLocation, validate_config
 from runner.spec.document import parse_yaml
 from runner.storage import JsonObject
 from runner.train.compile import BatchLayout
 from runner.train.evaluators import (
     Evaluator,
-    UnfitMetricsError,
     Validation,
     ValidationSet,
     ValidationSize,
     ValidationSums,
-    parse_metrics,
 )
 from runner.train.lora import copy_containers
 from runner.trainer import BaseTrainer

@@ -31,7 +31,7 @@ from runner.evaluation.generation import (
 from runner.evaluation.likelihood import LikelihoodScorer, TextPair, encode_pair
 from runner.inference.evaluate import make_evaluation_context
 from runner.inference.open_run import ReadOnlyRun
-from runner.records import PARAMS
+from runner.spec import PARAMS
 from runner.storage import JsonObject
 
 _DEFAULT_NUM_TOKENS = 256  # of a generated text, if the task sets no limit

@@ -39,8 +39,7 @@ from runner.evaluation.generation import (
 from runner.huggingface.assets import TOKENIZER, ExportAssets, find_assets, read_assets
 from runner.job import RestoreableJob
 from runner.parallel.mesh import AXES, make_mesh, read_device_memory_bytes
-from runner.records import PARAMS
-from runner.spec import load_job_class, validate_spec
+from runner.spec import PARAMS, load_job_class, validate_spec
 from runner.storage import Store, open_store, parse_number
 from runner.train.evaluators import cast_like
 from runner.trainer import BaseTrainer

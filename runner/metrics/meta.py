@@ -1,6 +1,7 @@
-"""Step metadata ("meta"): values that `forward` may return besides the loss, and their form in a row of metrics.
+"""Values of a user's code and their form in a row of metrics: the meta that `forward` returns, and other metrics.
 
-Meta is a dictionary by name. Each value is that of the last micro-batch, and of the last shard along `data`:
+Step metadata ("meta") is a dictionary by name of the values that `forward` may return besides the loss. Each value is
+that of the last micro-batch, and of the last shard along `data`:
 
 - a scalar: a real number or a bool;
 - a list: an array of one axis with at most `LIST_MAX` numbers;
@@ -11,12 +12,17 @@ over all micro-batches in float32 and divided by the number of tokens of the ste
 changes them only by rounding. A pair (sum, weight) is divided by the sum of its own weights instead. A mean with
 weight 0 is null in the row.
 
+Metrics that an evaluator returns, or that a job passes to `log_metrics`, are values on the host. `parse_metrics` checks
+them, and converts them to the values of a row.
+
 Shape legend: K bins.
 """
 
 import math
+import re
 from collections.abc import Mapping
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +40,13 @@ SKIPPED_UPDATES, CONSECUTIVE_SKIPS = "skipped_updates", "consecutive_skips"
 ROLL_BACKS, HIGH_LOSS_STEPS = "roll_backs", "high_loss_steps"
 REPLAY_DIGESTS = "replay_digests"  # digests of the gradients of a step that can be replayed; never in a row
 LIST_MAX = 64
+TEXT_MAX_CHARACTERS = 1 << 14
+KEY_MAX_CHARACTERS = 200
+METRICS_MAX = 1000  # of one evaluator
+BINS_MAX = 1024
+_EXACT_INT_MAX = 1 << 63  # larger integers become floats, which every reader of JSON knows
+_KEY = re.compile(r"[\w.-]+(/[\w.-]+)+")
+_RESERVED_PREFIXES = ("train/", "perf/", "data/")
 RESERVED_NAMES = ("loss", "loss_mean", "learning_rate", "tokens")  # the runner's own names below `train/`
 _REQUIREMENT = f"a row needs a scalar, such as a mean, an array of one axis of 1 to {LIST_MAX} numbers, or a histogram"
 
@@ -185,3 +198,102 @@ def find_bins(value: RowValue) -> tuple[list[float], list[float]] | None:
         return None
     counts, edges = np.histogram(np.asarray(numbers, np.float64), bins=min(len(numbers), 32))
     return counts.astype(float).tolist(), edges.tolist()
+
+
+# Metrics that evaluators return, and those of `log_metrics`.
+
+
+class UnfitMetricsError(ValueError):
+    """Metrics of a user's code do not fit into a row."""
+
+
+def parse_metrics(
+    metrics: Any,
+    before: Mapping[str, RowValue],
+    form: re.Pattern[str] = _KEY,
+    reserved: tuple[str, ...] = _RESERVED_PREFIXES,
+) -> tuple[dict[str, RowValue], list[str]]:
+    """Return the metrics as JSON values, and the keys of those that are not finite: they are null.
+
+    `form` is the form of a key, and `reserved` are prefixes that it must not have.
+
+    Raises `UnfitMetricsError`; what the objects of a user raise is passed on.
+    """
+    if not isinstance(metrics, Mapping):
+        raise UnfitMetricsError(
+            f"it returns a {type(metrics).__name__}, needs a dictionary of metrics by their key in a row"
+        )
+    row: dict[str, _ParsedValue] = {}
+    for number, key in enumerate(metrics):
+        if number == METRICS_MAX:
+            raise UnfitMetricsError(f"it returns more than {METRICS_MAX:,} metrics")
+        if not (isinstance(key, str) and len(key) <= KEY_MAX_CHARACTERS and form.fullmatch(key)):
+            raise UnfitMetricsError(
+                f"it returns a metric named {repr(key)[:KEY_MAX_CHARACTERS]}, needs a key such as val/accuracy"
+            )
+        if key.startswith(reserved):
+            raise UnfitMetricsError(f"it returns a metric named {key!r}, needs a key such as val/accuracy")
+        if key in before:
+            raise UnfitMetricsError(f"it returns {key}, which another evaluator has returned")
+        try:
+            row[key] = _parse_metric(metrics[key])
+        except TypeError as error:
+            raise UnfitMetricsError(
+                f"it returns as {key} {error}; a row needs a number, null, a text of at most {TEXT_MAX_CHARACTERS:,} "
+                f"characters, a list of at most {LIST_MAX} numbers, or a histogram of at most {BINS_MAX:,} bins"
+            ) from error
+    return {key: value.value for key, value in row.items()}, [key for key, value in row.items() if not value.is_finite]
+
+
+class _ParsedValue(NamedTuple):
+    value: RowValue
+    is_finite: bool = True
+
+
+def _parse_metric(value: Any) -> _ParsedValue:
+    """Return a metric as a JSON value. Raises `TypeError` with a description of what a row cannot hold."""
+    if value is None:
+        return _ParsedValue(None)
+    if isinstance(value, str):
+        if len(value) > TEXT_MAX_CHARACTERS:
+            raise TypeError(f"a text of {len(value):,} characters")
+        return _ParsedValue(str(value).encode(errors="replace").decode())
+    if isinstance(value, list | tuple) and len(value) <= LIST_MAX:
+        numbers = [_parse_number(each) for each in value]
+        return _ParsedValue([number for number, _ in numbers], all(is_finite for _, is_finite in numbers))
+    if isinstance(value, dict) and {*value} == {"counts", "edges"}:
+        for each in value.values():
+            if not isinstance(each, list | tuple | np.ndarray | jax.Array) or len(each) > BINS_MAX + 1:
+                raise TypeError(f"a histogram of a {type(each).__name__}")
+        bins: Any = (
+            [_parse_number(each)[0] for each in np.asarray(value[name]).tolist()] for name in ("counts", "edges")
+        )
+        counts, edges = bins
+        if len(edges) != len(counts) + 1 or not counts:
+            raise TypeError(f"a histogram of {len(counts)} counts and {len(edges)} edges")
+        if None in counts or None in edges:
+            return _ParsedValue(None, is_finite=False)
+        if any(low > high for low, high in pairwise(edges)):
+            raise TypeError("a histogram whose edges do not ascend")
+        return _ParsedValue({"counts": counts, "edges": edges})
+    return _ParsedValue(*_parse_number(value))
+
+
+def _parse_number(value: Any) -> tuple[float | None, bool]:
+    """Return a number of Python, or a scalar array of NumPy or JAX, and True if it is finite; else it becomes None.
+
+    None stays None.
+    """
+    if value is None:
+        return None, True
+    is_array = getattr(value, "shape", None) == () and hasattr(value, "__float__") and hasattr(value, "dtype")
+    kinds = jnp.bool_, jnp.integer, jnp.floating
+    if not (isinstance(value, int | float) or (is_array and any(jnp.issubdtype(value.dtype, kind) for kind in kinds))):
+        raise TypeError(f"a {type(value).__name__}")
+    if isinstance(value, int) and abs(value) < _EXACT_INT_MAX:
+        return int(value), True
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond float64
+        return None, False
+    return (number, True) if math.isfinite(number) else (None, False)

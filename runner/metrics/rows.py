@@ -18,8 +18,7 @@ from typing import NamedTuple, Self
 
 from runner.config import Unit
 from runner.console import escape_unprintable
-from runner.records import STEP_MAX, Key
-from runner.storage import JsonObject, encode_line, parse_json, parse_line
+from runner.storage import STEP_MAX, JsonObject, Key, encode_line, parse_json, parse_line
 
 Row = JsonObject
 

@@ -205,7 +205,7 @@ def _make_trainer_sections(
     except ValueError as error:
         findings.warnings.append(f"{job.spec.job}: no FLOPs and no roofline: {error}")
     else:
-        num_steps = None if len(job.stages) == 1 else job.stages[0].stop
+        num_steps = None if len(job.stages.plans) == 1 else job.stages.plans[0].stop
         roofline, times = report.make_roofline_section(config, flops, program, machine, num_steps)
         sections += [report.make_flops_section(job.config, flops), roofline]
         step_seconds = None if times is None else times.step_seconds
@@ -230,7 +230,7 @@ def _make_trainer_sections(
     if kernels := report.make_kernels_section(job.kernel_cases(train_setup)).figures:
         sections.append(Section("kernels", kernels))
     sections += [checkpoint, report.make_compilation_section(program)]
-    if len(job.stages) > 1 and data.is_found:
+    if len(job.stages.plans) > 1 and data.is_found:
         sections += make_stage_sections(job, train_setup, machine, step_seconds, findings)
     return sections
 
@@ -244,15 +244,15 @@ def make_stage_sections(
     """
     whole = Section("stages")
     with findings.collect():
-        uses_config_rates = job.setup_builder.optimizer_choice.uses_config_rates(job.stages[0].config)
-        report.add_courses(whole, job.stages, job.schedules if uses_config_rates else None)
+        uses_config_rates = job.setup_builder.optimizer_choice.uses_config_rates(job.stages.plans[0].config)
+        report.add_courses(whole, job.stages.plans, job.stages.schedules if uses_config_rates else None)
     unit = job.config.data.unit
     whole.add(unit, job.config.count_units(job.config.total_steps), "", "counted", label=f"{unit} of the run")
-    for line in format_rounded_starts(job.config, job.stages):
+    for line in format_rounded_starts(job.config, job.stages.plans):
         findings.warnings.append(line)
     sections = [whole]
-    run_seconds = None if step_seconds is None else step_seconds * job.stages[0].stop
-    for stage, stage_job in zip(job.stages[1:], job.stage_jobs[1:], strict=True):
+    run_seconds = None if step_seconds is None else step_seconds * job.stages.plans[0].stop
+    for stage, stage_job in zip(job.stages.plans[1:], job.stage_jobs[1:], strict=True):
         section = Section(f"stage {stage.number}")
         sections.append(section)
         builder = stage_job.setup_builder
@@ -262,7 +262,7 @@ def make_stage_sections(
         with found.collect():
             own.validate(train_setup.abstract_state, machine.devices)
             report.add_stage(section, job, stage)
-            found.warnings += own.find_restarts(job.get_stage_dataset(stage.number))
+            found.warnings += own.find_restarts(job.stages.get_dataset(stage.number))
             estimate = report.estimate_early(stage_job, own.train_setup, machine)
             first = None if estimate is None else estimate.first
             micro_batch = first.micro_batch_examples if machine.is_faked and first is not None else None

@@ -2,32 +2,21 @@
 
 It holds the services that every part of a running job needs, records the end of the attempt, and reports to the user.
 `IncidentRecorder` stores the findings of the watchdog.
-
-`Notifier` runs a command, or sends a POST to a URL, on process 0. Each notification is sent on its own thread with a
-deadline. A failure only causes a warning. Training never waits for a notification; `drain` waits for a few seconds
-before the process exits, and leaves a command that takes longer running.
 """
 
 import contextlib
 import faulthandler
-import json
-import os
 import socket
-import subprocess
 import tempfile
-import threading
-import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from runner import console
-from runner.console import hide_secret, warn
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Progress
-from runner.distributed.heartbeat import StragglerReport
 from runner.distributed.preemption import StopNotice
+from runner.distributed.watchdog import StragglerReport
 from runner.errors import (
     EXIT_DONE,
     EXIT_PREEMPTED,
@@ -35,7 +24,6 @@ from runner.errors import (
     FailedError,
     FencedError,
     InvalidError,
-    MiscountError,
     PreemptedError,
     RemovedError,
     ResumeError,
@@ -45,201 +33,23 @@ from runner.errors import (
     format_error,
 )
 from runner.run.clock_file import start_clock_file
-from runner.run.events import (
-    EventLog,
+from runner.run.environment import (
     collect_environment,
     collect_versions,
     compare_environments,
     read_submit_time,
     validate_versions,
 )
+from runner.run.events import EventLog
 from runner.run.fence import Fence, is_unstarted
 from runner.run.layout import RESULT, Owner, read_owner, replace_owner, write_owner
 from runner.run.logs import open_log_file
 from runner.run.membership import WaitingHosts
-from runner.spec import Document, ExecutionSpec, NotifyConfig, Trajectory
+from runner.run.notify import Notifier
+from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.storage import BackgroundWriter, JsonObject, Store, encode_json, open_log, read_log
 
-DEADLINE_SECONDS = 30.0
-HOUR_SECONDS = 3600.0
-# Events of the ledger that cause a notification, and their names in it.
-NOTIFIED_EVENTS = {"done": "done", "failed": "failed", "fallback": "fallback", "stuck": "stalled"}
-_MAX_VALUE_CHARACTERS = 60
 DRAIN_SECONDS = 10.0  # for uploads and notifications, when the process ends
-
-
-class Notifier:
-    """Notifications of one attempt."""
-
-    def __init__(self, notify: NotifyConfig | None, run: JsonObject):
-        """Create the notifier.
-
-        Args:
-            notify: recipients (`notify` of the spec); None for no notifications.
-            run: keys of every payload: name, directory and attempt of the run.
-        """
-        self._notify, self._run = notify, run
-        self._threads: list[threading.Thread] = []
-        url = None if notify is None else notify.webhook
-        if url is not None and url.startswith("$"):
-            name, url = url[1:], os.environ.get(url[1:])
-            if url is None:
-                warn(f"notify: there is no {name} in the environment; nothing will be posted")
-        if url is not None:
-            hide_secret(url)  # Anyone who sees the URL in a log could post there.
-        self._url = url
-
-    def on_event(self, event: str, step: int | None, details: JsonObject) -> None:
-        """Notify of an event of the ledger, unless the attempt will be retried. Any thread."""
-        if event in NOTIFIED_EVENTS and details.get("code") != EXIT_RETRYABLE:
-            self.notify(NOTIFIED_EVENTS[event], step, details.get("reason"))
-
-    def report_frequent_preemption(self, read_ledger: Callable[[], Sequence[JsonObject]]) -> None:
-        """Notify if the previous attempt was preempted and thereby exceeded the limit of preemptions per hour.
-
-        Called at the start of an attempt. The ledger may be long and in a bucket, so it is read on a thread, and only
-        if there is a recipient.
-        """
-        if self._notify is not None:
-            self._start_thread(self._count_preemptions, read_ledger)
-
-    def _count_preemptions(self, read_ledger: Callable[[], Sequence[JsonObject]]) -> None:
-        assert self._notify is not None, "there is a recipient"
-        limit, attempt = self._notify.preemptions_per_hour, self._run["attempt"]
-        try:
-            events = [event for event in read_ledger() if event.get("event") == "preempt"]
-        except OSError as error:
-            warn(f"notify: the preemptions of the last hour cannot be counted: {format_error(error)}")
-            return
-        times = sorted(event["time"] for event in events if isinstance(event.get("time"), float))
-        if len(times) > limit and any(event.get("attempt") == attempt - 1 for event in events):
-            # Count the preemptions in the hour before the last one and before the one preceding it. Only the preemption
-            # that crosses the limit is reported, not those after it.
-            now, before = (sum(end - HOUR_SECONDS < time <= end for time in times) for end in (times[-1], times[-2]))
-            if now > limit >= before:
-                self.notify("preempted", None, f"{now} times within an hour")
-
-    def notify(self, event: str, step: int | None, reason: str | None) -> None:
-        """Start a notification of each recipient, if there is one."""
-        if self._notify is None:
-            return
-        payload = {**self._run, "event": event, "step": step, "reason": reason}
-        payload |= {"host": socket.gethostname(), "time": time.time()}
-        self._start_thread(self._send, json.dumps(payload).encode())
-
-    def _start_thread(self, function: Callable[[Any], None], argument: Any) -> None:
-        thread = threading.Thread(target=function, args=(argument,), name="notify", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def drain(self, seconds: float) -> None:
-        """Wait up to `seconds` for pending notifications, before the process exits. Never raises."""
-        deadline_seconds = time.monotonic() + seconds
-        for thread in self._threads:  # The list may grow meanwhile.
-            thread.join(max(0.0, deadline_seconds - time.monotonic()))
-
-    def _send(self, content: bytes) -> None:
-        assert self._notify is not None, "there is a recipient"
-        if self._notify.command is not None:
-            try:
-                _run_command(self._notify.command, content)
-            except (OSError, ValueError, subprocess.SubprocessError) as error:
-                warn(f"notify: the command failed: {format_error(error)}")
-        if self._url is not None:
-            try:
-                request = urllib.request.Request(self._url, content, {"Content-Type": "application/json"})
-                with urllib.request.urlopen(request, timeout=DEADLINE_SECONDS):
-                    pass
-            except (OSError, ValueError) as error:  # An error about the URL may quote it.
-                warn(f"notify: the webhook failed: {format_error(error).replace(self._url, '***')}")
-
-
-def _run_command(command: Sequence[str], content: bytes) -> None:
-    """Run a command with `content` on its standard input.
-
-    Raises:
-        subprocess.SubprocessError: the exit code is not 0, or the command was killed at the deadline.
-    """
-    # A new session, so that the command can be killed at the deadline together with its children.
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        process.communicate(content, DEADLINE_SECONDS)
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-        raise
-    if process.returncode != 0:
-        raise subprocess.SubprocessError(f"it ended with {process.returncode}")
-
-
-def validate_step(job: str, step: Any, last_step: int, total_steps: int) -> None:
-    """Check that a job's step may follow `last_step`, the last completed one.
-
-    A step is a plain int that never decreases. It may stay the same, even beyond `total_steps`: a checkpoint may have
-    been made for a larger total.
-
-    Raises:
-        MiscountError: the step is wrong; nothing may be saved.
-    """
-    # An exact check: a bool is an int in Python, and integers of NumPy or JAX cannot be written as JSON.
-    if type(step) is not int:
-        value = " ".join(repr(step).split())[:_MAX_VALUE_CHARACTERS]
-        problem = f"is {value}, of type {type(step).__name__}; needs to be a plain int, from self.step += 1"
-    elif step < last_step:
-        problem = f"went back to {step}; only load may set it back"
-    elif step > max(total_steps, last_step):
-        problem = f"is {step}, beyond the end"
-    else:
-        return
-    raise MiscountError(f"{job}: step {problem} (last step {last_step}, total_steps {total_steps}); it is not saved")
-
-
-def validate_end(job: str, step: Any, last_step: int, total_steps: int) -> None:
-    """Check like `validate_step`, and that the job has reached its end, now that `run` has returned."""
-    validate_step(job, step, last_step, total_steps)
-    if step < total_steps:
-        raise MiscountError(
-            f"{job}: run returned at step {step} of {total_steps}: the job is not done; run must go on to total_steps"
-        )
-
-
-class JobReport:
-    """Data that a job collects besides its state and reports at its end. The base has none; see `train.report`."""
-
-    def find_problem(self, attachments: dict[str, bytes]) -> str | None:
-        """Return the reason why the job cannot continue from a fast-tier state with these attachments; None if it can.
-
-        Called on process 0 only, while an older state can still be chosen.
-        """
-        return None
-
-    def resume(self, step: int, attachments: dict[str, bytes], carry: JsonObject | None) -> None:
-        """Continue at `step`. Called on every process before the first step, and after each `load` of the running job.
-
-        Args:
-            step: step of the state, new or restored.
-            attachments: files that the fast tier saved with the state.
-            carry: `carry` of the checkpoint's manifest; None if it has none, empty for a fork of such a checkpoint.
-        """
-
-    def result(self, step: int) -> JsonObject:
-        """Return the keys of `result.json` besides step and fingerprint. Called on every process at the end."""
-        return {}
-
-    def format_next_steps(self) -> Sequence[str]:
-        """Return lines that tell the user what to do with the finished run; printed last."""
-        return ()
-
-
-def format_end_lines(directory: str, step: int) -> list[str]:
-    """Return the lines to print after `done at step ...`: where the files are, and the effect of another start."""
-    return [
-        f"files: {directory} (result.json, spec.yaml, checkpoints/{step} ...)",
-        "run the same command again: a finished job exits at once, and an interrupted one resumes from its last save",
-        "the fingerprint is a digest of the state; with the same spec and hardware, interruptions do not change it",
-    ]
 
 
 @dataclass(frozen=True)
@@ -364,12 +174,6 @@ class Attempt:
         if self.hosts.is_main:
             self.events.flush()
         self.hosts.barrier()
-
-    def print_end(self, name: str, step: int, fingerprint: str, next_steps: Sequence[str]) -> None:
-        """Print the last lines of the finished run `name`; `next_steps` come from `JobReport.format_next_steps`."""
-        self.say(f"{name}: done at step {step}, fingerprint {fingerprint}")
-        for line in (*format_end_lines(self.store.url, step), *next_steps):
-            self.say(line)
 
     def report_moves(self, moves: Sequence[str], step: int) -> None:
         """Print and record that data or classes were moved or renamed since `step` was saved, without other changes."""

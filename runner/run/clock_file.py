@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from runner.console import warn
 from runner.distributed.clock import COUNTED_CATEGORIES, Clock, ClockReading, ClockStore, TimeCategory
 from runner.process import read_creation_ticks, read_machine_id
-from runner.records import TIME_MAX, Key, validate_record
-from runner.storage import BackgroundWriter, Store, parse_json
+from runner.storage import TIME_MAX, BackgroundWriter, Key, Store, parse_json, validate_record
 from runner.storage.store import fsync
 
 FORMAT = 1

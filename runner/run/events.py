@@ -1,43 +1,18 @@
 """Events of the ledger `events.jsonl`, the history of a run written by all processes of all attempts.
 
 `EVENTS` lists every event name that is ever written, with its details and its writer. `specs/README.md` is generated
-from it.
-
-The environment of a start (versions, CPUs, the git commit of the job's code, hosts) is a detail of the event `start`,
-and is recorded in every manifest. Process 0 collects it. Bit-identical results are promised only for equal hardware and
-versions, so a resume reports the differences. Imports no jax.
+from it. Imports no jax.
 """
 
-import inspect
-import math
-import os
-import platform
-import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import Any, Literal
 
 from runner.console import warn
-from runner.errors import InvalidError
-from runner.process import count_cpus
-from runner.records import Key, validate_record
-from runner.storage import JsonlLog, JsonObject, Store, parse_number, read_json
+from runner.run.environment import ENVIRONMENT_KEYS
+from runner.storage import JsonlLog, JsonObject, Key
 
-ENVIRONMENT_KEYS = (
-    Key("versions", dict, "Versions of Python, runner, jax, jaxlib and libtpu, as far as they are installed."),
-    Key("hosts", list, "Host name of each process."),
-    Key(
-        "cpus",
-        int,
-        "CPUs available to process 0, or NPROC. On a CPU, XLA splits sums over this many threads, so another number "
-        "gives other bits.",
-    ),
-    Key("commit", str, "Commit of the git checkout that contains the job's class; absent if there is none."),
-    Key("dirty", bool, "True if tracked files there differ from the commit; absent if there is no checkout."),
-)
 LINEAGE_KEYS = (
     Key("run", str, "Directory or URL of the parent at that time."),
     Key("id", str, "Id of the parent."),
@@ -45,10 +20,6 @@ LINEAGE_KEYS = (
     Key("fingerprint", str, "Fingerprint of that checkpoint, and so of the state with which the fork began."),
     Key("changes", dict, "Dotted key -> [value in the parent, value in the fork], null where there is none."),
 )
-SUBMITTED = "RUNNER_SUBMITTED"  # Unix seconds, set by the engine or the user
-GIT_SECONDS = 2.0  # deadline of each git command; a slower repository is left out
-_DISTRIBUTIONS = ("runner", "jax", "jaxlib", "libtpu")
-_MAX_NAMED_HOSTS = 4
 Writer = Literal["process 0", "any process"]
 
 EVENT_KEYS = (
@@ -61,113 +32,6 @@ EVENT_KEYS = (
 _SECONDS = Key("seconds", float, "How long it took.", "s")
 _FINGERPRINT = Key("fingerprint", str, "Digest of the bits of the whole state, 32 hexadecimal digits.")
 _REASON = Key("reason", str, "Reason in one line.")
-
-
-def collect_environment(job_class: type, hosts: list[str]) -> JsonObject:
-    """Return the values of `ENVIRONMENT_KEYS`; `hosts` has the host name of each process."""
-    return {"versions": collect_versions(), "hosts": hosts, "cpus": count_xla_threads()} | find_commit(job_class)
-
-
-def read_submit_time() -> JsonObject:
-    """Return the time at which the job was submitted, as the detail `submitted` of `start`; empty if it is unknown."""
-    try:
-        seconds = float(os.environ.get(SUBMITTED, ""))
-    except ValueError:
-        return {}
-    return {"submitted": seconds} if 0 < seconds < math.inf else {}
-
-
-def count_xla_threads() -> int:
-    """Return the number of threads that XLA uses on a CPU."""
-    given = os.environ.get("NPROC", "")
-    return int(given) if given.isdecimal() and int(given) > 0 else count_cpus()
-
-
-def collect_versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed distributions, by name."""
-    found = {"python": platform.python_version()}
-    for name in _DISTRIBUTIONS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def validate_versions(places: Sequence[tuple[str, Mapping[str, str]]]) -> None:
-    """Raise `InvalidError` if a process has another version of Python or of a distribution than process 0.
-
-    Args:
-        places: host name and `collect_versions` of each process.
-    """
-    main_host, needed = places[0]
-    for process, (host, versions) in enumerate(places):
-        for name in sorted({*needed, *versions}):
-            found, other = versions.get(name, "none"), needed.get(name, "none")
-            if found != other:
-                raise InvalidError(
-                    f"process {process} on {host} has {name} {found}, process 0 on {main_host} has {other}; give every "
-                    "host the same image"
-                )
-
-
-def find_commit(job_class: type) -> JsonObject:
-    """Return the commit of the git checkout that contains a class, and whether tracked files differ from it.
-
-    Empty if there is no such checkout, no git, or no answer in time.
-    """
-    try:
-        path = Path(inspect.getfile(job_class)).resolve()
-    except (OSError, TypeError):  # The class was typed into an interpreter.
-        return {}
-    commit = _run_git(path.parent, "rev-parse", "HEAD")
-    if commit is None or _run_git(path.parent, "check-ignore", str(path)) is not None:
-        return {}  # A package installed below a checkout, in a virtual environment, is not part of its commit.
-    changes = _run_git(path.parent, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit} if changes is None else {"commit": commit, "dirty": bool(changes)}
-
-
-def _run_git(directory: Path, *arguments: str) -> str | None:
-    """Return the output of a git command, or None if it fails."""
-    try:
-        result = subprocess.run(
-            ["git", "-C", str(directory), *arguments],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=GIT_SECONDS,
-            # `git status` would otherwise write the index, and could disturb a git command of the user.
-            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.strip() if result.returncode == 0 else None
-
-
-def compare_environments(before: JsonObject, now: JsonObject) -> list[str]:
-    """Return the differences between two environments, a few words each. A key that one of them lacks is ignored."""
-
-    def has_changed(key: str) -> bool:
-        return key in before and key in now and before[key] != now[key]
-
-    found = []
-    old, new = before.get("versions", {}), now.get("versions", {})
-    found += [f"{name} {old[name]} -> {new[name]}" for name in new if name in old and old[name] != new[name]]
-    if has_changed("cpus"):
-        found.append(f"cpus {before['cpus']} -> {now['cpus']}")
-    if has_changed("commit"):
-        found.append(f"commit {before['commit'][:12]} -> {now['commit'][:12]}")
-    if has_changed("dirty"):
-        found.append("uncommitted changes now" if now["dirty"] else "no uncommitted changes any more")
-    # A different order of the same hosts does not concern the user.
-    if has_changed("hosts") and sorted(before["hosts"]) != sorted(now["hosts"]):
-        found.append(f"hosts {_format_hosts(before['hosts'])} -> {_format_hosts(now['hosts'])}")
-    return found
-
-
-def _format_hosts(hosts: list[str]) -> str:
-    distinct = sorted(set(hosts))
-    return ", ".join(distinct) if len(distinct) <= _MAX_NAMED_HOSTS else f"({len(distinct)} of them)"
 
 
 @dataclass(frozen=True)
@@ -197,8 +61,6 @@ ROLL_BACK_KEYS = (
 # The record of each roll-back, a file of its own: see `runner.train.stability`.
 ROLL_BACK_FOLDER = "roll_backs"  # also the key of the trajectory in a manifest
 ROLL_BACKS_MAX = 16  # the train state has room for the skipped range of each
-_ROLL_BACK_RECORD_KEYS = (Key("begin", int, "Step after which batches are skipped."), *ROLL_BACK_KEYS)
-_INT32_MAX = 2**31 - 1
 
 # In the order in which a run writes them: start, restore, saves, training, evaluation, end.
 EVENTS = (
@@ -543,30 +405,3 @@ class EventLog:
             pass  # someone has deleted the ledger; the next event creates it again
         except OSError as error:
             warn(f"the ledger cannot be flushed ({error})")
-
-
-def read_roll_backs(store: Store) -> list[JsonObject]:
-    """Return the records of all roll-backs of this run, in order. A fork continues the numbering of its parent.
-
-    Raises:
-        InvalidError: a record is damaged, or one between two others is missing.
-    """
-    numbers = [number for number in map(parse_number, store.list_names(ROLL_BACK_FOLDER)) if number is not None]
-    return [read_roll_back(store, number) for number in range(min(numbers, default=1), max(numbers, default=0) + 1)]
-
-
-def read_roll_back(store: Store, number: int) -> JsonObject:
-    """Return a record. Raises `InvalidError` if it is damaged or missing."""
-    try:
-        record = read_json(store, f"{ROLL_BACK_FOLDER}/{number}")
-        validate_record(record, _ROLL_BACK_RECORD_KEYS, [key.name for key in _ROLL_BACK_RECORD_KEYS])
-        # The skipped ranges of a run are stored in its state, as 32-bit numbers.
-        if record["number"] != number or number > ROLL_BACKS_MAX:
-            raise ValueError(f"it is roll-back {number}, and says {record['number']}; {ROLL_BACKS_MAX} are possible")
-        if not 0 <= record["begin"] < _INT32_MAX or not 0 < record["batches"] < _INT32_MAX:
-            raise ValueError(f"it passes over {record['batches']} batches after step {record['begin']}")
-    except (ValueError, FileNotFoundError) as error:
-        reason = "missing" if isinstance(error, FileNotFoundError) else f"damaged ({error})"
-        advice = f"put a copy of it back, or move {ROLL_BACK_FOLDER} away, and the run decides anew"
-        raise InvalidError(f"{store.url}/{ROLL_BACK_FOLDER}/{number} is {reason}; {advice}") from error
-    return record

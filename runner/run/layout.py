@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Self
 
 from runner.errors import InvalidError, NewerFormatError, ResumeError
-from runner.records import STEP_MAX, Key, validate_record
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.storage import (
+    STEP_MAX,
     JsonObject,
+    Key,
     Store,
     WrongKindError,
     create_file,
@@ -25,6 +26,7 @@ from runner.storage import (
     make_store,
     read_json,
     validate_path,
+    validate_record,
     validate_url,
 )
 

@@ -18,9 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from runner.records import PARAMS
-
 Auto = Literal["auto"]
+PARAMS = "params"  # value of `--weights` for the trained parameters, as opposed to an average of them
 Section = dict[str, Any]  # a section that the class of a job or a hook validates
 Level = Literal["debug", "info", "warning", "error"]
 

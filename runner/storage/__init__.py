@@ -1,6 +1,6 @@
 """One interface over local disks and the buckets of three clouds.
 
-- `store`: store interface, errors, retries with exponential backoff, digests, JSON files
+- `store`: store interface, errors, retries with exponential backoff, digests, JSON files and tables of their keys
 - `local`: store on a disk
 - `bucket`: store in a bucket; background writer of growing files
 - `gcs`: driver for Google Cloud Storage
@@ -27,6 +27,9 @@ from runner.storage.jsonl import (
 from runner.storage.local import ConfinedStore, LocalStore, as_local, default_cache_directory
 from runner.storage.store import (
     ABSENT,
+    INT_MAX,
+    STEP_MAX,
+    TIME_MAX,
     ChangedError,
     DeadlineError,
     DeniedError,
@@ -34,6 +37,7 @@ from runner.storage.store import (
     FileInfo,
     ForbiddenError,
     JsonObject,
+    Key,
     Store,
     TransientError,
     Version,
@@ -46,6 +50,7 @@ from runner.storage.store import (
     parse_number,
     probe_store,
     read_json,
+    validate_record,
 )
 from runner.storage.url import (
     find_extra,
@@ -59,6 +64,9 @@ from runner.storage.url import (
 
 __all__ = [
     "ABSENT",
+    "INT_MAX",
+    "STEP_MAX",
+    "TIME_MAX",
     "BackgroundWriter",
     "ChangedError",
     "ConfinedStore",
@@ -71,6 +79,7 @@ __all__ = [
     "JsonObject",
     "JsonlLog",
     "JsonlTail",
+    "Key",
     "LocalStore",
     "Store",
     "TailUpdate",
@@ -100,5 +109,6 @@ __all__ = [
     "read_log",
     "split_checkpoint",
     "validate_path",
+    "validate_record",
     "validate_url",
 ]

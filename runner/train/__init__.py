@@ -6,6 +6,7 @@
 - `state`: train state, variables and shardings
 - `stability`: skipped updates and roll-backs
 - `loss`: cross-entropy and fields of a batch
+- `replay`: steps whose gradients are computed twice, to find defective devices
 - `step`: optimizer step and validation step
 - `compile`: split of the global batch, compiled steps, and the micro-batch that fits
 - `kernel_check`: self-test of the kernels of a step
@@ -13,7 +14,7 @@
 - `evaluators`: evaluators, their schedule, and validation
 - `report`: rows of metrics
 - `setup`: abstract train state, shardings and optimizer on a mesh
-- `stages`: stages of a run: configs, trajectory, compiled steps
+- `stages`: stages of a run: configs, trajectory, data, compiled steps
 - `checks`: checks of hardware, data and earlier attempts
 - `flops`: FLOPs, memory and traffic of a step
 """

@@ -4,15 +4,6 @@
 steps. Steps are traced, lowered and compiled once, from abstract shapes and ahead of the first step, so that nothing is
 traced again during training. The compiler's own memory figures determine the largest micro-batch that fits in device
 memory. This module does not depend on the model or the data.
-
-**Silent corruption** (`train.replay_every_steps`, `ReplayedStep`). A defective device computes wrong numbers without an
-error. The gradients of a replayed step are computed twice by one compiled program. Where several groups of devices have
-whole copies of the parameters, the second computation gives every shard of the batch to the next group. Digests of the
-gradients of each shard, before any sum over shards, must be equal, because the same program on the same numbers gives
-the same bits. If they differ, the update is not applied, and a third computation, on the next group, finds out which of
-the two was wrong. The optimizer and the sums over devices are not replayed.
-
-Shape legend: N data shards whose gradients are computed separately, L arrays of gradients.
 """
 
 import functools
@@ -26,13 +17,11 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner.accelerator import is_gpu_deterministic, make_compiler_options
-from runner.checkpoint.fingerprint import format_leaf_name
 from runner.checkpoint.leaves import find_form_problems, is_on_host, make_strongly_typed
 from runner.config import TrainerConfig
 from runner.data import Dataset, Fields, get_batch_fields, load_global_batch
@@ -41,11 +30,9 @@ from runner.metrics.meta import (
     REPLAY_DIGESTS,
     RESERVED_NAMES,
     TOKEN_COUNT,
-    Meta,
     replace_sums_by_means,
     validate_meta,
 )
-from runner.optim.groups import split_frozen
 from runner.optim.library import find_injected_rate
 from runner.parallel.canonical import canonicalise
 from runner.parallel.mesh import (
@@ -58,11 +45,11 @@ from runner.parallel.mesh import (
     validate_same_bits_mesh,
     validate_sequence_sharding,
 )
-from runner.parallel.reduction import list_gradient_shards
 from runner.train.auxiliary import AuxiliaryState, validate_auxiliary
 from runner.train.loss import target_weights
+from runner.train.replay import ReplayInputs, get_digests, make_abstract_replay, use_replay_inputs
 from runner.train.state import TrainState, get_shardings, move_to_device, move_to_host
-from runner.train.step import COMPARE, DIGEST, UPDATE, Batch, ReplayInputs, use_replay_inputs
+from runner.train.step import Batch
 
 MEMORY_SHARE = 0.9  # share of a device's memory that a step may be planned to use
 _CUDNN_CONFIG = "create_dot_product_attention_backend_config"  # function of JAX that writes the options of a call
@@ -228,8 +215,8 @@ def trace_train_step(
     """Trace `(state, batch, key) -> (state, loss, meta)` with the state donated.
 
     If the layout `is_replayable`, the function also takes `ReplayInputs` and returns the digests of the gradients,
-    uint32 (N, L) (see `runner.train.step`). The meta gets the `learning_rate` of the step, if there is a schedule or an
-    optimizer whose state holds the rate, and the `token_count`, if batches differ in it.
+    see `runner.train.replay`. The meta gets the `learning_rate` of the step, if there is a schedule or an optimizer
+    whose state holds the rate, and the `token_count`, if batches differ in it.
 
     Args:
         train_step: function of (state, batch, key of the step, accumulation steps).
@@ -251,7 +238,7 @@ def trace_train_step(
         rate = None if schedule is None else jnp.asarray(schedule(state.step), jnp.float32)
         with use_replay_inputs(*replay or [None]):
             after, loss, meta = train_step(state, batch, step_key, layout.accumulate_steps)
-        digests = [] if not replay else [_take_digests(meta)]
+        digests = [] if not replay else [get_digests(meta)]
         meta = {name: value for name, value in meta.items() if name != REPLAY_DIGESTS}
         if auxiliary_states:
             validate_auxiliary(auxiliary_states, state.riders, after.riders)
@@ -278,7 +265,7 @@ def trace_train_step(
 
     # Without offloaded leaves the program is left as it is, so that its compiled form stays the same.
     has_offloaded = any(map(is_on_host, jax.tree.leaves(abstract)))
-    replay = [make_abstract_replay(abstract, layout)] if layout.is_replayable else []
+    replay = [make_abstract_replay(abstract, layout.mesh, layout.is_ordered)] if layout.is_replayable else []
     jitted = jax.jit(
         offloaded if has_offloaded else program,
         donate_argnums=0,
@@ -286,32 +273,6 @@ def trace_train_step(
     )
     with use_sharding_rules(layout.mesh):
         return jitted.trace(abstract, layout.abstract_batch(), jax.eval_shape(lambda: key), *replay)
-
-
-def _take_digests(meta: Meta) -> jax.Array:
-    if REPLAY_DIGESTS not in meta:
-        raise InvalidError(
-            "train.replay_every_steps compares the gradients of BaseTrainer.train_step, and train_step of the job does "
-            "not call it; call it, or leave the key out"
-        )
-    digests: jax.Array = meta[REPLAY_DIGESTS]
-    return digests
-
-
-def make_abstract_replay(abstract: TrainState, layout: BatchLayout) -> ReplayInputs:
-    """Return shapes, dtypes and sharding of the inputs of a step that can be replayed."""
-    replicated = NamedSharding(layout.mesh, PartitionSpec())
-    num_shards = len(list_gradient_shards(layout.mesh.abstract_mesh, layout.is_ordered))
-    shape = num_shards, len(list_trained_names(abstract))
-    scalar: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
-    digests: Any = jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=replicated)
-    return ReplayInputs(scalar, scalar, digests)
-
-
-def list_trained_names(state: TrainState) -> list[str]:
-    """Return the names of the parameters that get gradients, in the order of the digests of a replayed step."""
-    trained, _ = split_frozen(state.params, state.opt_state)
-    return [format_leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(trained)]
 
 
 def trace_val_step(val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout) -> jax.stages.Traced:
@@ -523,103 +484,3 @@ def _parse_needed_temporaries(message: str) -> int | None:
         )
     found = re.search(r"(?:HLO temporaries \(|Used )([\d.]+)([KMGT]?)", message)
     return None if found is None else int(float(found[1]) * 2 ** (10 * " KMGT".index(found[2] or " ")))
-
-
-# Replays.
-
-
-@dataclass(frozen=True)
-class DeviceFault:
-    """Result of a replay in which two computations of the same gradients differ.
-
-    Attributes:
-        parameters: names of the parameters whose gradients differ.
-        devices: devices that include the defective one.
-    """
-
-    parameters: list[str]
-    devices: list[jax.Device]
-
-    def __str__(self) -> str:
-        count = len(self.parameters) - 1
-        more = f" and {count} more" if count else ""
-        names = ", ".join(f"{device.id} (process {device.process_index})" for device in self.devices)
-        which = f"device {names} is" if len(self.devices) == 1 else f"one of the devices {names} is"
-        return f"the gradient of {self.parameters[0]}{more} differs when it is computed again; {which} defective"
-
-
-class ReplayedStep:
-    """Compiled train step that can compute the gradients of a step again. All calls are made on every process."""
-
-    def __init__(self, compiled: CompiledStep, abstract: TrainState):
-        """Prepare the inputs.
-
-        Args:
-            compiled: step whose layout `is_replayable`.
-            abstract: shape, dtype and sharding of every leaf of the state.
-        """
-        self._run, self._names = compiled.executable, list_trained_names(abstract)
-        mesh = compiled.layout.mesh
-        flat = mesh.devices.flat
-        shards = list_gradient_shards(mesh.abstract_mesh, compiled.layout.is_ordered)
-        self._groups = [[flat[index] for index in shard] for shard in shards]
-        inputs = make_abstract_replay(abstract, compiled.layout)
-        no_digests = _replicate(0, inputs.expected)
-        self._update, self._moved, self._third = (
-            ReplayInputs(_replicate(action, inputs.action), _replicate(shift, inputs.shift), no_digests)
-            for action, shift in ((UPDATE, 0), (DIGEST, 1), (DIGEST, 2))
-        )
-        self._compare = _replicate(COMPARE, inputs.action)
-
-    def run(self, state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
-        """Make a step without replay and return (state, loss, meta). Does not wait for the device."""
-        state, loss, meta, _ = self._run(state, batch, key, self._update)
-        return state, loss, meta
-
-    def compare(
-        self, state: TrainState, batch: Batch, key: jax.Array
-    ) -> tuple[TrainState, jax.Array, Any, DeviceFault | None]:
-        """Make a step whose gradients are computed twice, and wait for it.
-
-        Returns:
-            (state, loss, meta, None), or the unchanged state and the fault if the gradients differ.
-        """
-        state, _, _, moved = self._run(state, batch, key, self._moved)
-        inputs = ReplayInputs(self._compare, self._update.shift, moved)
-        state, loss, meta, first = self._run(state, batch, key, inputs)
-        first, moved = np.asarray(first), np.asarray(moved)
-        if np.array_equal(first, moved):
-            return state, loss, meta, None
-        state, _, _, third = self._run(state, batch, key, self._third)
-        names = [name for name, differs in zip(self._names, (first != moved).any(axis=0), strict=True) if differs]
-        digests = first, moved, np.asarray(third)
-        devices = [device for group in find_faulty_groups(digests) for device in self._groups[group]]
-        return state, loss, meta, DeviceFault(names, devices)
-
-
-def _replicate(value: int, abstract: Any) -> jax.Array:
-    whole = np.full(abstract.shape, value, abstract.dtype)
-    return jax.make_array_from_callback(whole.shape, abstract.sharding, lambda index: whole[index])
-
-
-def find_faulty_groups(digests: Sequence[np.ndarray]) -> list[int]:
-    """Return the groups of devices that include the one that made two computations differ.
-
-    Args:
-        digests: uint32 (N, L) of three computations; in number k, group n + k, modulo N, computed shard n. The first
-            two differ.
-    """
-    num_groups = len(digests[0])
-    suspects = []
-    for shard, (first, moved, third) in enumerate(zip(*digests, strict=True)):
-        if np.array_equal(first, moved):
-            continue
-        groups = [(shard + shift) % num_groups for shift in range(3)]
-        if np.array_equal(moved, third):
-            suspects.append({groups[0]})
-        elif np.array_equal(first, third):
-            # With two groups the third computation runs on the same group as the first, which may be wrong each time.
-            suspects.append({groups[1]} if num_groups > 2 else {*groups})
-        else:
-            suspects.append({*groups})
-    return sorted(set.intersection(*suspects) or set.union(*suspects))

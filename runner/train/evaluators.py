@@ -13,12 +13,10 @@ of averaged weights on the same sets.
 import contextlib
 import functools
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +29,7 @@ from runner.data import Dataset
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import EVALUATION, LocalFailure, Phase
 from runner.errors import FailedError, InvalidError, RunnerError, format_error
-from runner.metrics.meta import ACCURACY, LIST_MAX, SUMS, RowValue, compute_means, to_row_value
+from runner.metrics.meta import ACCURACY, SUMS, RowValue, UnfitMetricsError, compute_means, parse_metrics, to_row_value
 from runner.metrics.rows import Row
 from runner.run.attempt import Attempt
 from runner.spec import hash_record
@@ -40,19 +38,8 @@ from runner.train.lora import DONATED, are_donated, copy_containers, make_lazy_w
 from runner.train.state import PARAMS, RIDERS, VARIABLES, TrainState, get_merge
 from runner.train.step import Batch
 
-TEXT_MAX_CHARACTERS = 1 << 14
-KEY_MAX_CHARACTERS = 200
-METRICS_MAX = 1000  # of one evaluator
-BINS_MAX = 1024
-_EXACT_INT_MAX = 1 << 63  # larger integers become floats, which every reader of JSON knows
 EvaluationMetrics = Row
-_KEY = re.compile(r"[\w.-]+(/[\w.-]+)+")
 VAL_ACCURACY = f"val/{ACCURACY}"
-_RESERVED_PREFIXES = ("train/", "perf/", "data/")
-
-
-class UnfitMetricsError(ValueError):
-    """The metrics of an evaluator do not fit into a row."""
 
 
 class Evaluator(Protocol):
@@ -182,95 +169,6 @@ class EvaluatorSchedule:
         if self._attempt.hosts.is_main:
             warn(f"evaluator {name} at step {step}: {reason}")
         self._attempt.record("evaluation_problem", step, evaluator=name, reason=reason)
-
-
-def parse_metrics(
-    metrics: Any, before: Row, form: re.Pattern[str] = _KEY, reserved: tuple[str, ...] = _RESERVED_PREFIXES
-) -> tuple[Row, list[str]]:
-    """Return the metrics as JSON values, and the keys of those that are not finite: they are null.
-
-    `form` is the form of a key, and `reserved` are prefixes that it must not have.
-
-    Raises `UnfitMetricsError`; what the objects of a user raise is passed on.
-    """
-    if not isinstance(metrics, Mapping):
-        raise UnfitMetricsError(
-            f"it returns a {type(metrics).__name__}, needs a dictionary of metrics by their key in a row"
-        )
-    row: Row = {}
-    for number, key in enumerate(metrics):
-        if number == METRICS_MAX:
-            raise UnfitMetricsError(f"it returns more than {METRICS_MAX:,} metrics")
-        if not (isinstance(key, str) and len(key) <= KEY_MAX_CHARACTERS and form.fullmatch(key)):
-            raise UnfitMetricsError(
-                f"it returns a metric named {repr(key)[:KEY_MAX_CHARACTERS]}, needs a key such as val/accuracy"
-            )
-        if key.startswith(reserved):
-            raise UnfitMetricsError(f"it returns a metric named {key!r}, needs a key such as val/accuracy")
-        if key in before:
-            raise UnfitMetricsError(f"it returns {key}, which another evaluator has returned")
-        try:
-            row[key] = _parse_metric(metrics[key])
-        except TypeError as error:
-            raise UnfitMetricsError(
-                f"it returns as {key} {error}; a row needs a number, null, a text of at most {TEXT_MAX_CHARACTERS:,} "
-                f"characters, a list of at most {LIST_MAX} numbers, or a histogram of at most {BINS_MAX:,} bins"
-            ) from error
-    return {key: value.value for key, value in row.items()}, [key for key, value in row.items() if not value.is_finite]
-
-
-class _ParsedValue(NamedTuple):
-    value: RowValue
-    is_finite: bool = True
-
-
-def _parse_metric(value: Any) -> _ParsedValue:
-    """Return a metric as a JSON value. Raises `TypeError` with a description of what a row cannot hold."""
-    if value is None:
-        return _ParsedValue(None)
-    if isinstance(value, str):
-        if len(value) > TEXT_MAX_CHARACTERS:
-            raise TypeError(f"a text of {len(value):,} characters")
-        return _ParsedValue(str(value).encode(errors="replace").decode())
-    if isinstance(value, list | tuple) and len(value) <= LIST_MAX:
-        numbers = [_parse_number(each) for each in value]
-        return _ParsedValue([number for number, _ in numbers], all(is_finite for _, is_finite in numbers))
-    if isinstance(value, dict) and {*value} == {"counts", "edges"}:
-        for each in value.values():
-            if not isinstance(each, list | tuple | np.ndarray | jax.Array) or len(each) > BINS_MAX + 1:
-                raise TypeError(f"a histogram of a {type(each).__name__}")
-        bins: Any = (
-            [_parse_number(each)[0] for each in np.asarray(value[name]).tolist()] for name in ("counts", "edges")
-        )
-        counts, edges = bins
-        if len(edges) != len(counts) + 1 or not counts:
-            raise TypeError(f"a histogram of {len(counts)} counts and {len(edges)} edges")
-        if None in counts or None in edges:
-            return _ParsedValue(None, is_finite=False)
-        if any(low > high for low, high in pairwise(edges)):
-            raise TypeError("a histogram whose edges do not ascend")
-        return _ParsedValue({"counts": counts, "edges": edges})
-    return _ParsedValue(*_parse_number(value))
-
-
-def _parse_number(value: Any) -> tuple[float | None, bool]:
-    """Return a number of Python, or a scalar array of NumPy or JAX, and True if it is finite; else it becomes None.
-
-    None stays None.
-    """
-    if value is None:
-        return None, True
-    is_array = getattr(value, "shape", None) == () and hasattr(value, "__float__") and hasattr(value, "dtype")
-    kinds = jnp.bool_, jnp.integer, jnp.floating
-    if not (isinstance(value, int | float) or (is_array and any(jnp.issubdtype(value.dtype, kind) for kind in kinds))):
-        raise TypeError(f"a {type(value).__name__}")
-    if isinstance(value, int) and abs(value) < _EXACT_INT_MAX:
-        return int(value), True
-    try:
-        number = float(value)
-    except OverflowError:  # an integer beyond float64
-        return None, False
-    return (number, True) if math.isfinite(number) else (None, False)
 
 
 # Validation.

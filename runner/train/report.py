@@ -11,20 +11,21 @@ import jax
 
 from runner.checkpoint.policy import is_due
 from runner.config import TrainerConfig
+from runner.job import JobReport
 from runner.metrics.file import METRICS_FILE, find_tail_problem, open_metrics_file, read_encoded_rows
 from runner.metrics.meta import HIGH_LOSS_STEPS, Meta
 from runner.metrics.rows import Row, RowTail
 from runner.metrics.window import MetricsWindow, StepTimer
 from runner.metrics.writers import RowDisplay, open_displays
 from runner.parallel.mesh import read_peak_memory_bytes
-from runner.run.attempt import Attempt, JobReport
+from runner.run.attempt import Attempt
 from runner.spec import ExecutionSpec
 from runner.storage import JsonObject
 from runner.train.evaluators import Evaluator, EvaluatorSchedule
 from runner.train.profiler import Profiler
 
-GIVEN_UP_MAX = 500  # rows in the record of a roll-back
-GIVEN_UP_KEYS = ("step", "train/tokens", "train/examples", "perf/time", "train/loss")
+DISCARDED_MAX = 500  # rows in the record of a roll-back
+DISCARDED_KEYS = ("step", "train/tokens", "train/examples", "perf/time", "train/loss")
 
 
 class Report(JobReport):
@@ -271,8 +272,8 @@ class Report(JobReport):
         with contextlib.suppress(OSError):
             self._metrics.sync()
         lines = read_encoded_rows(self._attempt.store)
-        rows = [line.row for line in collections.deque((line for line in lines if line.step > step), GIVEN_UP_MAX)]
-        return [{key: row[key] for key in GIVEN_UP_KEYS if key in row} for row in rows]
+        rows = [line.row for line in collections.deque((line for line in lines if line.step > step), DISCARDED_MAX)]
+        return [{key: row[key] for key in DISCARDED_KEYS if key in row} for row in rows]
 
     def attachments(self) -> dict[str, bytes]:
         """Return the rows to save with a state in the fast tier; they may not be durable yet. Process 0 only."""

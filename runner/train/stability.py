@@ -12,17 +12,16 @@ level ends the run after `max_consecutive_skips` instead of being accepted.
 
 **Roll-back.** The state counts the successive steps whose loss is above the threshold. When the job has fetched
 `after_steps` such losses, or a single value that is not finite, it is rolled back: it skips a range of batches that
-begins shortly before the first of these steps, and continues from a checkpoint before that range
-(`BaseTrainer.roll_back`). The steps between the checkpoint and the range are repeated with their own data. The
-trajectory is therefore a function of the spec alone: it does not depend on which checkpoints exist, when the values are
-fetched, or how often the job is killed. The protocol:
+begins shortly before the first of these steps, and continues from a checkpoint before that range. The steps between the
+checkpoint and the range are repeated with their own data. The trajectory is therefore a function of the spec alone: it
+does not depend on which checkpoints exist, when the values are fetched, or how often the job is killed. The protocol:
 
-1. Process 0 creates `roll_backs/<number>`, durably, and only once. From this moment on every start completes the
-   roll-back.
-2. The newest checkpoint whose step is not after the beginning of the range is loaded. Later checkpoints belong to the
-   discarded trajectory and are quarantined, after a kill by the next start.
+1. Process 0 creates `roll_backs/<number>`, durably, and only once (`RollBacks.decide`). From this moment on every start
+   completes the roll-back (`RollBacks.complete`).
+2. The newest checkpoint whose step is not after the beginning of the range is loaded (`BaseTrainer.roll_back`). Later
+   checkpoints belong to the discarded trajectory and are quarantined, after a kill by the next start.
 3. The range is written into the state, and saved with it. A restored state lacks ranges of roll-backs after its save;
-   they are added from the records.
+   they are added from the records (`RollBacks.restore`).
 
 The window holds the observed values, which are summed in a fixed order. If the values are the same on any number of
 devices (`train.same_bits_devices`), so are the decisions.
@@ -31,7 +30,7 @@ Shape legend: N steps of the window.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -43,18 +42,32 @@ from runner.checkpoint.manifest import read_committed
 from runner.checkpoint.restore import quarantine
 from runner.config import RollBackConfig, StabilityConfig
 from runner.data import SkippedBatches
-from runner.errors import StateError
+from runner.errors import DivergedError, InvalidError, ResumeError, StateError
 from runner.metrics.meta import CONSECUTIVE_SKIPS, HIGH_LOSS_STEPS, ROLL_BACKS, SKIPPED_UPDATES
+from runner.metrics.rows import Row
+from runner.metrics.window import SpikeError
 from runner.run.attempt import Attempt
-from runner.run.events import ROLL_BACK_FOLDER, ROLL_BACK_KEYS, ROLL_BACKS_MAX, read_roll_back, read_roll_backs
+from runner.run.events import ROLL_BACK_FOLDER, ROLL_BACK_KEYS, ROLL_BACKS_MAX
 from runner.spec import Trajectory
-from runner.storage import JsonObject, create_file, encode_json, read_log
+from runner.storage import (
+    JsonObject,
+    Key,
+    Store,
+    create_file,
+    encode_json,
+    parse_number,
+    read_json,
+    read_log,
+    validate_record,
+)
 from runner.train.auxiliary import AuxiliaryState, Scalars, StepOutcome
 from runner.train.state import TrainState
 
 STABILITY = "stability"
 _SKIPPED, _CONSECUTIVE, _ACCEPTED, _WINDOW = "skipped", "consecutive", "accepted", "window"
 _HIGH, _LOW, _LOSSES, _SKIPPED_BATCHES = "high", "low", "losses", "passed_over"
+_RECORD_KEYS = (Key("begin", int, "Step after which batches are skipped."), *ROLL_BACK_KEYS)
+_INT32_MAX = 2**31 - 1
 
 
 def make_stability(config: StabilityConfig) -> AuxiliaryState:
@@ -120,7 +133,136 @@ def watch_loss(before: Any, outcome: StepOutcome, config: RollBackConfig) -> tup
     return after, {ROLL_BACKS: num_roll_backs, HIGH_LOSS_STEPS: high}
 
 
+def _push(
+    window_N: jax.Array, num_accepted: jax.Array, value: jax.Array, is_accepted: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return window and number of accepted values, with `value` in the place of the oldest one if it is accepted."""
+    N = window_N.shape[0]
+    is_oldest_N = is_accepted & (jnp.arange(N) == num_accepted % N)
+    return jnp.where(is_oldest_N, value, window_N), num_accepted + is_accepted
+
+
+def is_spike(window_N: jax.Array, num_accepted: jax.Array, value: jax.Array, sigmas: float) -> jax.Array:
+    """Return True if `value` is more than `sigmas` standard deviations above the mean of a full window."""
+    N = window_N.shape[0]
+    mean = _sum_pairwise(window_N) / N
+    # The barrier keeps XLA from fusing squares and sum to multiply-adds, which would depend on the code around them.
+    squares_N = lax.optimization_barrier((window_N - mean) ** 2)
+    deviation = jnp.sqrt(_sum_pairwise(squares_N) / (N - 1))
+    # If all values are equal, their deviation gives no threshold.
+    return (num_accepted >= N) & (deviation > 0) & (value - mean > jnp.float32(sigmas) * deviation)
+
+
+def _sum_pairwise(values_N: jax.Array) -> jax.Array:
+    """Return the sum, added in an order that does not depend on how it is compiled."""
+    while (N := values_N.shape[0]) > 1:
+        half = -(-N // 2)
+        values_N = values_N[:half] + jnp.pad(values_N[half:], (0, 2 * half - N))
+    return values_N[0]
+
+
 # Roll-backs, on the host.
+
+
+class RollBacks:
+    """Roll-backs of a run, and the ranges of batches that they have skipped. Called on every host.
+
+    `skipped` are the ranges in the state of the job. A state that was saved before a roll-back gets its range when it
+    is restored, so that `skipped` has one range for each record.
+
+    Attributes:
+        records: records of the roll-backs of this run, in order. Empty until `complete`.
+        skipped: ranges of all roll-backs, those that a fork has inherited first. Empty until `restore`.
+    """
+
+    def __init__(self, policy: RollBackConfig | None):
+        """Create it without roll-backs; None for `policy` if the spec asks for none."""
+        self._policy = policy
+        self.records: list[JsonObject] = []
+        self.skipped: tuple[SkippedBatches, ...] = ()
+
+    def complete(self, attempt: Attempt) -> None:
+        """Complete the roll-backs of killed attempts. Called before the restore."""
+        if self._policy is not None:
+            self.records = attempt.hosts.run_on_main(lambda: complete_roll_backs(attempt))
+
+    def restore(self, state: TrainState, step: int, url: str) -> TrainState:
+        """Return a restored or new state with the ranges of the roll-backs that were recorded after it was saved.
+
+        Args:
+            state: the state.
+            step: its step, for a message.
+            url: URL of the run's directory, for a message.
+
+        Raises:
+            ResumeError: a record is missing.
+        """
+        if self._policy is None:
+            return state
+        saved = read_skipped_batches(state)
+        newer = [record for record in self.records if record["number"] > len(saved)]
+        if newer and newer[0]["number"] > len(saved) + 1:
+            raise ResumeError(
+                f"{url}: {ROLL_BACK_FOLDER}/{len(saved) + 1} is missing, and step {step} was saved before that "
+                "roll-back; restore the file"
+            )
+        self.skipped = (*saved, *(SkippedBatches(record["begin"], record["batches"]) for record in newer))
+        return replace_skipped_batches(state, self.skipped) if newer else state
+
+    def is_discarded(self, saved: Trajectory, step: int) -> bool:
+        """Return True if a state saved at `step` was discarded by a roll-back."""
+        return is_discarded(saved, step, self.records)
+
+    def decide(
+        self,
+        attempt: Attempt,
+        spike: SpikeError,
+        stage_start: int,
+        batch_examples: int,
+        list_discarded_rows: Callable[[int], Sequence[Row]],
+    ) -> list[int]:
+        """Decide on the range to skip because of a spike, and record it. Call it when no save is in progress.
+
+        From this moment on, every start completes the roll-back.
+
+        Args:
+            attempt: the running attempt.
+            spike: the spike.
+            stage_start: start of the stage in which the spike begins; earlier stages have other data.
+            batch_examples: examples of a step in this stage.
+            list_discarded_rows: function that returns the rows after a step, which are kept only in the record.
+
+        Returns:
+            Steps of the checkpoints at which the run may continue, the best one first. If it restores none of them, the
+            run cannot go on.
+
+        Raises:
+            DivergedError: the run was rolled back too often, or has no such checkpoint.
+        """
+        policy, made, hosts = self._policy, self.skipped, attempt.hosts
+        assert policy is not None, "only a job with this policy finds spikes"
+        if len(made) >= policy.at_most:
+            tried = ", ".join(f"{number} batches after step {begin}" for begin, number in made)
+            raise DivergedError(f"{spike}; all {len(made)} allowed roll-backs have been made, and skipped {tried}")
+        begin, number = plan_roll_back(policy, spike.first, batch_examples, made)
+        begin, number = max(begin, stage_start), number - max(stage_start - begin, 0)
+        committed = hosts.run_on_main(lambda: [step for step in sorted(read_committed(attempt.store)) if step <= begin])
+        if not committed:
+            raise DivergedError(f"{spike}; no checkpoint of step {begin} or earlier is left to go back to")
+        record = {
+            "number": len(made) + 1,
+            "begin": begin,
+            "batches": number,
+            "first": spike.first,
+            "detected": spike.step,
+            "reason": spike.reason,
+        }
+        hosts.run_on_main(lambda: record_roll_back(attempt, record | {"rows": list_discarded_rows(begin)}))
+        self.records = [*self.records, record]
+        attempt.say(
+            f"rolled back: {spike.reason} at step {spike.step}; {number} batches after step {begin} are skipped"
+        )
+        return committed[::-1]
 
 
 def plan_roll_back(
@@ -163,7 +305,7 @@ def record_roll_back(attempt: Attempt, record: JsonObject) -> None:
         # A suspended process of an earlier attempt may have recorded the same decision.
         known = read_roll_back(store, record["number"])
         if any(known.get(key) != record[key] for key in ("begin", "batches")):
-            raise StateError(f"{store.url}/{name} has another stretch of data than this attempt found") from None
+            raise StateError(f"{store.url}/{name} skips other data than this attempt found") from None
     _append_event(attempt, record)
     attempt.events.flush()
 
@@ -188,6 +330,33 @@ def complete_roll_backs(attempt: Attempt) -> list[JsonObject]:
     return records
 
 
+def read_roll_backs(store: Store) -> list[JsonObject]:
+    """Return the records of all roll-backs of this run, in order. A fork continues the numbering of its parent.
+
+    Raises:
+        InvalidError: a record is damaged, or one between two others is missing.
+    """
+    numbers = [number for number in map(parse_number, store.list_names(ROLL_BACK_FOLDER)) if number is not None]
+    return [read_roll_back(store, number) for number in range(min(numbers, default=1), max(numbers, default=0) + 1)]
+
+
+def read_roll_back(store: Store, number: int) -> JsonObject:
+    """Return a record. Raises `InvalidError` if it is damaged or missing."""
+    try:
+        record = read_json(store, f"{ROLL_BACK_FOLDER}/{number}")
+        validate_record(record, _RECORD_KEYS, [key.name for key in _RECORD_KEYS])
+        # The skipped ranges of a run are stored in its state, as 32-bit numbers.
+        if record["number"] != number or number > ROLL_BACKS_MAX:
+            raise ValueError(f"it is roll-back {number}, and says {record['number']}; {ROLL_BACKS_MAX} are possible")
+        if not 0 <= record["begin"] < _INT32_MAX or not 0 < record["batches"] < _INT32_MAX:
+            raise ValueError(f"it skips {record['batches']} batches after step {record['begin']}")
+    except (ValueError, FileNotFoundError) as error:
+        reason = "missing" if isinstance(error, FileNotFoundError) else f"damaged ({error})"
+        advice = f"put a copy of it back, or move {ROLL_BACK_FOLDER} away, and the run decides again"
+        raise InvalidError(f"{store.url}/{ROLL_BACK_FOLDER}/{number} is {reason}; {advice}") from error
+    return record
+
+
 def is_discarded(saved: Trajectory, step: int, records: Sequence[JsonObject]) -> bool:
     """Return True if a state saved at `step` was discarded by one of these roll-backs."""
     num_made = len(saved.get(ROLL_BACK_FOLDER, ()))
@@ -207,31 +376,3 @@ def replace_skipped_batches(state: TrainState, skipped: Sequence[SkippedBatches]
     own = state.riders[STABILITY]
     array = jax.make_array_from_callback(rows.shape, own[_SKIPPED_BATCHES].sharding, lambda index: rows[index])
     return state.replace(riders=state.riders | {STABILITY: own | {_SKIPPED_BATCHES: array}})
-
-
-def _push(
-    window_N: jax.Array, num_accepted: jax.Array, value: jax.Array, is_accepted: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Return window and number of accepted values, with `value` in the place of the oldest one if it is accepted."""
-    N = window_N.shape[0]
-    is_oldest_N = is_accepted & (jnp.arange(N) == num_accepted % N)
-    return jnp.where(is_oldest_N, value, window_N), num_accepted + is_accepted
-
-
-def is_spike(window_N: jax.Array, num_accepted: jax.Array, value: jax.Array, sigmas: float) -> jax.Array:
-    """Return True if `value` is more than `sigmas` standard deviations above the mean of a full window."""
-    N = window_N.shape[0]
-    mean = _sum_pairwise(window_N) / N
-    # The barrier keeps XLA from fusing squares and sum to multiply-adds, which would depend on the code around them.
-    squares_N = lax.optimization_barrier((window_N - mean) ** 2)
-    deviation = jnp.sqrt(_sum_pairwise(squares_N) / (N - 1))
-    # If all values are equal, their deviation gives no threshold.
-    return (num_accepted >= N) & (deviation > 0) & (value - mean > jnp.float32(sigmas) * deviation)
-
-
-def _sum_pairwise(values_N: jax.Array) -> jax.Array:
-    """Return the sum, added in an order that does not depend on how it is compiled."""
-    while (N := values_N.shape[0]) > 1:
-        half = -(-N // 2)
-        values_N = values_N[:half] + jnp.pad(values_N[half:], (0, 2 * half - N))
-    return values_N[0]

@@ -21,16 +21,19 @@ import optax
 
 from runner.checkpoint.leaves import format_type, list_leaf_names
 from runner.config import TOTAL_KEYS, TrainerConfig, list_stage_keys
-from runner.data import Dataset
+from runner.data import TRAIN, DataPosition, Dataset, SkippedBatches, SkippedExamples, has_targets
 from runner.errors import InvalidError, SpecError, format_error, suggest_choices
+from runner.metrics.meta import Meta
 from runner.optim.config import ScheduleConfig
 from runner.run.fence import RunIdentity
 from runner.spec import Document, Trajectory, flatten, is_below, validate_config
 from runner.storage import JsonObject
 from runner.train.compile import CompiledStep
 from runner.train.optimizer import ScheduleStage, compute_rates, make_stage_schedules
-from runner.train.setup import TrainSetup, TrainSetupBuilder
-from runner.train.state import TrainState
+from runner.train.replay import ReplayedStep
+from runner.train.setup import StageContext, TrainSetup, TrainSetupBuilder
+from runner.train.state import TrainState, get_shardings
+from runner.train.step import Batch, skip_step
 
 _STAGES = "config.stages"
 _RATE_KEYS = ("schedule", "optimizer.learning_rate", *TOTAL_KEYS)
@@ -433,14 +436,157 @@ class CompiledStage:
     def find_restarts(self, dataset: Dataset) -> list[str]:
         """Return a line for each source that starts a new epoch although an earlier stage had it."""
         return [
-            f"{self.plan.key}: the epoch of {train.name} begins anew at step {self.plan.start}, because its examples "
+            f"{self.plan.key}: the epoch of {train.name} starts again at step {self.plan.start}, because its examples "
             "are others than those before (sequence length, packing or split)"
             for train in dataset.train_sources
             if train.is_restarted
         ]
+
+    @functools.cached_property
+    def skip_step(self) -> Callable[[TrainState], tuple[TrainState, jax.Array, Meta]]:
+        """Compiled step over a batch without a target; the state is donated."""
+        setup = self.train_setup
+        skip = functools.partial(skip_step, schedule=setup.schedule, auxiliary_states=setup.auxiliary_states)
+        return jax.jit(skip, donate_argnums=0, out_shardings=(get_shardings(setup.abstract_state), None, None))
+
+    @functools.cached_property
+    def replayed_step(self) -> ReplayedStep:
+        """Compiled train step with replays, if its layout `is_replayable`. Needs `compile` or `start_compiling`."""
+        assert self._compiled is not None, "the stage is compiled"
+        compiled = self._compiled.result()
+        layout = compiled.layout
+        return ReplayedStep(compiled.executable, self.train_setup.abstract_state, layout.mesh, layout.is_ordered)
 
     def adopt(self, state: TrainState) -> TrainState:
         """Return a state of any stage with the (static) functions of this stage; the arrays are the same."""
         leaves, structure = jax.tree.flatten(state)
         own: Any = jax.tree.structure(self.train_setup.abstract_state)
         return state if structure == own else jax.tree.unflatten(own, leaves)
+
+
+class StageSequence:
+    """Stages of a run: their plans, and on the devices of this process their data, learning rates and compiled steps.
+
+    The run is in one of them. The data of a stage continue at the positions that the stages before it have reached, and
+    its program is compiled while the devices train the stage before it.
+
+    Attributes:
+        plans: the stages; the first is the config before any stage of the spec, and the only one if it has no stages.
+        number: number of the current stage: that of the next step or, until it begins, of the last step.
+        limit_bytes: memory of a device that a step may use; known once the job prepares its first step.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig[Any],
+        plans: Sequence[StagePlan],
+        get_builders: Callable[[], Sequence[TrainSetupBuilder]],
+        get_setup: Callable[[], TrainSetup],
+        get_position: Callable[[], DataPosition],
+    ):
+        """Prepare the stages; builds and compiles nothing.
+
+        Args:
+            config: config of the run.
+            plans: its stages.
+            get_builders: function that returns the builder of each stage's setup; called when first needed.
+            get_setup: function that returns the setup of the first stage.
+            get_position: function that returns the position in the data by step, which a roll-back changes.
+        """
+        self.plans = plans
+        self.number = 0
+        self.limit_bytes = 0
+        self._config = config
+        self._get_builders, self._get_setup, self._get_position = get_builders, get_setup, get_position
+        # By skipped ranges of data, and stage.
+        self._datasets: dict[tuple[tuple[SkippedBatches, ...], int], Dataset] = {}
+
+    @functools.cached_property
+    def compiled(self) -> list[CompiledStage]:
+        """Stages on the devices of this process."""
+        return [
+            CompiledStage(
+                plan,
+                builder,
+                None if plan.number else self._get_setup,
+                # The validation step of the first stage is compiled by its evaluator.
+                is_evaluated=plan.number > 0 and plan.is_evaluated(self._config.total_steps),
+            )
+            for plan, builder in zip(self.plans, self._get_builders(), strict=True)
+        ]
+
+    @functools.cached_property
+    def schedules(self) -> list[optax.Schedule]:
+        """Learning rate of each stage by completed steps."""
+        return make_schedules(self.plans)
+
+    def make_context(self, number: int) -> StageContext | None:
+        """Return the dependencies of a stage on those before it; None if the run has no stages."""
+        if len(self.plans) == 1:
+            return None
+        plan = self.plans[number]
+        return StageContext(
+            plan.stop - plan.start,
+            lambda: self.schedules[number],
+            (lambda: self._get_builders()[0].vocabulary_size) if number else None,
+        )
+
+    # The current stage.
+
+    @property
+    def current(self) -> CompiledStage:
+        """Stage of the next step or, until that begins, of the last step."""
+        return self.compiled[self.number]
+
+    def enter(self, step: int) -> CompiledStep:
+        """Enter the stage of the step after `step` completed ones, and return its program, for which it may wait."""
+        number = self._config.find_stage(step)
+        compiled = self.compiled[number].start_compiling(self.limit_bytes).result()
+        self.number = number
+        return compiled
+
+    def compile_next(self) -> None:
+        """Start to compile the step of the next stage on a background thread, unless that has been started."""
+        if self.number + 1 < len(self.plans):
+            self.compiled[self.number + 1].start_compiling(self.limit_bytes)
+
+    # Data.
+
+    def count_examples(self, number: int, step: int | None = None) -> tuple[int, Sequence[SkippedExamples]]:
+        """Return (number of examples of a stage's data up to `step`, ranges of those that were skipped).
+
+        `step` is by default the end of the stage.
+        """
+        plan = self.plans[number]
+        # Without stages `plan.stop` is 0, and the caller passes `step`.
+        end = plan.stop if step is None else step
+        skipped = [each for each in self._get_position().skipped if each.begin >= plan.start]
+        own = DataPosition(tuple(each._replace(begin=each.begin - plan.start) for each in skipped))
+        return own.count_examples(end - plan.start, plan.config.train.global_batch_examples)
+
+    def get_dataset(self, number: int) -> Dataset:
+        """Return the data set of a stage, whose sources continue at the positions that earlier stages have reached."""
+        key = self._get_position().skipped, number
+        if key not in self._datasets:
+            # A roll-back in one stage moves the position in the data of the later ones.
+            earlier = [(self.get_dataset(each), *self.count_examples(each)) for each in range(number)]
+            loaded = self.compiled[number].builder.dataset
+            self._datasets[key] = loaded.continue_stages(earlier) if earlier else loaded
+        return self._datasets[key]
+
+    def locate_batch(self, step: int) -> tuple[CompiledStage, int]:
+        """Return (stage of the step after `step` completed ones, batches of the stage's own data before it)."""
+        stage, position = self.compiled[self._config.find_stage(step)], self._get_position()
+        return stage, position.get_data_step(step) - position.count_examples(stage.plan.start, 1)[0]
+
+    def load_batch(self, step: int) -> Batch:
+        """Return the global (S, B, ...) training batch after `step` completed steps. May wait for its program."""
+        stage, data_step = self.locate_batch(step)
+        layout = stage.start_compiling(self.limit_bytes).result().layout
+        return layout.batch(self.get_dataset(stage.plan.number), TRAIN, data_step)
+
+    def has_targets(self, batch: Batch, step: int) -> bool:
+        """Return False if `batch`, the one of `load_batch`, is known to have no target."""
+        stage, data_step = self.locate_batch(step)
+        dataset = self.get_dataset(stage.plan.number)
+        return has_targets(dataset, batch, data_step, stage.plan.config.train.global_batch_examples)

@@ -18,10 +18,9 @@ have target weights. The host sees the weights in the batch, so such a step does
 `forward` counts targets itself, the count is known only on the device, which then selects between the old and the new
 state. An update is also conditional if an auxiliary state has a `judge` (`runner.train.stability`).
 
-A step can be replayed (`ReplayInputs`): the same program computes the gradients with each data shard on another device,
-and returns digests of them, before any sum over shards. The update is then applied only if both computations agree. The
-digest of an array is the sum of its words modulo 2^32, weighted by position. It does not depend on the order of
-additions, and every flip of a single bit changes it.
+A step can be replayed (`runner.train.replay`): the same program computes the gradients with each data shard on another
+device, and returns digests of them, before any sum over shards. The update is then applied only if both computations
+agree.
 
 There are two ways to sum over micro-batches (see `runner.parallel.reduction`): gradient accumulation with one gradient
 all-reduce over `data` per step, and a reduction whose order of additions does not depend on the number of devices
@@ -31,17 +30,14 @@ Shape legend: S accumulation steps (micro-batches), B examples, T sequence lengt
 computed separately (`reduction.list_gradient_shards`), L arrays of gradients.
 """
 
-import contextlib
-import contextvars
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
 from jax import lax
 
 from runner.checkpoint.leaves import find_form_problems, make_strongly_typed
@@ -71,6 +67,7 @@ from runner.train.auxiliary import (
 )
 from runner.train.loss import make_uncounted_error, target_weights, validate_fields_read
 from runner.train.optimizer import count_step
+from runner.train.replay import COMPARE, UPDATE, ReplayInputs, compute_digests
 from runner.train.state import (
     STATISTICS,
     VARIABLES,
@@ -95,45 +92,6 @@ Norms = Literal["none", "groups", "parameters"]
 Rounding = Literal["nearest", "stochastic"]
 # Folded into the key of a step for rounding. Indices of examples, which are folded into it too, are far smaller.
 _ROUNDING_KEY = 0x726F756E
-_DIGEST_FACTORS = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1  # primes, one for each axis of an array
-
-
-UPDATE, COMPARE, DIGEST = range(3)  # what a replayed step does, see `ReplayInputs`
-
-
-@struct.dataclass
-class ReplayInputs:
-    """Inputs of a step whose gradients can be compared with those of another computation. Traced.
-
-    Attributes:
-        action: `UPDATE`: a usual step; `COMPARE`: apply the update only if the digests of the gradients are `expected`,
-            and else return the unchanged state; `DIGEST`: return the unchanged state. int32.
-        shift: number of shards (0 to 2) by which the computation is moved: shard n is computed by the devices that hold
-            shard n + shift, modulo N. int32.
-        expected: digests by shard and array of gradients; uint32 (N, L).
-    """
-
-    action: jax.Array
-    shift: jax.Array
-    expected: jax.Array
-
-
-_current_replay: contextvars.ContextVar[ReplayInputs | None] = contextvars.ContextVar("replay", default=None)
-
-
-@contextlib.contextmanager
-def use_replay_inputs(replay: ReplayInputs | None) -> Iterator[None]:
-    """Give these inputs to the train step that is traced inside the context."""
-    token = _current_replay.set(replay)
-    try:
-        yield
-    finally:
-        _current_replay.reset(token)
-
-
-def get_replay_inputs() -> ReplayInputs | None:
-    """Return the inputs of `use_replay_inputs`; None outside of it, for a step that is not replayed."""
-    return _current_replay.get()
 
 
 @dataclass(frozen=True)
@@ -507,19 +465,6 @@ def _compute_gradients_in_order(
     whole = params, getattr(state, VARIABLES, {}), key, shift
     found: tuple[jax.Array, Any, Meta, jax.Array | None] = reduction.run_per_batch_shard(on_device, whole, numbered)
     return found
-
-
-def compute_digests(grads: Any) -> jax.Array:
-    """Return a digest of each array of float32 gradients; uint32 (L)."""
-
-    def compute_digest(grad: jax.Array) -> jax.Array:
-        words, weights = lax.bitcast_convert_type(grad, jnp.uint32), jnp.ones(grad.shape, jnp.uint32)
-        for axis, factor in zip(range(grad.ndim), _DIGEST_FACTORS, strict=False):
-            weights += jnp.uint32(factor) * lax.broadcasted_iota(jnp.uint32, grad.shape, axis)
-        # Odd weights keep each bit of a word in the sum.
-        return jnp.sum(words * (2 * weights + 1), dtype=jnp.uint32)
-
-    return jnp.stack([compute_digest(grad) for grad in jax.tree.leaves(grads)])
 
 
 def _make_gradient_function(

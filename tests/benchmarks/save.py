@@ -94,17 +94,14 @@ class TimedSteps(PretrainGPT):
 
     def make_step(self, *args: Any) -> Any:
         """Make a step and wait for the device."""
+        # Compile without training beside it, as the step after the first of a stage is not measured.
+        for thread in threading.enumerate():
+            if thread.name.startswith("compile"):
+                thread.join()
         self.begins[self.step + 1] = time.perf_counter()
         result = jax.block_until_ready(super().make_step(*args))
         self.ends[self.step + 1] = time.perf_counter()
         return result
-
-    def compile_next_stage(self) -> None:
-        """Compile without training beside it, as the step after the first of a stage is not measured."""
-        super().compile_next_stage()
-        for thread in threading.enumerate():
-            if thread.name.startswith("compile"):
-                thread.join()
 
 
 def measure_borders(rounds: int) -> None:

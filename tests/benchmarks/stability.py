@@ -30,7 +30,7 @@ import yaml
 
 from experiments.gpt import PretrainGPT
 from runner import ExecutionSpec
-from runner.train.compile import ReplayedStep
+from runner.train.replay import ReplayedStep
 
 WITHOUT, AGAIN, WITH, REPLAYABLE, REPLAYED = "without", "without, again", "with", "not replayed", "replayed"
 POLICY: dict[str, Any] = {
@@ -94,7 +94,9 @@ def main() -> None:
         batch = layout.batch(job.dataset, "train", 0)
         steps[name] = [compiled.executable, setup.init_state(), batch, setup.key]
         if name == REPLAYABLE:
-            replayed = ReplayedStep(compiled, setup.abstract_state)
+            replayed = ReplayedStep(
+                compiled.executable, setup.abstract_state, compiled.layout.mesh, compiled.layout.is_ordered
+            )
             steps[name][0] = replayed.run
             steps[REPLAYED] = [replayed.compare, setup.init_state(), batch, setup.key]
         if name == WITHOUT:

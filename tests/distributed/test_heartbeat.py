@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from runner.distributed.clock import DATA, STEP
-from runner.distributed.heartbeat import (
+from runner.distributed.watchdog import (
     LOCAL_FAILURE_SECONDS,
     Heartbeat,
     find_failure,

@@ -10,8 +10,8 @@ import pytest
 
 from runner.distributed import key_value
 from runner.distributed.clock import Progress
-from runner.distributed.heartbeat import StragglerDetector
 from runner.distributed.key_value import MAX_DECISIONS, KeyValueStore
+from runner.distributed.watchdog import StragglerDetector
 from runner.errors import PeerLostError
 from tests.support.coordinator import MemoryCoordinator, run_on_all_hosts
 

@@ -3,7 +3,7 @@
 import pytest
 
 from runner.distributed.clock import Progress
-from runner.distributed.heartbeat import StragglerDetector, find_stragglers
+from runner.distributed.watchdog import StragglerDetector, find_stragglers
 from tests.support.coordinator import MemoryCoordinator
 
 

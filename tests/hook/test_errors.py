@@ -9,10 +9,9 @@ from runner import ExecutionSpec
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Progress
 from runner.errors import HookError, InvalidError
-from runner.hook.builtin import MetricReader
 from runner.hook.dispatch import call_hook
+from runner.hook.hooks import MetricReader, Moment
 from runner.hook.listing import ListedHook
-from runner.hook.protocol import Moment
 from runner.spec import parse_document, read_spec
 from tests.hook.small_job import make_job
 from tests.support.tiny_jobs import make_counter, make_gpt_document

@@ -14,11 +14,10 @@ from runner.cli.app import run_command
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
 from runner.history.reader import read_history
-from runner.hook.protocol import Act, Moment
+from runner.hook.hooks import Act, Moment
 from runner.metrics.file import read_rows
-from runner.records import validate_record
 from runner.run.layout import RESULT_KEYS
-from runner.storage import LocalStore, parse_lines
+from runner.storage import LocalStore, parse_lines, validate_record
 from tests.hook.small_job import make_job
 from tests.support.tiny_jobs import are_leaves_equal
 

@@ -17,11 +17,10 @@ from runner import RestoreableJob
 from runner.checkpoint.manifest import MANIFEST_KEYS
 from runner.config import TrainerConfig, list_stage_keys
 from runner.errors import SpecError
-from runner.hook import Hook, builtin
+from runner.hook import Hook, Observer, hooks
 from runner.huggingface.assets import ASSET_KEYS
 from runner.metrics.rows import ROW_KEYS
 from runner.optim.config import OPTIMIZERS, SCHEDULES, LibraryEntry
-from runner.records import Key
 from runner.run.events import EVENT_KEYS, EVENTS, EventType
 from runner.run.layout import RESULT_KEYS
 from runner.spec import (
@@ -34,6 +33,7 @@ from runner.spec import (
     validate_config,
     validate_spec,
 )
+from runner.storage import Key
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "specs" / "README.md"
@@ -223,8 +223,8 @@ def generate_hook_lines() -> Iterator[str]:
         "The keys belong under `config` of the entry in `hooks`.",
         "",
     )
-    for hook in (each for each in vars(builtin).values() if isinstance(each, type) and issubclass(each, Hook)):
-        if hook is Hook:
+    for hook in (each for each in vars(hooks).values() if isinstance(each, type) and issubclass(each, Hook)):
+        if hook in (Hook, Observer):
             continue
         yield from (f"### `runner.hook:{hook.__name__}`", "", get_summary(hook), "")
         schema, free = hook.Config.model_json_schema(), hook.Config.model_construct().free_keys

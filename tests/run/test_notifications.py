@@ -11,9 +11,9 @@ import pytest
 
 from experiments.counter import Counter
 from runner.errors import DivergedError
-from runner.run import attempt as notifications
-from runner.run.attempt import HOUR_SECONDS, NOTIFIED_EVENTS, Notifier
+from runner.run import notify as notifications
 from runner.run.events import EVENTS
+from runner.run.notify import HOUR_SECONDS, NOTIFIED_EVENTS, Notifier
 from runner.spec import NotifyConfig, read_spec
 from runner.storage import LocalStore, read_json
 from tests.support.tiny_jobs import make_counter, stop_after

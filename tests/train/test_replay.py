@@ -15,7 +15,7 @@ from jax import lax
 from runner.errors import DeviceError, InvalidError
 from runner.parallel.mesh import BATCH_AXES
 from runner.storage import LocalStore, read_log
-from runner.train.compile import find_faulty_groups
+from runner.train.replay import find_faulty_groups
 from runner.trainer import BaseTrainer
 from tests.support.job_process import Job
 from tests.support.tiny_jobs import get_job_name, make_gpt, make_gpt_document, read_outcome, stop_after

@@ -131,7 +131,7 @@ def test_a_roll_back_does_not_depend_on_stops_rows_or_saves(case: str, tmp_path:
         directory = tmp_path / str(every)
         other = make_poisoned(directory, SpikedLookup, **shorter | {"logging.every_steps": every})
         other()
-        assert other.skipped_batches == job.skipped_batches
+        assert other.roll_backs.skipped == job.roll_backs.skipped
         assert read_outcome(directory)[1]["fingerprint"] == outcome[1]["fingerprint"]
     for every in (1, 3, 8) if case == "saves" else ():
         directory = tmp_path / str(every)
@@ -175,7 +175,7 @@ def test_a_roll_back_at_a_border_of_stages_does_not_depend_on_stops_rows_or_save
         late = {"logging.every_steps": every, "checkpoint.every_steps": 8}
         other = make_poisoned(directory, SpikedLookup, **changes | late)
         other()
-        assert other.skipped_batches == job.skipped_batches
+        assert other.roll_backs.skipped == job.roll_backs.skipped
         assert read_outcome(directory)[1]["fingerprint"] == outcome[1]["fingerprint"]
 
 
@@ -339,9 +339,9 @@ MOMENTS = {
         "forget_after": "runner.checkpoint.policy.Retention.forget_after",
         "quarantine": "runner.checkpoint.save.quarantine",
         "go_back": "runner.checkpoint.save.Checkpointer.go_back",
-        "replace_skipped_batches": "runner.trainer.replace_skipped_batches",
+        "replace_skipped_batches": "runner.train.stability.replace_skipped_batches",
         "resume": "runner.train.report.Report.resume",
-        "complete_roll_backs": "runner.trainer.complete_roll_backs",
+        "complete_roll_backs": "runner.train.stability.complete_roll_backs",
     }.items()
     for when in ("before", "after")
 }
@@ -415,7 +415,7 @@ def test_a_kill_at_any_moment_of_a_roll_back_ends_in_the_same_bits(
 
 
 @pytest.mark.soak
-def test_status_and_report_show_roll_backs_and_what_was_given_up(undisturbed: Path, tmp_path: Path) -> None:
+def test_status_and_report_show_roll_backs_and_discarded_rows(undisturbed: Path, tmp_path: Path) -> None:
     code, status = run_runner(environment(1), "status", str(undisturbed))
     assert code == 0
     assert "1 roll-backs" in status
@@ -424,7 +424,7 @@ def test_status_and_report_show_roll_backs_and_what_was_given_up(undisturbed: Pa
     code, output = run_runner(environment(1), "report", str(undisturbed), "-o", str(tmp_path / "report.html"))
     assert code == 0, output
     page = (tmp_path / "report.html").read_text()
-    assert '"label": "given up, 1"' in page or '"label":"given up, 1"' in page
+    assert '"label": "discarded, 1"' in page or '"label":"discarded, 1"' in page
     # Behind the beginning of the stretch, up to the last row before the decision.
     record = read_json(LocalStore(undisturbed), "roll_backs/1")
     assert [row["step"] for row in record["rows"]] == [9, 10, 11]
@@ -457,7 +457,7 @@ def test_parts_in_the_fast_tier_behind_a_roll_back_are_ignored(tmp_path: Path) -
     (event,) = (
         row for row in parse_lines((tmp_path / "killed" / "events.jsonl").read_bytes()) if row["event"] == "restore"
     )
-    # The tier has parts up to step 11, which were given up.
+    # The tier has parts up to step 11, which were discarded.
     assert event["step"] == 8
 
 
@@ -471,7 +471,7 @@ def test_a_fork_inherits_the_data_that_were_skipped(tmp_path: Path) -> None:
         fork = {"checkpoint.fork_from": {"run": str(tmp_path / "run"), "step": step}}
         other = make_poisoned(tmp_path / str(step), SpikedLookup, **shorter | fork)
         other()
-        assert other.skipped_batches == job.skipped_batches
+        assert other.roll_backs.skipped == job.roll_backs.skipped
         assert read_outcome(tmp_path / str(step))[1] == read_outcome(tmp_path / "run")[1]
     again = make_poisoned(tmp_path / "14", SpikedLookup, **shorter | fork | {"config.stability.roll_back.at_most": 9})
     again()
@@ -487,7 +487,7 @@ def test_a_fork_that_inherits_a_roll_back_restarts_after_one_of_its_own(tmp_path
     make_poisoned(tmp_path / "whole", SpikedLookup, **fork)()
     # Its epochs go on, and meet the same data again.
     numbers = [event["number"] for event in read_roll_backs(tmp_path / "whole")]
-    assert numbers[:1] == [len(parent.skipped_batches) + 1]
+    assert numbers[:1] == [len(parent.roll_backs.skipped) + 1]
     for step in (32, 36):
         stop_after(make_poisoned(tmp_path / "stopped", SpikedLookup, **fork), step)
     make_poisoned(tmp_path / "stopped", SpikedLookup, **fork)()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from experiments.model.decoder import PretrainDecoder
-from runner import BaseTrainer, ExecutionSpec
+from runner import BaseTrainer, ExecutionSpec, trainer
 from runner.checkpoint.inspect import open_checkpoint
 from runner.checkpoint.leaves import flatten_with_names
 from runner.cli.app import run_command
@@ -29,7 +29,7 @@ from runner.parallel.mesh import AXES, make_mesh
 from runner.spec import SpecLocation, compute_trajectory
 from runner.spec.document import parse_yaml
 from runner.storage import JsonObject, LocalStore, read_log
-from runner.train.stages import format_rounded_starts
+from runner.train.stages import StageSequence, format_rounded_starts
 from tests.data.datasets import write_bin
 from tests.support.tiny_jobs import (
     get_job_name,
@@ -129,11 +129,11 @@ def test_stages_added_while_it_ran_give_the_run_that_had_them_from_the_start(tmp
     assert starts == [(4, 1, ""), (7, 2, ""), (10, 3, "anneal")]
 
 
-class PatientLookup(TrainLookup):
-    """A run whose steps take longer than the compilation of the next stage."""
+class PatientSequence(StageSequence):
+    """Stages whose steps take longer than the compilation of the next stage."""
 
-    def compile_next_stage(self) -> None:
-        super().compile_next_stage()
+    def compile_next(self) -> None:
+        super().compile_next()
         for thread in threading.enumerate():
             if thread.name.startswith("compile"):
                 thread.join()
@@ -141,17 +141,20 @@ class PatientLookup(TrainLookup):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("every_steps", [1, 3, None])
-def test_nothing_is_compiled_on_the_main_thread_after_a_border(tmp_path: Path, every_steps: int | None) -> None:
+def test_nothing_is_compiled_on_the_main_thread_after_a_border(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_steps: int | None
+) -> None:
+    monkeypatch.setattr(trainer, "StageSequence", PatientSequence)
     compiled: list[tuple[int, int, str]] = []
 
     def count(event: str, *others: Any, **details: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append((patient.stage.plan.number, patient.step, threading.current_thread().name))
+            compiled.append((patient.stages.current.plan.number, patient.step, threading.current_thread().name))
 
     evaluations = {"every_steps": every_steps, "batches": 2, "at_end": True}
     settings = job_settings(tmp_path / "run") | {"config.stages": three_stages(tmp_path / "run")}
     changes = {"config.eval": evaluations, "checkpoint.every_steps": 100}
-    patient = make_gpt(tmp_path / "run", PatientLookup, **settings | changes)
+    patient = make_gpt(tmp_path / "run", TrainLookup, **settings | changes)
     jax.monitoring.register_event_duration_secs_listener(count)
     try:
         patient()
@@ -513,9 +516,9 @@ def test_data_skipped_around_a_border_are_those_of_its_stages(tmp_path: Path) ->
     skips = [[18, 23], [49, 50], [50, 53], [58, 60]]
     run = job(tmp_path / "run", stages, **{"config.train.total_steps": 70, "config.train.skip_steps": skips})
     followed: dict[str, int] = {}
-    for stage in run.stages:
-        data, batch = run.get_stage_dataset(stage.number), stage.config.train.global_batch_examples
-        drawn = [run._locate_batch(step) for step in range(stage.start, stage.stop)]
+    for stage in run.stages.plans:
+        data, batch = run.stages.get_dataset(stage.number), stage.config.train.global_batch_examples
+        drawn = [run.stages.locate_batch(step) for step in range(stage.start, stage.stop)]
         assert {each.plan.number for each, _ in drawn} == {stage.number}
         numbers = [number for _, number in drawn]
         own = {start: stop - start for start, stop in skips if stage.start <= start < stage.stop}
@@ -544,8 +547,8 @@ def test_each_example_of_each_source_is_taken_once_in_an_epoch(tmp_path: Path, p
     run = job(tmp_path / "run", stages, **{"config.train.total_steps": 90})
     seen: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
-    for stage in run.stages:
-        data, batch = run.get_stage_dataset(stage.number), stage.config.train.global_batch_examples
+    for stage in run.stages.plans:
+        data, batch = run.stages.get_dataset(stage.number), stage.config.train.global_batch_examples
         sizes |= {train.source.fingerprint: train.examples.num_examples for train in data.train_sources}
         for fingerprint, index in count_sources(data, 0, (stage.stop - stage.start) * batch):
             seen.setdefault(fingerprint, []).append(index)
@@ -563,8 +566,8 @@ def test_tokens_of_a_run_are_the_sum_over_its_stages(tmp_path: Path) -> None:
     run = job(tmp_path / "run", stages, **{"config.train": {"global_batch_examples": 8, "total_tokens": 2000}})
     # Four steps of 128 tokens, and then six of 256, rounded up.
     assert [run.config.count_units(step) for step in (0, 3, 4, 5, 10)] == [0, 384, 512, 768, 2048]
-    assert (run.stages[1].start, run.total_steps, run.stages[0].config.total_steps) == (4, 10, 16)
-    assert format_rounded_starts(run.config, run.stages) == [
+    assert (run.stages.plans[1].start, run.total_steps, run.stages.plans[0].config.total_steps) == (4, 10, 16)
+    assert format_rounded_starts(run.config, run.stages.plans) == [
         "config.stages.0: 500 tokens are reached within step 4, so the stage begins after it, at 512 tokens"
     ]
 
@@ -578,9 +581,9 @@ def test_a_batch_ramp_is_a_run_of_stages(tmp_path: Path) -> None:
     short, long = job(tmp_path / "run", written[2:], **{"config.train": train}), job(tmp_path / "run", written)
     identities = [compute_trajectory(each.spec, each.config) for each in (short, long)]
     assert identities[0] == identities[1]
-    assert [stage.key for stage in short.stages] == ["", *["config.train.batch_ramp"] * 2, "config.stages.0"]
+    assert [stage.key for stage in short.stages.plans] == ["", *["config.train.batch_ramp"] * 2, "config.stages.0"]
     tokens = train | {"batch_ramp": {"from_examples": 8, "over_tokens": 8 * 16 * 3, "increments": 1}}
-    assert [stage.start for stage in job(tmp_path / "run", **{"config.train": tokens}).stages] == [0, 3]
+    assert [stage.start for stage in job(tmp_path / "run", **{"config.train": tokens}).stages.plans] == [0, 3]
 
 
 @pytest.mark.parametrize(

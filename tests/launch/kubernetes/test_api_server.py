@@ -17,7 +17,7 @@ import yaml
 
 from launch.__main__ import main
 from launch.kubernetes import engine
-from runner.run.events import SUBMITTED
+from runner.run.environment import SUBMITTED
 from tests.launch.kubernetes.test_jobset import (
     GOLDEN,
     NAMES,

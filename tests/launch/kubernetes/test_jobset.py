@@ -27,7 +27,7 @@ from launch.kubernetes.engine import escape_references, validate_size
 from launch.worker import WorkerArguments
 from runner.accelerator import CHIPS
 from runner.errors import InvalidError
-from runner.run.events import SUBMITTED
+from runner.run.environment import SUBMITTED
 from tests.support.kubernetes_cluster import expand_variables
 
 ROOT = Path(__file__).parents[3]

@@ -1,0 +1,142 @@
+"""Environment of a start: versions, CPUs, the git commit of the job's code, hosts. Imports no jax.
+
+It is a detail of the event `start`, and is recorded in every manifest. Process 0 collects it. Bit-identical results are
+promised only for equal hardware and versions, so a resume reports the differences.
+"""
+
+import inspect
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from runner.errors import InvalidError
+from runner.process import count_cpus
+from runner.storage import JsonObject, Key
+
+ENVIRONMENT_KEYS = (
+    Key("versions", dict, "Versions of Python, runner, jax, jaxlib and libtpu, as far as they are installed."),
+    Key("hosts", list, "Host name of each process."),
+    Key(
+        "cpus",
+        int,
+        "CPUs available to process 0, or NPROC. On a CPU, XLA splits sums over this many threads, so another number "
+        "gives other bits.",
+    ),
+    Key("commit", str, "Commit of the git checkout that contains the job's class; absent if there is none."),
+    Key("dirty", bool, "True if tracked files there differ from the commit; absent if there is no checkout."),
+)
+SUBMITTED = "RUNNER_SUBMITTED"  # Unix seconds, set by the engine or the user
+GIT_SECONDS = 2.0  # deadline of each git command; a slower repository is left out
+_DISTRIBUTIONS = ("runner", "jax", "jaxlib", "libtpu")
+_MAX_NAMED_HOSTS = 4
+
+
+def collect_environment(job_class: type, hosts: list[str]) -> JsonObject:
+    """Return the values of `ENVIRONMENT_KEYS`; `hosts` has the host name of each process."""
+    return {"versions": collect_versions(), "hosts": hosts, "cpus": count_xla_threads()} | find_commit(job_class)
+
+
+def read_submit_time() -> JsonObject:
+    """Return the time at which the job was submitted, as the detail `submitted` of `start`; empty if it is unknown."""
+    try:
+        seconds = float(os.environ.get(SUBMITTED, ""))
+    except ValueError:
+        return {}
+    return {"submitted": seconds} if 0 < seconds < math.inf else {}
+
+
+def count_xla_threads() -> int:
+    """Return the number of threads that XLA uses on a CPU."""
+    given = os.environ.get("NPROC", "")
+    return int(given) if given.isdecimal() and int(given) > 0 else count_cpus()
+
+
+def collect_versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed distributions, by name."""
+    found = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def validate_versions(places: Sequence[tuple[str, Mapping[str, str]]]) -> None:
+    """Raise `InvalidError` if a process has another version of Python or of a distribution than process 0.
+
+    Args:
+        places: host name and `collect_versions` of each process.
+    """
+    main_host, needed = places[0]
+    for process, (host, versions) in enumerate(places):
+        for name in sorted({*needed, *versions}):
+            found, other = versions.get(name, "none"), needed.get(name, "none")
+            if found != other:
+                raise InvalidError(
+                    f"process {process} on {host} has {name} {found}, process 0 on {main_host} has {other}; give every "
+                    "host the same image"
+                )
+
+
+def find_commit(job_class: type) -> JsonObject:
+    """Return the commit of the git checkout that contains a class, and whether tracked files differ from it.
+
+    Empty if there is no such checkout, no git, or no answer in time.
+    """
+    try:
+        path = Path(inspect.getfile(job_class)).resolve()
+    except (OSError, TypeError):  # The class was typed into an interpreter.
+        return {}
+    commit = _run_git(path.parent, "rev-parse", "HEAD")
+    if commit is None or _run_git(path.parent, "check-ignore", str(path)) is not None:
+        return {}  # A package installed below a checkout, in a virtual environment, is not part of its commit.
+    changes = _run_git(path.parent, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit} if changes is None else {"commit": commit, "dirty": bool(changes)}
+
+
+def _run_git(directory: Path, *arguments: str) -> str | None:
+    """Return the output of a git command, or None if it fails."""
+    try:
+        result = subprocess.run(
+            ["git", "-C", str(directory), *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=GIT_SECONDS,
+            # `git status` would otherwise write the index, and could disturb a git command of the user.
+            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def compare_environments(before: JsonObject, now: JsonObject) -> list[str]:
+    """Return the differences between two environments, a few words each. A key that one of them lacks is ignored."""
+
+    def has_changed(key: str) -> bool:
+        return key in before and key in now and before[key] != now[key]
+
+    found = []
+    old, new = before.get("versions", {}), now.get("versions", {})
+    found += [f"{name} {old[name]} -> {new[name]}" for name in new if name in old and old[name] != new[name]]
+    if has_changed("cpus"):
+        found.append(f"cpus {before['cpus']} -> {now['cpus']}")
+    if has_changed("commit"):
+        found.append(f"commit {before['commit'][:12]} -> {now['commit'][:12]}")
+    if has_changed("dirty"):
+        found.append("uncommitted changes now" if now["dirty"] else "no uncommitted changes any more")
+    # A different order of the same hosts does not concern the user.
+    if has_changed("hosts") and sorted(before["hosts"]) != sorted(now["hosts"]):
+        found.append(f"hosts {_format_hosts(before['hosts'])} -> {_format_hosts(now['hosts'])}")
+    return found
+
+
+def _format_hosts(hosts: list[str]) -> str:
+    distinct = sorted(set(hosts))
+    return ", ".join(distinct) if len(distinct) <= _MAX_NAMED_HOSTS else f"({len(distinct)} of them)"
