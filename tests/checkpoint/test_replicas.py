@@ -329,15 +329,22 @@ def test_the_last_steps_of_attempts_follow_from_the_ledger(tmp_path):
     assert (dict(limits), newest) == ({0: 0, 1: 50, 2: 70}, 80)
 
 
+def change_leaf_digest(path: Path) -> None:
+    """Change the digest of a leaf, with which only this process would compare the restored bits."""
+    content, count = re.subn(r'"digest": "\w{16}"', '"digest": "0123456789abcdef"', path.read_text())
+    assert count == 1
+    path.write_text(content)
+
+
 FILE_DAMAGES = list_damages(Path(__file__)) | {
     "flip bit": flip_bit,
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
 }
-DAILY = ("flip bit", "delete", "torn", "change file type", "replace by link loop")
+DAILY = ("flip bit", "other leaf digest", "delete", "torn", "change file type", "replace by link loop")
 DAMAGES = {
     (place, name): damage
     for place, damages in {
-        "part.json": FILE_DAMAGES | JSON_DAMAGES,
+        "part.json": FILE_DAMAGES | JSON_DAMAGES | {"other leaf digest": change_leaf_digest},
         "pieces/a.0.0": FILE_DAMAGES,
         "rows": FILE_DAMAGES,
         "pieces": list_damages(Path(__file__).parent),
