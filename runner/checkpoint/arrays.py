@@ -8,6 +8,7 @@ Readers load whole states, single leaves, or what a first save reads back. They 
 """
 
 import contextlib
+import functools
 import re
 import shutil
 import tempfile
@@ -260,6 +261,11 @@ def make_writer(store: Store, hosts: Hosts, run_id: str) -> ArrayWriter:
     return BlockWriter(store, hosts, staging)
 
 
+def _make_fetch(store: Store, directory: str, manifest: Manifest) -> Callable[[str], bytes]:
+    """Return a function that reads and verifies a file of a checkpoint."""
+    return functools.partial(blocks.fetch_verified, lambda name: store.read(f"{directory}/{name}"), manifest.files)
+
+
 def read_arrays(store: Store, directory: str, manifest: Manifest, leaves: Leaves) -> dict[str, jax.Array]:
     """Return the arrays that `leaves` describe (shape, dtype, sharding) from one checkpoint. Called on every host.
 
@@ -268,9 +274,7 @@ def read_arrays(store: Store, directory: str, manifest: Manifest, leaves: Leaves
         OSError: the store could not read them.
     """
     if manifest.shards is not None:
-        return blocks.read_blocks(
-            lambda name: store.read(f"{directory}/{name}"), manifest.files, manifest.shards, leaves
-        )
+        return blocks.read_blocks(_make_fetch(store, directory, manifest), manifest.shards, leaves)
     with _fetch_for_orbax(store, directory, manifest) as source:
         assert source.root is not None
         restore_args = {
@@ -408,10 +412,8 @@ def read_stored_block(
         OSError: the store could not read them.
     """
     if manifest.shards is not None:
-        records = manifest.shards[name]
-        return blocks.read_block(
-            lambda file: store.read(f"{directory}/{file}"), manifest.files, records, leaf.dtype, index, leaf.shape
-        )
+        fetch = _make_fetch(store, directory, manifest)
+        return blocks.read_block(fetch, manifest.shards[name], leaf.dtype, index, leaf.shape)
     # A restore by Orbax makes all processes meet, but process 0 is here alone. So the file format of Orbax, zarr in an
     # OCDBT database, is opened directly.
     assert store.root is not None, "orbax wrote it, on a disk"

@@ -103,18 +103,17 @@ def write_blocks(directory: Path, prefix: str, blocks: Blocks) -> BlockTable:
 
 
 def read_blocks(
-    fetch: Callable[[str], bytes], files: Files, shards: dict[str, list[ShardRecord]], leaves: dict[str, Any]
+    fetch: Callable[[str], bytes], shards: dict[str, list[ShardRecord]], leaves: dict[str, Any]
 ) -> dict[str, jax.Array]:
     """Return the arrays that `leaves` describe, from the pieces that this process needs.
 
     Args:
-        fetch: reads a file by its name.
-        files: size and CRC-32C of every file.
+        fetch: reads and verifies a file by its name, as `fetch_verified` does. Called on several threads.
         shards: the blocks of every array.
         leaves: shape, dtype and sharding of each array by name.
 
     Raises:
-        DamagedBlockError: the bytes of a piece are wrong; the message names it.
+        DamagedBlockError: the pieces do not hold all elements of an array; or what `fetch` raises.
     """
     with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="read") as pool:
         try:
@@ -128,7 +127,7 @@ def read_blocks(
                     if any(_find_overlap(record, *block) is not None for block in blocks)
                 ]
             futures = {
-                piece: pool.submit(_fetch_verified, fetch, files, piece)
+                piece: pool.submit(fetch, piece)
                 for records in needed.values()
                 for record in records
                 for piece in record["pieces"]
@@ -140,36 +139,35 @@ def read_blocks(
 
 
 def read_block(
-    fetch: Callable[[str], bytes],
-    files: Files,
-    records: list[ShardRecord],
-    dtype: Any,
-    index: Index,
-    shape: tuple[int, ...],
+    fetch: Callable[[str], bytes], records: list[ShardRecord], dtype: Any, index: Index, shape: tuple[int, ...]
 ) -> np.ndarray:
     """Return the block at `index` of one array of this shape, in host memory.
 
     Args:
-        fetch: reads a file by its name.
-        files: size and CRC-32C of every file.
+        fetch: reads and verifies a file by its name.
         records: the shards of the array.
         dtype: element type of the array.
         index: the wanted block.
         shape: global shape of the array.
 
     Raises:
-        DamagedBlockError: the bytes of a piece are wrong; the message names it.
+        DamagedBlockError: as in `read_blocks`.
     """
     start, extent = _get_start(index, shape), _get_extent(index, shape)
     blocks = []
     for record in records:
         if _find_overlap(record, start, extent) is not None:
-            content = b"".join(_fetch_verified(fetch, files, name) for name in record["pieces"])
+            content = b"".join(map(fetch, record["pieces"]))
             blocks.append((record, _decode_block(record, dtype, content)))
     return _fill(blocks, dtype, start, extent)
 
 
-def _fetch_verified(fetch: Callable[[str], bytes], files: Files, name: str) -> bytes:
+def fetch_verified(fetch: Callable[[str], bytes], files: Files, name: str) -> bytes:
+    """Return the content of a file, with the size and the CRC-32C that `files` give.
+
+    Raises:
+        DamagedBlockError: it is missing, or its bytes are wrong; the message names it.
+    """
     try:
         content = fetch(name)
     except FileNotFoundError as error:

@@ -18,9 +18,11 @@ from them, over the hosts' network, and nothing is read from the durable directo
    `get` returns a file of a part or of a copy. A request begins with a token that process 0 draws at the start.
 4. Before a restore, the processes gather which parts and copies they have, with the fingerprints of the states. A part
    is ignored if a later attempt has resumed from an earlier step: a host that was away may still have such a part. If
-   a process lacks its part of the newest step that can be completed, the restore reads that part from a holder, piece
-   by piece into memory, and checks its bytes and its bits like those of any other part. The process has a part on its
-   own disk again with the next fast save.
+   a process lacks its part of a step that can be completed, the restore reads that part from a holder, piece by piece
+   into memory, and checks its bytes and its bits like those of any other part. If only some files of its own part are
+   missing or damaged, it reads these from a holder: each process finds that out alone, while it reads, and tells the
+   others in the gather after which they accept or reject the step together. The process has a whole part on its own
+   disk again with the next fast save.
 """
 
 import contextlib
@@ -35,32 +37,23 @@ import shutil
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
 import jax
 import numpy as np
 
-from runner.checkpoint.blocks import Blocks, read_blocks, write_blocks
+from runner.checkpoint.blocks import Blocks, fetch_verified, read_blocks, write_blocks
 from runner.checkpoint.leaves import Leaves
-from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.manifest import FORMAT, Manifest, seal
 from runner.console import warn
 from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
-from runner.errors import InvalidError, PeerLostError, format_error
+from runner.errors import InvalidError, PeerLostError, format_error, format_reason
 from runner.spec import Trajectory, hash_record
-from runner.storage import (
-    JsonObject,
-    Key,
-    LocalStore,
-    compute_crc32c,
-    encode_json,
-    parse_json,
-    parse_number,
-    validate_record,
-)
+from runner.storage import JsonObject, Key, LocalStore, compute_crc32c, parse_json, parse_number, validate_record
 from runner.storage.store import fsync, make_directory
 
 PART_FILE = "part.json"
@@ -68,14 +61,73 @@ _COPIES = "copies"  # subdirectory for copies of the parts of other processes
 NUM_KEPT_STEPS = 2
 _HOST_FILE = "host"  # with the name of the host to which a directory of parts belongs
 _ATTACHMENTS = "companions"  # the key of their names in a part
-_DIGESTS = "companion_digests"  # their CRC-32C, by name; parts of earlier versions have none
-_PART_KEYS = (Key(_ATTACHMENTS, list, "Names."), Key(f"{_DIGESTS}.*", str, "CRC-32C."))
+_PART_KEYS = (Key(_ATTACHMENTS, list, "Names."),)
 _CHUNK_BYTES = 2**20
 _SOCKET_SECONDS = 120.0  # without progress, such as while a part is flushed, after which a transfer is given up
 _ROUND_SECONDS = 7 * 24 * 3600.0  # time to wait for a round
 _MAX_LINE_BYTES = 2**24
 _MAX_FILE_BYTES = 2**28  # of a part that is read from a holder; pieces have at most `PIECE_BYTES`
 _FILE_NAME = re.compile(r"([\w%.,=+@~-]+/)?[\w%.,=+@~-]+")
+
+Fetch = Callable[[str], bytes]  # reads a file of a part by its name
+Found = TypeVar("Found")
+
+
+class FastPart:
+    """Part of a step, whose files are read from the first source that has them intact.
+
+    Attributes:
+        sources: places to read from, in this order: the process that has the files, or None for the own disk.
+        manifest: the manifest of the part.
+        is_fetched: True if a file came from another source than the own disk.
+        problems: reasons why files were read from another source than the first.
+    """
+
+    def __init__(self, step: int, sources: list[tuple[int | None, Fetch]]):
+        """Read `part.json`. Raises `ValueError` if no source has it intact."""
+        self.sources = sources
+        self.is_fetched = False
+        self.problems: list[str] = []
+
+        def parse(fetch: Fetch) -> tuple[Manifest, list[str]]:
+            record = parse_json(fetch(PART_FILE))
+            # Parts of earlier versions have no digest of this file, and no sizes of the attachments.
+            if record.get("format") != FORMAT or record.pop("digest", None) not in (None, hash_record(record)):
+                raise ValueError(f"{PART_FILE} does not match its own digest, or is of another format")
+            validate_record(record, _PART_KEYS, [_ATTACHMENTS])
+            manifest = Manifest.from_json(record)
+            if manifest.step != step or manifest.shards is None:
+                raise ValueError(f"{PART_FILE} is of step {manifest.step} and stands in {step}, or names no shards")
+            return manifest, list(map(str, record[_ATTACHMENTS]))
+
+        self.manifest, self._attachments = self._try_sources(parse)
+
+    def read(self, leaves: Leaves) -> dict[str, jax.Array]:
+        """Return the leaves of this process. Raises `ValueError` if no source has an intact copy of some file."""
+        return read_blocks(self._fetch, self.manifest.shards or {}, leaves)
+
+    def read_attachments(self) -> dict[str, bytes]:
+        """Return the small files that were written with the step. Raises as `read` does."""
+        return {name: self._fetch(name) for name in self._attachments}
+
+    def _fetch(self, name: str) -> bytes:
+        files = self.manifest.files
+        return self._try_sources(lambda fetch: fetch_verified(fetch, files, name) if name in files else fetch(name))
+
+    def _try_sources(self, read: Callable[[Fetch], Found]) -> Found:
+        """Return what `read` returns for the first source for which it raises no error. Called on any thread."""
+        problems = []
+        for process, fetch in self.sources:
+            try:
+                found = read(fetch)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                problems.append(("" if process is None else f"process {process}: ") + format_reason(error))
+                continue
+            if process is not None:
+                self.is_fetched = True
+            self.problems += problems
+            return found
+        raise ValueError("; ".join(problems))
 
 
 class FastTier:
@@ -84,41 +136,28 @@ class FastTier:
     def __init__(self, directory: Path):
         self.directory = directory
         self.pinned_steps: set[int] = set()  # steps that are kept beside the newest: sent last, and being sent
-        self.remote_parts: dict[int, Callable[[str], bytes]] = {}  # step -> reads a file of the part from a holder
         self._store = LocalStore(directory)
 
-    def list_parts(self, is_own: Callable[[Trajectory, int], bool], last_steps: Mapping[int, int]) -> dict[int, str]:
-        """Return the fingerprint of the state, by step, of each whole part that this run can continue from.
-
-        `remote_parts` are included.
+    def list_parts(
+        self, is_own: Callable[[Trajectory, int], bool], last_steps: Mapping[int, int]
+    ) -> dict[int, FastPart]:
+        """Return by step each part that this run can continue from. Of its files only `part.json` has been read.
 
         Args:
             is_own: returns True for a trajectory, saved at a step, that this run continues.
             last_steps: by attempt, the lowest step from which a later attempt has resumed; its later parts are ignored.
         """
         found = {}
-        for step in {*self._list_present(), *self.remote_parts}:
-            with contextlib.suppress(OSError, ValueError):
-                part, _ = self._read_part(step)
-                if is_own(part.identity, step) and step <= last_steps.get(part.attempt, step):
-                    found[step] = part.fingerprint
+        for step in self._list_present():
+            with contextlib.suppress(ValueError):
+                part = FastPart(step, [(None, LocalStore(self.directory / str(step)).read)])
+                manifest = part.manifest
+                if is_own(manifest.identity, step) and step <= last_steps.get(manifest.attempt, step):
+                    found[step] = part
         return found
 
     def _list_present(self) -> list[int]:
         return sorted(step for step in map(parse_number, self._store.list_names("")) if step is not None)
-
-    def _read_part(self, step: int) -> tuple[Manifest, JsonObject]:
-        """Return the manifest of a part, and its whole record. Raises `ValueError` if it is damaged, or `OSError`."""
-        record = parse_json(self._read_file(step, PART_FILE))
-        validate_record(record, _PART_KEYS, [_ATTACHMENTS])
-        part = Manifest.from_json(record)
-        if part.step != step or part.shards is None:
-            raise ValueError(f"{PART_FILE} is of step {part.step} and stands in {step}, or names no shards")
-        return part, record
-
-    def _read_file(self, step: int, name: str) -> bytes:
-        remote = self.remote_parts.get(step)
-        return self._store.read(f"{step}/{name}") if remote is None else remote(name)
 
     def write(self, manifest: Manifest, blocks: Blocks, attachments: dict[str, bytes]) -> None:
         """Write this process's part of a step, and delete all but the newest `NUM_KEPT_STEPS`. Raises `OSError`."""
@@ -127,10 +166,9 @@ class FastTier:
         table = write_blocks(temporary, "pieces", blocks)
         for name, content in attachments.items():
             (temporary / name).write_bytes(content)
+            table.files[name] = [len(content), compute_crc32c(content)]
         part = replace(manifest, files=table.files, shards=table.shards)
-        digests = {name: compute_crc32c(content) for name, content in attachments.items()}
-        record = part.to_json() | {_ATTACHMENTS: sorted(attachments), _DIGESTS: digests}
-        (temporary / PART_FILE).write_bytes(encode_json(record))
+        (temporary / PART_FILE).write_bytes(seal(part.to_json() | {_ATTACHMENTS: sorted(attachments)}))
         self.publish(temporary.name, manifest.step)
         self.delete_old()
 
@@ -181,30 +219,8 @@ class FastTier:
         """Delete all but the newest `NUM_KEPT_STEPS` and `pinned_steps`."""
         self._delete([step for step in self._list_present()[:-NUM_KEPT_STEPS] if step not in self.pinned_steps])
 
-    def read(self, step: int, leaves: Leaves) -> tuple[dict[str, jax.Array], Manifest]:
-        """Return the leaves of this process and the manifest of the part.
-
-        Raises:
-            ValueError: the part is damaged.
-            OSError: it cannot be read.
-        """
-        part, _ = self._read_part(step)
-        fetch = functools.partial(self._read_file, step)
-        arrays = read_blocks(fetch, part.files, part.shards or {}, leaves)
-        return arrays, part
-
-    def read_attachments(self, step: int) -> dict[str, bytes]:
-        """Return the small files that were written with a step. Raises as `read` does."""
-        _, record = self._read_part(step)
-        found = {name: self._read_file(step, name) for name in map(str, record[_ATTACHMENTS])}
-        for name, digest in record.get(_DIGESTS, {}).items():
-            if name not in found or compute_crc32c(found[name]) != digest:
-                raise ValueError(f"{name} does not match its CRC-32C")
-        return found
-
     def delete_after(self, step: int) -> None:
-        """Delete every step beyond `step`, and every part that was never whole; forget `remote_parts`."""
-        self.remote_parts = {}
+        """Delete every step beyond `step`, and every part that was never whole."""
         for name in self._store.list_names(""):
             if name.endswith(".tmp"):
                 shutil.rmtree(self.directory / name, ignore_errors=True)
@@ -460,55 +476,52 @@ class Replicas:
             self._waiting_step, self._written_step = None, -1
             self._changed.notify_all()
 
-    def find_missing(
+    def list_parts(
         self, is_own: Callable[[Trajectory, int], bool], last_steps: Mapping[int, int], first_step: int
-    ) -> dict[int, list[int]]:
-        """Set `remote_parts` of the newest steps that are complete only with parts of holders. Called on every host.
+    ) -> dict[int, FastPart]:
+        """Return the parts of this process, with all that other processes have of them. Called on every host.
+
+        Parts that this process lacks are included, if all processes can get theirs of the same state.
 
         Args:
             is_own: returns True for a trajectory, saved at a step, that this run continues.
             last_steps: as in `FastTier.list_parts`.
             first_step: lowest step worth restoring.
-
-        Returns:
-            By step, the processes that have no part of it and read that of a holder.
         """
-        everyone = range(self._hosts.num_processes)
-        self._fast_tier.remote_parts = {}
-        own = [[self._hosts.process_id, *part] for part in self._fast_tier.list_parts(is_own, last_steps).items()]
-        copies = [
-            [owner, *part]
-            for owner in self._list_copied()
-            for part in self._open_copies(owner).list_parts(is_own, last_steps).items()
+        process_id, everyone = self._hosts.process_id, range(self._hosts.num_processes)
+        parts = self._fast_tier.list_parts(is_own, last_steps)
+        copies = [(owner, self._open_copies(owner).list_parts(is_own, last_steps)) for owner in self._list_copied()]
+        listed = [
+            [owner, step, part.manifest.fingerprint]
+            for owner, present in [(process_id, parts), *copies]
+            for step, part in present.items()
         ]
-        gathered = self._hosts.gather([own, copies])
-        present = {(owner, step, digest) for own, _ in gathered for owner, step, digest in own}
-        # (holder, owner) of each part or copy, by state with its owner, and with its blocks.
-        of_owner: dict[tuple[int, int, str], list[tuple[int, int]]] = {}
-        of_blocks: dict[tuple[str, int, str], list[tuple[int, int]]] = {}
-        for holder, (own, copies) in enumerate(gathered):
-            for owner, step, digest in [*own, *copies]:
+        # (holder, owner) of each part or copy, by its blocks and by the state.
+        holdings: dict[tuple[str, int, str], list[tuple[int, int]]] = {}
+        for holder, of_holder in enumerate(self._hosts.gather(listed)):
+            for owner, step, digest in of_holder:
                 if owner in everyone:
-                    of_owner.setdefault((owner, step, digest), []).append((holder, owner))
-                    of_blocks.setdefault((self._places[owner].blocks, step, digest), []).append((holder, owner))
+                    holdings.setdefault((self._places[owner].blocks, step, digest), []).append((holder, owner))
 
-        def list_sources(process: int, step: int, digest: str) -> list[tuple[int, int]]:
+        def list_whole(process: int, step: int, digest: str) -> list[tuple[int, int]]:
             """Return (holder, owner) of each part that a process can use as its own."""
-            if process == 0:  # Only its own part has the attachments.
-                return of_owner.get((process, step, digest), [])
-            return of_blocks.get((self._places[process].blocks, step, digest), [])
+            found = holdings.get((self._places[process].blocks, step, digest), [])
+            return [each for each in found if process or each[1] == 0]  # Only the part of process 0 has attachments.
 
-        states = sorted({(step, digest) for _, step, digest in of_owner if step >= first_step}, reverse=True)
-        complete = [state for state in states if all(list_sources(process, *state) for process in everyone)]
-        lacking: dict[int, list[int]] = {}
-        for step, digest in complete[:NUM_KEPT_STEPS]:
-            lacking[step] = [process for process in everyone if (process, step, digest) not in present]
-            if not lacking[step]:
-                break
-            if self._hosts.process_id in lacking[step]:
-                sources = list_sources(self._hosts.process_id, step, digest)
-                self._fast_tier.remote_parts[step] = functools.partial(self.fetch, step, sources)
-        return {step: processes for step, processes in lacking.items() if processes}
+        def make_sources(found: Iterable[tuple[int, int]]) -> list[tuple[int | None, Fetch]]:
+            return [(holder, functools.partial(self.fetch, step, holder, owner)) for holder, owner in found]
+
+        for step, digest in sorted({(step, digest) for _, step, digest in holdings}):
+            if step < first_step or not all(list_whole(process, step, digest) for process in everyone):
+                continue
+            part = parts.get(step)
+            if part is not None and part.manifest.fingerprint == digest:
+                found = holdings[self._places[process_id].blocks, step, digest]
+                part.sources += make_sources(each for each in found if each != (process_id, process_id))
+            else:
+                with contextlib.suppress(ValueError):
+                    parts[step] = FastPart(step, make_sources(list_whole(process_id, step, digest)))
+        return parts
 
     def delete_after(self, step: int) -> None:
         """Delete copies of steps beyond `step`, and those of processes for which this one is no holder any more."""
@@ -595,31 +608,21 @@ class Replicas:
             _write_line(stream, request)
             yield stream
 
-    def fetch(self, step: int, sources: Sequence[tuple[int, int]], name: str) -> bytes:
-        """Return the content of a file of a part from the first of `sources` that has it.
-
-        Args:
-            step: the step.
-            sources: (holder, owner) of each part that this process can use as its own.
-            name: name of the file, relative to the part.
+    def fetch(self, step: int, holder: int, owner: int, name: str) -> bytes:
+        """Return the content of a file of the part of `owner` that `holder` has.
 
         Raises:
-            OSError: all of them fail; the message says why.
+            OSError: the holder cannot be reached.
+            ValueError: it does not have the file. `KeyError` or `TypeError`: its answer is wrong.
         """
-        problems = []
-        for holder, owner in sources:
-            try:
-                with self.request(holder, {"kind": "get", "owner": owner, "step": step, "file": name}) as stream:
-                    size = int(_read_answer(stream)["size"])
-                    if not 0 <= size <= _MAX_FILE_BYTES:
-                        raise ValueError(f"a file of a part cannot have {size:,} bytes")
-                    content = stream.read(size)
-                if len(content) != size:
-                    raise ValueError(f"the connection was closed in the middle of {name}")
-                return content
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                problems.append(f"process {holder}: {format_error(error)}")
-        raise OSError(f"{name} cannot be fetched from a replica: {'; '.join(problems)}")
+        with self.request(holder, {"kind": "get", "owner": owner, "step": step, "file": name}) as stream:
+            size = int(_read_answer(stream)["size"])
+            if not 0 <= size <= _MAX_FILE_BYTES:
+                raise ValueError(f"a file of a part cannot have {size:,} bytes")
+            content = stream.read(size)
+        if len(content) != size:
+            raise ValueError(f"the connection was closed in the middle of {name}")
+        return content
 
     # Serving.
 
@@ -641,7 +644,7 @@ class Replicas:
             own_directory = self._fast_tier.directory / str(step)
             if owner == self._hosts.process_id and own_directory.exists():
                 directory = own_directory
-            with (directory / _validate_name(request["file"])).open("rb") as file:
+            with LocalStore(directory).open(_validate_name(request["file"])) as file:
                 _write_line(stream, {"error": None, "size": os.fstat(file.fileno()).st_size})
                 shutil.copyfileobj(file, stream, _CHUNK_BYTES)
             stream.flush()

@@ -15,7 +15,7 @@ changed and the job refuses to start.
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -23,7 +23,7 @@ import numpy as np
 
 from runner.checkpoint import arrays as readers
 from runner.checkpoint import fingerprint
-from runner.checkpoint.fast_tier import FastTier, Replicas
+from runner.checkpoint.fast_tier import FastPart, FastTier, Replicas
 from runner.checkpoint.leaves import (
     decode_leaves,
     encode_leaves,
@@ -73,7 +73,7 @@ class RestoredState:
         manifest: manifest of the checkpoint.
         tier: tier that it was read from.
         attachments: small files that the fast tier stores beside it.
-        fetched: processes whose part of the fast tier came from a replica.
+        fetched: processes whose part of the fast tier, or a file of it, came from a replica.
     """
 
     state: Any
@@ -143,26 +143,26 @@ def restore_newest(
         finish_retirements(store)
     # Listings of a shared disk may differ between hosts, so all hosts use the one of process 0.
     durable_steps = hosts.agree(list_steps(store) if hosts.is_main else [])
-    last_steps, fetched = dict[int, int](), dict[int, list[int]]()
+    parts: dict[int, FastPart] = {}
     if replicas is not None:
-        facts = hosts.agree(find_limits(store, durable_steps) if hosts.is_main else None)
-        last_steps = {int(attempt): step for attempt, step in facts[0]}
-        fetched = replicas.find_missing(is_own, last_steps, facts[1])
-    parts = hosts.gather([] if fast_tier is None else list(fast_tier.list_parts(is_own, last_steps).items()))
+        limits, newest = hosts.agree(find_limits(store, durable_steps) if hosts.is_main else None)
+        parts = replicas.list_parts(is_own, dict(limits), newest)
+    elif fast_tier is not None:
+        parts = fast_tier.list_parts(is_own, {})
+    listed = hosts.gather([(step, part.manifest.fingerprint) for step, part in parts.items()])
     # Parts of one step with other bits are not parts of one state.
-    fast_steps = {step for step, _ in set.intersection(*({(step, bits) for step, bits in own} for own in parts))}
+    fast_steps = {step for step, _ in set.intersection(*({(step, bits) for step, bits in own} for own in listed))}
     rejected: list[RejectedCheckpoint] = []
     candidates = [(step, 0) for step in durable_steps] + [(step, 1) for step in fast_steps]
     # Sorted by step, then by tier: the fast tier, marked 1, comes first of equal steps.
     for step, is_fast in sorted(candidates, reverse=True):
         if is_fast:
-            assert fast_tier is not None, "only a fast tier has such a step"
-            found = _try_fast(hosts, fast_tier, step, abstract, find_attachment_problem)
+            found = _try_fast(hosts, parts[step], abstract, find_attachment_problem)
         else:
             found = _try_durable(hosts, store, str(step), abstract)
         if isinstance(found, RestoredState):
             _set_aside(attempt, fast_tier, replicas, rejected, step)
-            return replace(found, fetched=fetched.get(step, ())) if is_fast else found
+            return found
         rejected.append(found)
     # Nothing was restored. The job may start from step 0 only if nothing was ever committed. The event ledger tells,
     # even if somebody has deleted the directories of the checkpoints.
@@ -213,31 +213,40 @@ def load_checkpoint(attempt: Attempt, name: str, abstract: Any) -> RestoredState
 
 
 def _try_fast(
-    hosts: Hosts, fast_tier: FastTier, step: int, abstract: Any, find_attachment_problem: AttachmentCheck
+    hosts: Hosts, part: FastPart, abstract: Any, find_attachment_problem: AttachmentCheck
 ) -> RestoredState | RejectedCheckpoint:
-    problem, part = None, None
+    problem, step = None, part.manifest.step
     arrays: dict[str, jax.Array] = {}
     attachments: dict[str, bytes] = {}
     try:
-        arrays, part = fast_tier.read(step, encode_leaves(flatten_with_names(abstract)))
-        validate_manifest_leaves(part, abstract)
-        attachments = fast_tier.read_attachments(step)
+        arrays = part.read(encode_leaves(flatten_with_names(abstract)))
+        validate_manifest_leaves(part.manifest, abstract)
+        attachments = part.read_attachments()
         reason = find_attachment_problem(attachments) if hosts.is_main else None
         problem = None if reason is None else RestoreProblem(reason)
     except (ValueError, OSError, KeyError) as error:
         problem = RestoreProblem(f"process {hosts.process_id}: {error}")
     # A fingerprint is a collective, so no host may compute it before all hosts have their arrays.
     problem = _gather_first_problem(hosts, problem)
-    if problem is None and part is not None:
-        state = _unflatten(abstract, arrays)
-        try:
-            bits_problem = _find_bits_problem(state, part)
-        except fingerprint.ReplicaError as error:  # on every host
-            bits_problem = str(error)
-        if bits_problem is None:
-            return RestoredState(state, part, "fast", attachments)
-        problem = RestoreProblem(bits_problem)
-    return RejectedCheckpoint(str(step), problem.reason if problem else "no part", "fast")
+    if problem is not None:
+        return RejectedCheckpoint(str(step), problem.reason, "fast")
+    state = _unflatten(abstract, arrays)
+    try:
+        bits_problem = _find_bits_problem(state, part.manifest)
+    except fingerprint.ReplicaError as error:  # on every host
+        bits_problem = str(error)
+    # Each host compares with the digests of its own part, so one may find a problem that the others do not.
+    results = hosts.gather([bits_problem, part.is_fetched])
+    bits_problem = next((reason for reason, _ in results if reason is not None), None)
+    if bits_problem is not None:
+        return RejectedCheckpoint(str(step), bits_problem, "fast")
+    if part.problems:
+        warn(
+            f"process {hosts.process_id}: {len(part.problems)} files of step {step} of the fast tier were damaged, "
+            f"read from a replica: {part.problems[0]}"
+        )
+    fetched = [process for process, (_, is_fetched) in enumerate(results) if is_fetched]
+    return RestoredState(state, part.manifest, "fast", attachments, fetched)
 
 
 def _try_durable(

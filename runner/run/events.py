@@ -170,7 +170,11 @@ EVENTS = (
             _SECONDS,
             _FINGERPRINT,
             Key("tier", str, "Source of the state: `durable`, or `fast` (`checkpoint.local_directory`)."),
-            Key("from_replicas", list | None, "Processes whose part of the fast tier came from a replica."),
+            Key(
+                "from_replicas",
+                list | None,
+                "Processes whose part of the fast tier, or a file of it, came from a replica.",
+            ),
         ),
     ),
     EventType(

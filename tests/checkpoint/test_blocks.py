@@ -1,6 +1,7 @@
 """Arrays in block files: written by the holders of shards, read on any mesh, and verified byte by byte."""
 
 import copy
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,8 @@ class BlockDirectory:
         return (self.directory / name).read_bytes()
 
     def read(self, abstract):
-        return blocks.read_blocks(self.fetch, self.table.files, self.table.shards, abstract)
+        fetch = functools.partial(blocks.fetch_verified, self.fetch, self.table.files)
+        return blocks.read_blocks(fetch, self.table.shards, abstract)
 
 
 def make_abstract(array, sharding):
@@ -147,12 +149,8 @@ def test_tables_of_several_processes_are_merged(tmp_path):
     whole = blocks.BlockTable()
     for part in reversed(parts):
         whole.add(part)
-    read = blocks.read_blocks(
-        lambda name: (tmp_path / name).read_bytes(),
-        whole.files,
-        whole.shards,
-        {"w": make_abstract(array, SHARDINGS["mesh (2, 2, 2)"])},
-    )
+    fetch = functools.partial(blocks.fetch_verified, lambda name: (tmp_path / name).read_bytes(), whole.files)
+    read = blocks.read_blocks(fetch, whole.shards, {"w": make_abstract(array, SHARDINGS["mesh (2, 2, 2)"])})
     assert are_leaves_equal(read["w"], array)
 
 
@@ -163,7 +161,6 @@ def test_arrays_can_be_donated_after_the_copy_to_the_host(tmp_path):
     table = blocks.write_blocks(tmp_path, "arrays.1/0", host)
     read = blocks.read_blocks(
         lambda name: (tmp_path / name).read_bytes(),
-        table.files,
         table.shards,
         {"w": jax.ShapeDtypeStruct(WHOLE.shape, WHOLE.dtype, sharding=SHARDINGS["copies"])},
     )
@@ -221,10 +218,9 @@ def test_an_unreachable_store_is_not_reported_as_damage(tmp_path):
     def fetch(name):
         raise TimeoutError("not within 120 s")
 
+    files.fetch = fetch
     with pytest.raises(TimeoutError):
-        blocks.read_blocks(
-            fetch, files.table.files, files.table.shards, {"w": make_abstract(array, SHARDINGS["copies"])}
-        )
+        files.read({"w": make_abstract(array, SHARDINGS["copies"])})
 
 
 @pytest.mark.parametrize("read", ["mesh (2, 2, 2)", "first axis", "copies", "one device"])
@@ -237,10 +233,10 @@ def test_shards_that_do_not_cover_a_block_are_rejected(tmp_path, read):
         with pytest.raises(
             blocks.DamagedBlockError, match=r"the manifest's shards hold \d+ of \d+ elements of a block"
         ):
-            blocks.read_blocks(files.fetch, files.table.files, shards, {"w": make_abstract(array, SHARDINGS[read])})
+            blocks.read_blocks(files.fetch, shards, {"w": make_abstract(array, SHARDINGS[read])})
 
 
 def test_a_leaf_without_any_shard_is_rejected(tmp_path):
     files = BlockDirectory(tmp_path, {"w": make_matrix("copies")})
     with pytest.raises(blocks.DamagedBlockError, match="hold 0 of 384 elements"):
-        blocks.read_blocks(files.fetch, files.table.files, {"w": []}, {"w": make_abstract(WHOLE, SHARDINGS["copies"])})
+        blocks.read_blocks(files.fetch, {"w": []}, {"w": make_abstract(WHOLE, SHARDINGS["copies"])})

@@ -1,27 +1,29 @@
 """Copies of parts of the fast tier on other hosts: where they are placed, how they are sent, and what is refused."""
 
 import contextlib
-import functools
 import io
 import json
-import os
 import re
 import shutil
 import socket
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-from runner.checkpoint.fast_tier import FastTier, ProcessPlace, Replicas, choose_holders, open_fast_tier
+from runner.checkpoint.fast_tier import FastPart, FastTier, ProcessPlace, Replicas, choose_holders, open_fast_tier
+from runner.checkpoint.fingerprint import compute_leaf_digests
 from runner.checkpoint.manifest import Manifest
-from runner.checkpoint.restore import find_limits
+from runner.checkpoint.restore import find_limits, restore_newest
 from runner.distributed.agreement import Hosts
 from runner.storage import LocalStore
 from tests.support.coordinator import MemoryCoordinator
+from tests.support.damage import JSON_DAMAGES, flip_bit, list_damages
 
 
 def make_places(hosts, slices=None, blocks=None):
@@ -92,10 +94,16 @@ def open_processes(tmp_path: Path, num_processes: int = 2, blocks=None):
             replicas.close()
 
 
+ABSTRACT = {"a": jax.ShapeDtypeStruct((8,), np.int32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))}
+
+
 def write_state(tmp_path: Path, process: int, step: int, fingerprint: str = "f", attempt: int = 1) -> None:
     """Write a part of a state by the fast tier itself."""
-    manifest = Manifest(step=step, name=str(step), attempt=attempt, fingerprint=fingerprint)
-    FastTier(tmp_path / str(process)).write(manifest, {"a": [([0], np.full(8, process))]}, {"rows": b"1"})
+    block = np.full(8, 10 * step + process, np.int32)
+    digest = compute_leaf_digests({"a": jax.device_put(block, ABSTRACT["a"].sharding)})["a"]
+    leaves = {"a": {"shape": [8], "dtype": "int32", "digest": digest}}
+    manifest = Manifest(step=step, name=str(step), attempt=attempt, fingerprint=fingerprint, leaves=leaves)
+    FastTier(tmp_path / str(process)).write(manifest, {"a": [([0], block)]}, {"rows": b"1"})
 
 
 def wait_for_copy(tmp_path: Path, step: int, owner: int = 0, holder: int = 1) -> Path:
@@ -108,21 +116,44 @@ def wait_for_copy(tmp_path: Path, step: int, owner: int = 0, holder: int = 1) ->
     return path
 
 
-def read_values(fast_tier: FastTier, step: int) -> list[int]:
-    """Return the values of the array in a part that `write_state` has written."""
-    leaf = jax.ShapeDtypeStruct((8,), np.int64, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    arrays, _ = fast_tier.read(step, {"a": leaf})
-    return [int(value) for value in arrays["a"]]
-
-
-def find_missing(found: list[Replicas], last_steps: dict[int, int] | None = None, first_step: int = 0) -> dict:
-    """Call `find_missing` on all processes at once."""
+def list_parts(
+    found: list[Replicas], last_steps: dict[int, int] | None = None, first_step: int = 0
+) -> list[dict[int, FastPart]]:
+    """Call `list_parts` on all processes at once."""
     with ThreadPoolExecutor(len(found)) as pool:
-        (result, *others) = pool.map(
-            lambda each: each.find_missing(lambda *_: True, last_steps or {}, first_step), found
+        return list(pool.map(lambda each: each.list_parts(lambda *_: True, last_steps or {}, first_step), found))
+
+
+def find_complete(parts: list[dict[int, FastPart]]) -> dict[int, list[int]]:
+    """Return the processes that lack their own part, by step of which all have a part."""
+    steps = set.intersection(*({(step, part.manifest.fingerprint) for step, part in own.items()} for own in parts))
+    return {step: [process for process, own in enumerate(parts) if own[step].is_fetched] for step, _ in steps}
+
+
+def read_values(parts: list[dict[int, FastPart]], step: int) -> list[int]:
+    """Return the first value of the array in each process's part, which `write_state` has written."""
+    return [int(own[step].read(ABSTRACT)["a"][0]) for own in parts]
+
+
+def restore(tmp_path: Path, found: list[Replicas]) -> tuple[list, list[dict]]:
+    """Return what `restore_newest` returns on each process, and the events that process 0 writes."""
+    events: list[dict] = []
+
+    def append(event, step, **details):
+        events.append({"event": event, "step": step} | details)
+
+    def restore_one(replicas: Replicas):
+        attempt = SimpleNamespace(
+            store=LocalStore(tmp_path / "run"),
+            hosts=replicas._hosts,
+            number=2,
+            fence=SimpleNamespace(check=lambda: None),
+            events=SimpleNamespace(append=append),
         )
-    assert all(each == result for each in others)
-    return result
+        return restore_newest(attempt, replicas._fast_tier, ABSTRACT, lambda *_: True, lambda _: None, replicas)
+
+    with ThreadPoolExecutor(len(found)) as pool:
+        return list(pool.map(restore_one, found)), events
 
 
 def test_a_part_is_copied_and_comes_back(tmp_path):
@@ -134,11 +165,9 @@ def test_a_part_is_copied_and_comes_back(tmp_path):
         # The host of process 0 comes back empty.
         wait_for_copy(tmp_path, 7, 1, 0)
         (tmp_path / "0" / "7").rename(tmp_path / "lost")
-        assert {name: first.fetch(7, [(1, 0)], name) for name in FILES} == FILES
-        with pytest.raises(
-            OSError, match=r"rows cannot be .* replica: process 1: .*No such file.*; process 0: .*No such"
-        ):
-            first.fetch(9, [(1, 0), (0, 0)], "rows")
+        assert {name: first.fetch(7, 1, 0, name) for name in FILES} == FILES
+        with pytest.raises(ValueError, match="No such file"):
+            first.fetch(9, 1, 0, "rows")
     assert not list(tmp_path.glob("**/*.tmp"))
 
 
@@ -204,7 +233,7 @@ def test_a_holder_that_is_gone_is_named_at_the_second_failure(tmp_path, capsys):
 
 
 LOST = {
-    "nothing": ([], {}),
+    "nothing": ([], {7: []}),
     "one process": ([1], {7: [1]}),
     "process 0": ([0], {7: [0]}),
     "a process and its holder": ([1, 2], {}),
@@ -221,14 +250,11 @@ def test_a_step_is_completed_if_each_process_can_get_its_part(lost, expected, tm
             wait_for_copy(tmp_path, 7, process, (process + 1) % 3)
         for process in lost:
             shutil.rmtree(tmp_path / str(process))
-        assert find_missing(found) == expected
-        tiers = [replicas._fast_tier for replicas in found]
-        if expected or not lost:
-            assert [tier.list_parts(lambda *_: True, {}) for tier in tiers] == [{7: "f"}] * 3
+        parts = list_parts(found)
+        assert find_complete(parts) == expected
+        if expected:
             # Each has its own part, wherever it was read from.
-            assert [read_values(tier, 7) for tier in tiers] == [[process] * 8 for process in range(3)]
-        tiers[0].delete_after(7)
-        assert tiers[0].list_parts(lambda *_: True, {}) == ({} if 0 in lost else {7: "f"})
+            assert read_values(parts, 7) == [70, 71, 72]
 
 
 def test_hosts_that_have_changed_their_places_use_their_own_copies(tmp_path):
@@ -238,16 +264,29 @@ def test_hosts_that_have_changed_their_places_use_their_own_copies(tmp_path):
             # Each host has become the process of which it had copies.
             (tmp_path / str(process) / "copies" / str(process)).mkdir(parents=True)
             (tmp_path / str(process) / "7").rename(tmp_path / str(process) / "copies" / str(process) / "7")
-        assert find_missing(found) == {7: [0, 1, 2]}
-        assert [read_values(replicas._fast_tier, 7)[0] for replicas in found] == [0, 1, 2]
+        parts = list_parts(found)
+        assert find_complete(parts) == {7: [0, 1, 2]}
+        assert read_values(parts, 7) == [70, 71, 72]
 
 
 def test_data_parallel_replicas_need_no_copies(tmp_path):
     with open_processes(tmp_path, 3, blocks="xxx") as found:
         write_state(tmp_path, 0, 7)
         write_state(tmp_path, 1, 9)
-        assert find_missing(found) == {7: [1, 2]}, "process 0 alone has the attachments"
-        assert [read_values(replicas._fast_tier, 7)[0] for replicas in found] == [0, 0, 0]
+        parts = list_parts(found)
+        assert find_complete(parts) == {7: [1, 2]}, "process 0 alone has the attachments"
+        assert read_values(parts, 7) == [70, 70, 70]
+
+
+def test_data_parallel_replicas_replace_a_damaged_piece_of_process_0(tmp_path):
+    with open_processes(tmp_path, 2, blocks="xx") as found:
+        write_state(tmp_path, 0, 7)
+        shutil.copytree(tmp_path / "0" / "7", tmp_path / "1" / "7")
+        flip_bit(tmp_path / "0" / "7" / "pieces" / "a.0.0")
+        parts = list_parts(found)
+        assert find_complete(parts) == {7: []}
+        assert read_values(parts, 7) == [70, 70]
+        assert [own[7].is_fetched for own in parts] == [True, False]
 
 
 def test_parts_of_one_step_with_other_bits_are_not_combined(tmp_path):
@@ -258,7 +297,7 @@ def test_parts_of_one_step_with_other_bits_are_not_combined(tmp_path):
         (tmp_path / "0" / "copies").mkdir()
         write_state(tmp_path, 1, 5, "f")
         shutil.move(tmp_path / "1" / "5", tmp_path / "0" / "copies" / "1" / "5")
-        assert find_missing(found) == {5: [1]}
+        assert find_complete(list_parts(found)) == {5: [1]}
 
 
 def test_parts_behind_which_a_later_attempt_has_gone_back_do_not_count(tmp_path):
@@ -267,8 +306,8 @@ def test_parts_behind_which_a_later_attempt_has_gone_back_do_not_count(tmp_path)
             write_state(tmp_path, 1, step, attempt=attempt)
             write_state(tmp_path, 0, step, attempt=attempt)
             shutil.move(tmp_path / "0" / str(step), tmp_path / "1" / "copies" / "0" / str(step))
-        assert find_missing(found, {1: 50}) == {60: [0]}
-        assert find_missing(found, {1: 50, 2: 50}) == {}
+        assert find_complete(list_parts(found, {1: 50})) == {60: [0]}
+        assert find_complete(list_parts(found, {1: 50, 2: 50})) == {}
 
 
 def test_the_last_steps_of_attempts_follow_from_the_ledger(tmp_path):
@@ -290,36 +329,124 @@ def test_the_last_steps_of_attempts_follow_from_the_ledger(tmp_path):
     assert (dict(limits), newest) == ({0: 0, 1: 50, 2: 70}, 80)
 
 
-DAMAGES = {
-    "missing": Path.unlink,
-    "empty": lambda path: path.write_bytes(b""),
-    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+def change_leaf_digest(path: Path) -> None:
+    """Change the digest of a leaf, with which only this process would compare the restored bits."""
+    content, count = re.subn(r'"digest": "\w{16}"', '"digest": "0123456789abcdef"', path.read_text())
+    assert count == 1
+    path.write_text(content)
+
+
+FILE_DAMAGES = list_damages(Path(__file__)) | {
+    "flip bit": flip_bit,
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
-    "flipped": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
-    "a directory": lambda path: (path.unlink(), path.mkdir()),
-    "too large": lambda path: os.truncate(path, 2**28 + 1),
+}
+DAILY = ("flip bit", "other leaf digest", "delete", "torn", "change file type", "replace by link loop")
+DAMAGES = {
+    (place, name): damage
+    for place, damages in {
+        "part.json": FILE_DAMAGES | JSON_DAMAGES | {"other leaf digest": change_leaf_digest},
+        "pieces/a.0.0": FILE_DAMAGES,
+        "rows": FILE_DAMAGES,
+        "pieces": list_damages(Path(__file__).parent),
+        "": list_damages(Path(__file__).parent),
+    }.items()
+    for name, damage in damages.items()
+    if name != "move behind link"  # which is no damage
+}
+# By the parts and copies of step 7 that are damaged: the restored step, and the processes that read from a replica.
+DAMAGED_PARTS = {
+    ("0/7",): (7, [0]),
+    ("1/7",): (7, [1]),
+    ("0/7", "1/7"): (7, [0, 1]),
+    ("1/copies/0/7",): (7, []),
+    ("0/7", "1/copies/0/7"): (5, []),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-@pytest.mark.parametrize("file", ["part.json", "pieces/a.0.0", "rows"])
-def test_a_damaged_copy_is_not_restored(file, damage, tmp_path):
+def write_states_with_copies(tmp_path: Path) -> None:
+    """Write the parts of two processes at steps 5 and 7, and a copy of each on the other process."""
+    for process in (0, 1):
+        for step in (5, 7):
+            write_state(tmp_path, process, step)
+            copy = tmp_path / str(1 - process) / "copies" / str(process) / str(step)
+            shutil.copytree(tmp_path / str(process) / str(step), copy)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [pytest.param(*case, marks=[] if case[1] in DAILY else [pytest.mark.soak]) for case in DAMAGES],
+)
+def test_a_damaged_file_is_read_from_a_replica_if_it_is_intact_there(place, name, tmp_path, capsys):
+    for number, (parts, (step, fetched)) in enumerate(DAMAGED_PARTS.items()):
+        base = tmp_path / str(number)
+        with open_processes(base) as found:
+            write_states_with_copies(base)
+            for part in parts:
+                DAMAGES[place, name](base / part / place)
+            restored, events = restore(base, found)
+        assert [each.manifest.step for each in restored] == [step] * 2
+        assert [list(each.fetched) for each in restored] == [fetched] * 2
+        assert [int(each.state["a"][0]) for each in restored] == [10 * step, 10 * step + 1]
+        assert [each.attachments for each in restored] == [{"rows": b"1"}] * 2
+        # A part without its `part.json` is lost, and one that is lost is not reported.
+        is_listed = place in ("pieces/a.0.0", "rows", "pieces")
+        assert [event["rejected"] for event in events] == [7] * (step == 5 and is_listed)
+        warnings = re.findall(r"process (\d): 1 files of step 7 .* were damaged", capsys.readouterr().err)
+        assert sorted(map(int, warnings)) == fetched * is_listed
+
+
+def test_any_flipped_bit_of_a_part_is_found(tmp_path):
+    write_state(tmp_path, 0, 7)
+    path = tmp_path / "0" / "7" / "part.json"
+    content = path.read_bytes()
+    intact = FastPart(7, [(None, LocalStore(path.parent).read)])
+    num_found = 0
+    for place in range(len(content)):
+        damaged = bytes([*content[:place], content[place] ^ 1, *content[place + 1 :]])
+        try:
+            part = FastPart(7, [(None, lambda _, damaged=damaged: damaged)])
+        except ValueError:
+            num_found += 1
+        else:
+            assert part.manifest == intact.manifest
+    assert num_found > 0.9 * len(content)
+
+
+def test_a_part_of_an_earlier_version_is_read(tmp_path):
+    write_state(tmp_path, 0, 7)
+    path = tmp_path / "0" / "7" / "part.json"
+    record = json.loads(path.read_bytes())
+    del record["digest"], record["files"]["rows"]
+    path.write_text(json.dumps(record))
+    part = FastTier(tmp_path / "0").list_parts(lambda *_: True, {})[7]
+    assert read_values([{7: part}], 7) == [70]
+    assert part.read_attachments() == {"rows": b"1"}
+
+
+@pytest.mark.parametrize("lost", [None, 0, 1])
+def test_a_restore_reads_each_file_once(lost, tmp_path, monkeypatch):
+    files, read, fetch = Counter(), LocalStore.read, Replicas.fetch
+
+    def count_read(store, name):
+        files[f"{store.root.relative_to(tmp_path)}/{name}"] += 1
+        return read(store, name)
+
+    def count_fetch(replicas, step, holder, owner, name):
+        files[f"{holder}/copies/{owner}/{step}/{name} over the network"] += 1
+        return fetch(replicas, step, holder, owner, name)
+
     with open_processes(tmp_path) as found:
-        for process in (0, 1):
-            write_state(tmp_path, process, 7)
-        copy = tmp_path / "1" / "copies" / "0" / "7"
-        copy.parent.mkdir(parents=True)
-        (tmp_path / "0" / "7").rename(copy)
-        assert find_missing(found) == {7: [0]}
-        fast_tier = found[0]._fast_tier
-        assert read_values(fast_tier, 7) == [0] * 8
-        damage(copy / file)
-        if file == "part.json":
-            assert fast_tier.list_parts(lambda *_: True, {}) == {}
-        assert find_missing(found) == ({} if file == "part.json" else {7: [0]})
-        read = fast_tier.read_attachments if file == "rows" else functools.partial(read_values, fast_tier)
-        with pytest.raises((ValueError, OSError)):
-            read(7)
+        write_states_with_copies(tmp_path)
+        for step in (5, 7):
+            shutil.rmtree(tmp_path / str(lost) / str(step), ignore_errors=True)
+        monkeypatch.setattr(LocalStore, "read", count_read)
+        monkeypatch.setattr(Replicas, "fetch", count_fetch)
+        restored, _ = restore(tmp_path, found)
+    assert [each.manifest.step for each in restored] == [7, 7]
+    assert set(files.values()) == {1}
+    for process in (0, 1):
+        own = f"{1 - lost}/copies/{lost}/7/{{}} over the network" if process == lost else f"{process}/7/{{}}"
+        assert all(files[own.format(name)] for name in ("part.json", "pieces/a.0.0", "rows"))
 
 
 PUT = {"token": "token", "kind": "put", "owner": 0, "step": 3, "generation": 0}
@@ -359,28 +486,37 @@ BAD_ANSWERS = {
     "a size that is no number": (b'{"size": []}\n', "int()"),
     "a negative size": (b'{"size": -1}\n', "cannot have -1 bytes"),
     "a huge size": (b'{"size": 1000000000000}\n', "cannot have 1,000,000,000,000 bytes"),
-    "an end in the middle": (b'{"size": 3}\nab', "closed in the middle of rows"),
+    "an end in the middle": (b'{"size": 3}\nab', "closed in the middle of"),
 }
 
 
 @pytest.mark.parametrize(("answer", "reason"), BAD_ANSWERS.values(), ids=BAD_ANSWERS)
 def test_after_a_bad_answer_the_next_holder_is_asked(answer, reason, tmp_path, monkeypatch):
-    with open_processes(tmp_path) as (first, _second):
-        write_part(tmp_path / "1" / "copies" / "0", 7)
-        request = first.request
+    with open_processes(tmp_path, 3) as found:
+        write_state(tmp_path, 1, 7)
+        for holder in (0, 2):
+            shutil.copytree(tmp_path / "1" / "7", tmp_path / str(holder) / "copies" / "1" / "7")
+        shutil.rmtree(tmp_path / "1" / "7")
+        for process in (0, 2):
+            write_state(tmp_path, process, 7)
+        request = Replicas.request
 
         @contextlib.contextmanager
-        def give_bad_answer(process, record):
-            if process == 1:
-                with request(process, record) as stream:
-                    yield stream
-            else:
+        def give_bad_answer(replicas, process, record):
+            if process in bad:
                 yield io.BytesIO(answer)
+            else:
+                with request(replicas, process, record) as stream:
+                    yield stream
 
-        monkeypatch.setattr(first, "request", give_bad_answer)
-        assert first.fetch(7, [(0, 0), (1, 0)], "rows") == FILES["rows"]
-        with pytest.raises(OSError, match=f"process 0: .*{re.escape(reason)}"):
-            first.fetch(7, [(0, 0)], "rows")
+        monkeypatch.setattr(Replicas, "request", give_bad_answer)
+        bad = {0}
+        parts = list_parts(found)
+        assert read_values(parts, 7) == [70, 71, 72]
+        assert re.match(f"process 0: .*{re.escape(reason)}", parts[1][7].problems[0])
+        bad = {0, 2}
+        with pytest.raises(ValueError, match=f"process 0: .*{re.escape(reason)}.*; process 2: "):
+            parts[1][7].read(ABSTRACT)
 
 
 @pytest.mark.parametrize(("request_", "reason"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)

@@ -3,6 +3,8 @@
 Real processes, two of two devices each, each with a part of its own; machines are lost by deleting parts.
 """
 
+import functools
+import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -12,6 +14,7 @@ import pytest
 
 from runner.history.reader import read_history
 from runner.storage import LocalStore
+from tests.support.damage import flip_bit, list_damages
 from tests.support.job_process import (
     Attempt,
     Job,
@@ -261,6 +264,93 @@ def test_two_of_three_empty_hosts_get_the_state_of_the_third(tmp_path: Path) -> 
     lose(tmp_path, 1, 2)
     assert finish(job, 3) == {"step": step, "tier": "fast", "from_replicas": [1, 2]}
     assert job.outcome() == expected()
+
+
+FILES = ((0, "part.json"), (1, "part.json"), (0, "pieces/*"), (1, "pieces/*"))
+DAMAGES = {"flip bit": flip_bit, **list_damages(Path(__file__))}
+
+
+@functools.cache
+def make_killed_run(what: tuple[str, ...], owners: tuple[int, ...]) -> tuple[Path, int]:
+    """Return the directory of a job of two processes, killed when `owners` had copies of a step, and that step."""
+    base = Path(os.environ["RUNNER_TESTS_SESSION"]) / f"damaged parts.{len(owners)}.{os.getpid()}"
+    (base / "elsewhere").mkdir(parents=True)
+    _, step = run_with_replicas(base, what, PROCESSES, owners)
+    for process in range(PROCESSES):  # Parts that were written, and not sent yet, would be restored instead.
+        for newer, part in parts(base, process).items():
+            if newer > step:
+                shutil.rmtree(part)
+    return base, step
+
+
+def finish_damaged_run(
+    tmp_path: Path, what: tuple[str, ...], owners: tuple[int, ...], files: dict[tuple[object, str], str]
+) -> tuple[dict[str, object], int]:
+    """Finish a copy of the killed run, in which files of the step that it had copied are damaged.
+
+    Args:
+        tmp_path: a new directory.
+        what: spec and options.
+        owners: processes of whose parts there are copies.
+        files: damage, by the directory of a process or of copies, and a pattern of the files in its part.
+
+    Returns:
+        The event of the restore, and the step.
+    """
+    source, step = make_killed_run(what, owners)
+    base = tmp_path / "job"
+    shutil.copytree(source, base, symlinks=True)
+    for (place, pattern), damage in files.items():
+        paths = [path for path in (base / "fast").glob(f"*/{place}/{step}/{pattern}") if path.is_file()]
+        assert paths
+        for path in paths:
+            DAMAGES[damage](path)
+    job = make_job(base, what).with_options("checkpoint.local_replicas=1")
+    restored = finish(job)
+    whole = make_uninterrupted_counter_run(what[1:]) if what is COUNTER else make_uninterrupted_run(
+        what[0], what[1:], DEVICES, PROCESSES
+    )  # fmt: skip
+    assert job.outcome() == whole.outcome()
+    return restored, step
+
+
+def test_damaged_files_of_several_processes_are_read_from_replicas(tmp_path: Path) -> None:
+    files = {(0, "pieces/values*"): "flip bit", (0, "pieces/count*"): "delete", (1, "pieces/total*"): "torn"}
+    restored, step = finish_damaged_run(tmp_path, COUNTER, (0,), files)
+    assert restored == {"step": step, "tier": "fast", "from_replicas": [0, 1]}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(("process", "pattern"), FILES)
+def test_a_damaged_file_of_a_part_is_read_from_a_replica(
+    process: int, pattern: str, damage: str, tmp_path: Path
+) -> None:
+    restored, step = finish_damaged_run(tmp_path, COUNTER, (0,), {(process, pattern): damage})
+    fetched = {} if damage == "move behind link" else {"from_replicas": [process]}
+    assert restored == {"step": step, "tier": "fast"} | fetched
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("damage", ["flip bit", "delete"])
+@pytest.mark.parametrize(("process", "pattern"), [(0, "metrics.jsonl"), (1, "pieces/*")])
+def test_a_damaged_file_of_a_trainer_is_read_from_a_replica(
+    process: int, pattern: str, damage: str, tmp_path: Path
+) -> None:
+    restored, step = finish_damaged_run(tmp_path, SHARDED, (0, 1), {(process, pattern): damage})
+    assert restored == {"step": step, "tier": "fast", "from_replicas": [process]}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("pattern", ["part.json", "pieces/*"])
+def test_without_an_intact_replica_an_older_step_is_restored(pattern: str, tmp_path: Path) -> None:
+    # Process 1 has the whole state too.
+    files: dict[tuple[object, str], str] = {(place, pattern): "flip bit" for place in ("0", "1", "1/copies/0")}
+    restored, step = finish_damaged_run(tmp_path, COUNTER, (0,), files)
+    source, _ = make_killed_run(COUNTER, (0,))
+    older = max(each for each in common(source) if each < step)
+    durable = make_job(source).newest()
+    assert restored == {"step": max(older, durable), "tier": "fast" if older >= durable else "durable"}
 
 
 @pytest.mark.soak
