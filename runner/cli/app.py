@@ -194,7 +194,6 @@ def main(words: Sequence[str], clock: Clock | None = None) -> int:
         if isinstance(arguments, declared.JobArguments):
             _run_job(arguments, stop, clock)
             return EXIT_DONE
-        stop.ends_at_once = True
         return _carry_out(arguments)
     except RunnerError as error:
         warn(str(error))

@@ -82,7 +82,6 @@ class StopNotice:
 
     Attributes:
         on_idle_exit: callback of the job; called on a thread of this class before the process exits at tick 0.
-        ends_at_once: True for a command that runs no job, and has nothing to save.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -98,7 +97,6 @@ class StopNotice:
         self._joined = threading.Event()
         self._joined.set()
         self.on_idle_exit: Callable[[], None] | None = None
-        self.ends_at_once = False
 
     def install_signal_handlers(self) -> None:
         """Handle the stop signals and SIGQUIT from now on. Main thread only, as early as possible."""
@@ -153,8 +151,6 @@ class StopNotice:
         while numbers := reader.recv(16):
             for number in (each for each in numbers if each in STOP_SIGNALS):
                 name = signal.Signals(number).name
-                if self.ends_at_once:
-                    self._end(EXIT_PREEMPTED, f"{name}: stopped")
                 self._num_insistent_signals += number in INSISTENT_SIGNALS
                 if self._num_insistent_signals > 1:
                     self._end(EXIT_PREEMPTED, f"{name} again: exiting without another save; the last commit is intact")

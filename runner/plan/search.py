@@ -14,6 +14,7 @@
 Each compilation is a process, which can be killed: XLA has no way to stop one.
 """
 
+import contextlib
 import functools
 import itertools
 import multiprocessing
@@ -282,8 +283,10 @@ class Search:
         excess: dict[Choices, float] = {}
         num_processes = max(1, min(os.cpu_count() or 1, read_memory_bytes() // _PROCESS_BYTES, _MAX_PROCESSES))
 
+        has_left = threading.Event()  # set after an interrupt too
+
         def is_over() -> bool:
-            return bool(compiled) and time.monotonic() >= end_seconds
+            return has_left.is_set() or (bool(compiled) and time.monotonic() >= end_seconds)
 
         def compile_all(queue: Iterator[Candidate], most: int, is_whole: bool = False) -> None:
             """Compile candidates until `most` have been compiled, several at the same time."""
@@ -329,7 +332,8 @@ class Search:
 
         if start is not None:
             candidates = [each for each in candidates if each.settings != start.settings]
-        with ThreadPoolExecutor(num_processes) as executor:
+        with ThreadPoolExecutor(num_processes) as executor, contextlib.ExitStack() as stack:
+            stack.callback(has_left.set)
             compile_all(iter_layouts(), _NUM_COMPILED + (start is not None))
             # If none of them fits, try the candidate that needs least memory.
             smallest = min(candidates, key=lambda candidate: candidate.prediction.needed_bytes, default=None)

@@ -123,11 +123,6 @@ def idle(notice, names):
     send(names)
     time.sleep(60 if not names[0] == "SIGQUIT" else 0)
 
-def command(notice, names):
-    notice.ends_at_once = True
-    send(names)
-    time.sleep(60)
-
 def busy(notice, names):
     polls = [notice.poll() for _ in range(3)]
     send(names)
@@ -166,7 +161,6 @@ print(json.dumps(found))
 def phase_results():
     """Run one program per case and return exit code and lines by phase and signals."""
     cases = [(phase, name) for phase in ("idle", "busy") for name in sorted(STOPPING_SIGNALS | STACK_SIGNALS)]
-    cases += [("command", name) for name in sorted(STOPPING_SIGNALS)]
     cases += [("ignoring", "SIGHUP"), ("ignoring", "SIGUSR1"), ("ignoring", "SIGUSR2")]
     cases += [("insisting", first, second) for first in ("SIGTERM", "SIGINT") for second in ("SIGTERM", "SIGINT")]
     cases += [("busy", "SIGTERM", "SIGHUP"), ("busy", "SIGHUP", "SIGTERM"), ("busy", "SIGHUP", "SIGHUP", "SIGHUP")]
@@ -189,11 +183,6 @@ def test_a_signal_before_the_first_step_ends_the_process_with_75(name, phase_res
         75,
         [f"{name}: stopping at the next step", "recorded", "stopped before the first step: nothing to save"],
     ]
-
-
-@pytest.mark.parametrize("name", sorted(STOPPING_SIGNALS))
-def test_a_signal_ends_a_command_without_a_job_in_one_line(name, phase_results):
-    assert phase_results["command", name] == [75, [f"{name}: stopped"]]
 
 
 @pytest.mark.parametrize("name", sorted(STOPPING_SIGNALS))
