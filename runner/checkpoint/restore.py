@@ -2,8 +2,9 @@
 
 Every function is called on every host, unless its docstring says otherwise. The candidates of a restore are the steps
 of the durable directory, as process 0 lists them, and the steps of which every host still has its part in the fast
-tier. They are tried from the newest to the oldest; of equal steps the fast tier is tried first. Each candidate passes
-three checks, in which all hosts get the same result:
+tier. They are tried from the newest to the oldest. Of equal steps the fast tier is tried first, unless the durable
+checkpoint has another fingerprint or an unreadable manifest: what was committed outranks a part that an earlier attempt
+has left on its host. Each candidate passes three checks, in which all hosts get the same result:
 
 1. bytes: size and CRC-32C of every file against the manifest;
 2. shape: names, shapes and types of the leaves against the job's state;
@@ -13,6 +14,7 @@ A durable checkpoint that fails is quarantined, but only after an older one has 
 changed and the job refuses to start.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -75,6 +77,7 @@ class RestoredState:
         tier: tier that it was read from.
         attachments: small files that the fast tier stores beside it.
         fetched: processes whose part of the fast tier came from a replica.
+        is_committed: True if the run's directory has this state, so that it need not be saved again.
     """
 
     state: Any
@@ -82,6 +85,7 @@ class RestoredState:
     tier: Tier = "durable"
     attachments: dict[str, bytes] = field(default_factory=dict)
     fetched: Sequence[int] = ()
+    is_committed: bool = True
 
 
 @dataclass(frozen=True)
@@ -151,11 +155,26 @@ def restore_newest(
         fetched = replicas.find_missing(is_own, last_steps, facts[1])
     parts = hosts.gather([] if fast_tier is None else list(fast_tier.list_parts(is_own, last_steps).items()))
     # Parts of one step with other bits are not parts of one state.
-    fast_steps = {step for step, _ in set.intersection(*({(step, bits) for step, bits in own} for own in parts))}
+    fast_steps = dict(set.intersection(*({(step, bits) for step, bits in own} for own in parts)))
+
+    def compare_tiers() -> list[tuple[int, bool]]:
+        """Return (step, True if the state in the fast tier is the same) of checkpoints that were committed."""
+        found = []
+        for step in sorted(fast_steps.keys() & set(durable_steps)):
+            with contextlib.suppress(NotCommittedError):
+                try:
+                    is_same = read_manifest(store, f"{CHECKPOINTS}/{step}").fingerprint == fast_steps[step]
+                except (ValueError, DiskError):  # the restore says what is wrong with it
+                    is_same = False
+                found.append((step, is_same))
+        return found
+
+    same = {int(step): bool(is_same) for step, is_same in hosts.run_on_main(compare_tiers)}
     rejected: list[RejectedCheckpoint] = []
-    candidates = [(step, 0) for step in durable_steps] + [(step, 1) for step in fast_steps]
-    # Sorted by step, then by tier: the fast tier, marked 1, comes first of equal steps.
-    for step, is_fast in sorted(candidates, reverse=True):
+    # Sorted by step, then by rank.
+    candidates = [(step, 1, False) for step in durable_steps]
+    candidates += [(step, 2 if same.get(step, True) else 0, True) for step in fast_steps]
+    for step, _, is_fast in sorted(candidates, reverse=True):
         if is_fast:
             assert fast_tier is not None, "only a fast tier has such a step"
             found = _try_fast(hosts, fast_tier, step, abstract, find_attachment_problem)
@@ -163,7 +182,9 @@ def restore_newest(
             found = _try_durable(hosts, store, str(step), abstract)
         if isinstance(found, RestoredState):
             _set_aside(attempt, fast_tier, replicas, rejected, step)
-            return replace(found, fetched=fetched.get(step, ())) if is_fast else found
+            if not is_fast:
+                return found
+            return replace(found, fetched=fetched.get(step, ()), is_committed=same.get(step, False))
         rejected.append(found)
     # Nothing was restored. The job may start from step 0 only if nothing was ever committed. The event ledger tells,
     # even if somebody has deleted the directories of the checkpoints.
