@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import json
 import math
-import signal
 import statistics
 import sys
 import time
@@ -30,7 +29,6 @@ from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader, format_changes, open_text_stores
 from runner.history.records import History, RunState, StageRecord, Verification, to_json
 from runner.metrics.rows import POLICY_COUNTS, format_metrics, list_own_metrics
-from runner.process import STOP_SIGNALS
 from runner.run.layout import read_owner
 from runner.spec import load_document, validate_spec
 from runner.storage import JsonObject, Store, open_store
@@ -108,7 +106,8 @@ def print_status(arguments: StatusArguments) -> int:
     # A terminal whose encoding lacks the characters of bars and plots shows question marks instead of an error.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    with convert_read_errors(KeyboardInterrupt):
+    # Ctrl-C is the usual end of a status that is watched.
+    with convert_read_errors(*([KeyboardInterrupt] if arguments.is_watch else [])):
         store = open_store(find_directory(arguments.where))
         readers: dict[str, HistoryReader] = {}
 
@@ -135,11 +134,6 @@ def print_status(arguments: StatusArguments) -> int:
             # The run continues with training when the text is tokenised.
             return arguments.is_watch and (is_text or history.state is not RunState.DONE)
 
-        if arguments.is_watch:
-            # This process runs no job, so that Ctrl-C just ends it instead of asking for a stop.
-            signal.set_wakeup_fd(-1)
-            for stop_signal in STOP_SIGNALS:
-                signal.signal(stop_signal, signal.default_int_handler)
         found = read()
         if arguments.is_watch and console.is_terminal and not arguments.as_json:
             # A terminal gets one screen that is redrawn, and keeps the last one in its scrollback (`show` below).
