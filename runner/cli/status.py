@@ -9,10 +9,12 @@ import contextlib
 import datetime
 import json
 import math
+import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
 from rich.console import Console, Group, RenderableType
@@ -29,9 +31,9 @@ from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader, format_changes, open_text_stores
 from runner.history.records import History, RunState, StageRecord, Verification, to_json
 from runner.metrics.rows import POLICY_COUNTS, format_metrics, list_own_metrics
-from runner.run.layout import read_owner
+from runner.run.layout import LAYOUT, read_owner
 from runner.spec import load_document, validate_spec
-from runner.storage import JsonObject, Store, open_store
+from runner.storage import JsonObject, Store, find_kind, local_directory, open_store
 
 WATCH_SECONDS = 2.0
 _MAX_ATTEMPTS, _MAX_CHECKPOINTS, _MAX_NOTICES, _MAX_HOSTS, _MAX_CHANGES = 8, 5, 5, 4, 8
@@ -68,6 +70,30 @@ def open_run_store(where: str) -> Store:
     if read_owner(store) is None:
         raise InvalidError(f"{store.url} holds no run: it has no job.json; give a run's directory, or its spec")
     return store
+
+
+def validate_output(where: str, stores: Sequence[Store], kind: str = "a file") -> Path:
+    """Return the path to write for `-o where`, with symbolic links resolved.
+
+    Args:
+        where: the path as it was given.
+        stores: directories of the runs that are read.
+        kind: kind of the output, which may exist.
+
+    Raises:
+        InvalidError: there is something else, such as a device, which the output would replace; or it would become a
+            part of one of the runs.
+    """
+    path = local_directory(where)
+    found = find_kind(path)
+    if found not in (None, kind):
+        raise InvalidError(f"-o {where}: is {found}, needs the name of {kind}")
+    path = Path(os.path.realpath(path))
+    for store in stores:
+        root = None if store.root is None else Path(os.path.realpath(store.root))
+        if root is not None and path.is_relative_to(root) and {*path.relative_to(root).parts[:1]} & {*LAYOUT}:
+            raise InvalidError(f"-o {where}: would be a part of the run {store.url} itself; use another name")
+    return path
 
 
 def find_text_phase(store: Store) -> Store | None:
