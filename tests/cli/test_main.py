@@ -186,6 +186,10 @@ def test_the_arguments_of_a_job_are_parsed():
         (["x.yaml", "--coordinator", "h:1", "--num-processes", "2"], "give all three or none"),
         (["x.yaml", "--coordinator", "h:1", "--num-processes", "2", "--process-id", "2"], "2 is not in 0 .. 1"),
         (["x.yaml", "--coordinator", "h:1", "--num-processes", "2", "--process-id", "-1"], "-1 is not in 0 .. 1"),
+        *(
+            (["x.yaml", "--coordinator", address, "--num-processes", "2", "--process-id", "0"], "needs HOST:PORT")
+            for address in ("h", "h:", ":1", "h:x", "h:0", "h:65536", "http://h:1", "")
+        ),
         (["x.yaml", "--coordinator", "h:1", "--num-processes", "two", "--process-id", "0"], "--num-processes: "),
         (["x.yaml", "--set"], "requires an argument"),
         (["plan", "x.yaml", "--chips", "some", "--hours", "1"], "'some' is not one of 'auto'"),
