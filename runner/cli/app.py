@@ -13,7 +13,7 @@ from runner.command_line import CommandLine
 from runner.console import finish_output, protect_streams, warn
 from runner.distributed.clock import Clock, TimeCategory
 from runner.distributed.preemption import StopNotice, end_process
-from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, RunnerError, error_from_exit
+from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, RunnerError, error_from_exit
 from runner.process import STANDBY_VARIABLE
 
 _RUN = "SPEC"  # placeholder in the list of commands: a command line that names no command names a spec
@@ -181,7 +181,11 @@ def main(words: Sequence[str], clock: Clock | None = None) -> int:
     # The user's job class is found from the working directory, also by the console script.
     with contextlib.suppress(ValueError):
         sys.path.remove("")
-    sys.path.insert(0, os.getcwd())
+    try:
+        sys.path.insert(0, os.getcwd())
+    except FileNotFoundError:
+        warn("the working directory was removed; change to a directory that exists")
+        return EXIT_INVALID
     try:
         try:
             arguments = COMMANDS.parse(words)

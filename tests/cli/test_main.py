@@ -202,6 +202,15 @@ def test_an_invalid_command_line_is_rejected(words, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_removed_working_directory_gives_one_line(tmp_path):
+    (tmp_path / "gone").mkdir()
+    script = 'cd "$1" && rmdir "$1" && shift && exec "$@"'
+    words = ["bash", "-c", script, "bash", tmp_path / "gone", sys.executable, "-m", "runner", "status", "run"]
+    ended = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert "working directory was removed" in ended.stderr
+
+
 def test_the_defaults_are_those_of_the_implementation():
     sample = COMMANDS.parse(["sample", "run"])
     request = SampleRequest()
