@@ -12,6 +12,7 @@ import dataclasses
 import importlib.metadata
 import inspect
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from typer.core import TyperCommand, TyperGroup
 from runner.errors import InvalidError, suggest_choices, suggest_nearest
 
 _DISTRIBUTION = "runner"
+_ADDRESS = re.compile(r"[^\s/]+:([0-9]{1,5})")
 
 # Options that give a process its place in a job.
 Coordinator = Annotated[
@@ -40,6 +42,8 @@ def validate_placement(coordinator: str | None, num_processes: int | None, proce
             raise InvalidError("--coordinator, --num-processes and --process-id: give all three or none")
     elif not 0 <= process_id < num_processes:
         raise InvalidError(f"--process-id {process_id} is not in 0 .. {num_processes - 1}")
+    elif not (match := _ADDRESS.fullmatch(coordinator)) or not 0 < int(match[1]) < 65536:
+        raise InvalidError(f"--coordinator {coordinator}: needs HOST:PORT of process 0, with a port from 1 to 65535")
 
 
 class CommandLine:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,47 @@ def test_output_paths_with_backslashes_or_variables_are_rejected(words: list[str
     with pytest.raises(InvalidError, match=r"backslash|variables"):
         run_command([*words, path])
     assert list_all(here) == before
+
+
+# Outputs that would replace a device, or lose a part of the run.
+LOST_OUTPUTS = ("pipe", "link", "run/metrics.jsonl", "run/checkpoints/9", "run/job.json", "beside/result.json")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["report", "run", "-o"], ["metrics", "run", "--csv", "-o"], ["export", "run", "-o"]],
+    ids=lambda words: words[0],
+)
+def test_an_output_replaces_neither_a_device_nor_a_part_of_the_run(words: list[str], here: Path) -> None:
+    shutil.copytree(RUN, here / "run")
+    (here / "link").symlink_to("pipe")
+    (here / "beside").symlink_to("run")
+    before = {path: path.read_bytes() for path in list_all(here) if path.is_file()}
+    for output in LOST_OUTPUTS:
+        with pytest.raises(InvalidError, match=rf"^-o {output}: (is a|would be a part of the run)"):
+            run_command([*words, output])
+        assert (here / "pipe").is_fifo()
+        assert {path: path.read_bytes() for path in list_all(here) if path.is_file()} == before
+
+
+def test_an_output_behind_a_link_leaves_the_link(here: Path) -> None:
+    shutil.copytree(RUN, here / "run")
+    (here / "newest.csv").symlink_to(here / "text.txt")
+    assert run_command(["metrics", "run", "--csv", "-o", "newest.csv"]) == 0
+    assert (here / "newest.csv").is_symlink()
+    assert (here / "text.txt").read_text() != "text of its own"
+
+
+@pytest.mark.parametrize("option", [[], ["--verify"], ["--deep"]])
+@pytest.mark.parametrize("where", ["nowhere", "empty", "run/checkpoints/4"])
+def test_a_directory_without_a_run_has_no_good_checkpoints(where: str, option: list[str], here: Path) -> None:
+    shutil.copytree(RUN, here / "run")
+    (here / "empty").mkdir()
+    with pytest.raises(InvalidError, match="holds no run"):
+        run_command(["checkpoints", where, *option])
+    # A copy has no `job.json`.
+    (here / "run/job.json").unlink()
+    assert run_command(["checkpoints", "run", *option]) == 0
 
 
 def test_every_path_key_is_in_the_table() -> None:

@@ -2,8 +2,9 @@
 
 Every function is called on every host, unless its docstring says otherwise. The candidates of a restore are the steps
 of the durable directory, as process 0 lists them, and the steps of which every host still has its part in the fast
-tier. They are tried from the newest to the oldest; of equal steps the fast tier is tried first. Each candidate passes
-three checks, in which all hosts get the same result:
+tier. They are tried from the newest to the oldest. Of equal steps the fast tier is tried first, unless the durable
+checkpoint has another fingerprint or an unreadable manifest: what was committed outranks a part that an earlier attempt
+has left on its host. Each candidate passes three checks, in which all hosts get the same result:
 
 1. bytes: size and CRC-32C of every file against the manifest;
 2. shape: names, shapes and types of the leaves against the job's state;
@@ -13,9 +14,10 @@ A durable checkpoint that fails is quarantined, but only after an older one has 
 changed and the job refuses to start.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -74,6 +76,7 @@ class RestoredState:
         tier: tier that it was read from.
         attachments: small files that the fast tier stores beside it.
         fetched: processes whose part of the fast tier, or a file of it, came from a replica.
+        is_committed: True if the run's directory has this state, so that it need not be saved again.
     """
 
     state: Any
@@ -81,6 +84,7 @@ class RestoredState:
     tier: Tier = "durable"
     attachments: dict[str, bytes] = field(default_factory=dict)
     fetched: Sequence[int] = ()
+    is_committed: bool = True
 
 
 @dataclass(frozen=True)
@@ -151,18 +155,33 @@ def restore_newest(
         parts = fast_tier.list_parts(is_own, {})
     listed = hosts.gather([(step, part.manifest.fingerprint) for step, part in parts.items()])
     # Parts of one step with other bits are not parts of one state.
-    fast_steps = {step for step, _ in set.intersection(*({(step, bits) for step, bits in own} for own in listed))}
+    fast_steps = dict(set.intersection(*({(step, bits) for step, bits in own} for own in listed)))
+
+    def compare_tiers() -> list[tuple[int, bool]]:
+        """Return (step, True if the state in the fast tier is the same) of checkpoints that were committed."""
+        found = []
+        for step in sorted(fast_steps.keys() & set(durable_steps)):
+            with contextlib.suppress(NotCommittedError):
+                try:
+                    is_same = read_manifest(store, f"{CHECKPOINTS}/{step}").fingerprint == fast_steps[step]
+                except (ValueError, DiskError):  # the restore says what is wrong with it
+                    is_same = False
+                found.append((step, is_same))
+        return found
+
+    same = {int(step): bool(is_same) for step, is_same in hosts.run_on_main(compare_tiers)}
     rejected: list[RejectedCheckpoint] = []
-    candidates = [(step, 0) for step in durable_steps] + [(step, 1) for step in fast_steps]
-    # Sorted by step, then by tier: the fast tier, marked 1, comes first of equal steps.
-    for step, is_fast in sorted(candidates, reverse=True):
+    # Sorted by step, then by rank.
+    candidates = [(step, 1, False) for step in durable_steps]
+    candidates += [(step, 2 if same.get(step, True) else 0, True) for step in fast_steps]
+    for step, _, is_fast in sorted(candidates, reverse=True):
         if is_fast:
             found = _try_fast(hosts, parts[step], abstract, find_attachment_problem)
         else:
             found = _try_durable(hosts, store, str(step), abstract)
         if isinstance(found, RestoredState):
             _set_aside(attempt, fast_tier, replicas, rejected, step)
-            return found
+            return replace(found, is_committed=same.get(step, False)) if is_fast else found
         rejected.append(found)
     # Nothing was restored. The job may start from step 0 only if nothing was ever committed. The event ledger tells,
     # even if somebody has deleted the directories of the checkpoints.

@@ -256,7 +256,7 @@ class Checkpointer:
             self._attempt.report_environment_changes(found.manifest.environment, step)
             self._attempt.lineage.update(found.manifest.lineage or {})
             # A step that is only in the fast tier is not saved yet: it is lost with the machine.
-            if found.tier == "durable":
+            if found.is_committed:
                 self._saved_step = step
         return found
 

@@ -12,8 +12,8 @@ from runner.cli import arguments as declared
 from runner.command_line import CommandLine
 from runner.console import finish_output, protect_streams, warn
 from runner.distributed.clock import Clock, TimeCategory
-from runner.distributed.preemption import StopNotice
-from runner.errors import EXIT_DONE, EXIT_FAILED, RunnerError, error_from_exit
+from runner.distributed.preemption import StopNotice, end_process
+from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, RunnerError, error_from_exit
 from runner.process import STANDBY_VARIABLE
 
 _RUN = "SPEC"  # placeholder in the list of commands: a command line that names no command names a spec
@@ -27,7 +27,8 @@ COMMANDS = CommandLine(
     "runner",
     "Run the job that a spec describes, or inspect a run.",
     "`python -m runner COMMAND --help` describes a command and its exit codes. The exit codes of a job are 0 done, 1 "
-    "failed, 2 invalid spec or command line, 75 preempted with its state saved, 76 retryable.",
+    "failed, 2 invalid spec or command line, 75 preempted with its state saved, 76 retryable. Any other command that a "
+    "signal stops ends with 75.",
     default=_RUN,
 )
 COMMANDS.add(
@@ -180,7 +181,11 @@ def main(words: Sequence[str], clock: Clock | None = None) -> int:
     # The user's job class is found from the working directory, also by the console script.
     with contextlib.suppress(ValueError):
         sys.path.remove("")
-    sys.path.insert(0, os.getcwd())
+    try:
+        sys.path.insert(0, os.getcwd())
+    except FileNotFoundError:
+        warn("the working directory was removed; change to a directory that exists")
+        return EXIT_INVALID
     try:
         try:
             arguments = COMMANDS.parse(words)
@@ -194,7 +199,11 @@ def main(words: Sequence[str], clock: Clock | None = None) -> int:
         if isinstance(arguments, declared.JobArguments):
             _run_job(arguments, stop, clock)
             return EXIT_DONE
+        stop.interrupt_command()
         return _carry_out(arguments)
+    except KeyboardInterrupt as interrupt:
+        # At once, since threads of libraries may still be at work.
+        end_process(EXIT_PREEMPTED, str(interrupt))
     except RunnerError as error:
         warn(str(error))
         return error.exit_code

@@ -1,6 +1,7 @@
 """Commands on the directory of a run that need jax: checkpoints, checkpoints copy, profile."""
 
 from runner.checkpoint.inspect import VerifyDepth, copy_checkpoint, find_best_name, format_report
+from runner.checkpoint.manifest import CHECKPOINTS
 from runner.cli.arguments import CheckpointsArguments, CopyArguments, ProfileArguments
 from runner.cli.status import convert_read_errors, find_directory, open_run_store
 from runner.console import finish_output, say
@@ -17,6 +18,9 @@ def list_checkpoints(arguments: CheckpointsArguments) -> int:
     """
     with convert_read_errors():
         store = open_store(find_directory(arguments.where))
+        if not store.list_names(CHECKPOINTS):
+            # A mistyped directory must not pass as a run whose checkpoints are all good. A copy has no `job.json`.
+            store = open_run_store(arguments.where)
         # `--deep` includes what `--verify` checks, so it decides last.
         depth = VerifyDepth.FILES if arguments.is_verify else VerifyDepth.MANIFEST
         depth = VerifyDepth.BITS if arguments.is_deep else depth

@@ -3,7 +3,7 @@
 import json
 
 from runner.cli.arguments import DashboardArguments, LineageArguments, MetricsArguments, ReportArguments
-from runner.cli.status import convert_read_errors, find_directory, open_run_store
+from runner.cli.status import convert_read_errors, find_directory, open_run_store, validate_output
 from runner.console import say, write_text
 from runner.dashboard.reader import DiscoveryResult, find_runs
 from runner.dashboard.report import write_report
@@ -14,7 +14,7 @@ from runner.history.lineage import RunLineage, build_tree, format_tree, read_lin
 from runner.history.records import to_json
 from runner.metrics.file import read_encoded_rows
 from runner.metrics.rows import format_csv
-from runner.storage import DiskError, LocalStore, local_directory, open_store
+from runner.storage import DiskError, LocalStore, open_store
 
 
 def print_lineage(arguments: LineageArguments) -> int:
@@ -46,27 +46,29 @@ def print_lineage(arguments: LineageArguments) -> int:
 def print_metrics(arguments: MetricsArguments) -> int:
     """Print the metrics of the surviving trajectory, or write them into a file."""
     with convert_read_errors():
-        rows = list(read_encoded_rows(open_run_store(arguments.where)))
+        store = open_run_store(arguments.where)
+        path = None if arguments.output is None else validate_output(arguments.output, [store])
+        rows = list(read_encoded_rows(store))
         lines = format_csv(rows) if arguments.is_csv else (row.text.decode() for row in rows)
-        if arguments.output is None:
+        if path is None:
             for line in lines:
                 # `runner metrics RUN | head` closes the pipe early, which is not an error.
                 if not write_text(line):
                     break
         else:
-            path = local_directory(arguments.output)
             LocalStore(path.parent).write_chunks(path.name, (line.encode() for line in lines))
     return EXIT_DONE
 
 
 def write_report_page(arguments: ReportArguments) -> int:
     """Write one self-contained page about one or several runs."""
-    path = local_directory(arguments.output)
-    # The output is checked first: reading the runs may take a minute.
-    if path.is_dir() or not path.parent.is_dir():
-        raise InvalidError(f"-o {arguments.output}: needs the name of a file in a directory that exists")
     with convert_read_errors():
-        num_bytes = write_report([open_store(find_directory(where)) for where in arguments.where], path)
+        stores = [open_store(find_directory(where)) for where in arguments.where]
+        # The output is checked first: reading the runs may take a minute.
+        path = validate_output(arguments.output, stores)
+        if not path.parent.is_dir():
+            raise InvalidError(f"-o {arguments.output}: needs the name of a file in a directory that exists")
+        num_bytes = write_report(stores, path)
     say(f"{arguments.output}: {num_bytes / 1e6:.1f} MB")
     return EXIT_DONE
 

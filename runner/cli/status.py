@@ -9,11 +9,12 @@ import contextlib
 import datetime
 import json
 import math
-import signal
+import os
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
 from rich.console import Console, Group, RenderableType
@@ -30,10 +31,9 @@ from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader, format_changes, open_text_stores
 from runner.history.records import History, RunState, StageRecord, Verification, to_json
 from runner.metrics.rows import POLICY_COUNTS, format_metrics, list_own_metrics
-from runner.process import STOP_SIGNALS
-from runner.run.layout import read_owner
+from runner.run.layout import LAYOUT, read_owner
 from runner.spec import load_document, validate_spec
-from runner.storage import JsonObject, Store, open_store
+from runner.storage import JsonObject, Store, find_kind, local_directory, open_store
 
 WATCH_SECONDS = 2.0
 _MAX_ATTEMPTS, _MAX_CHECKPOINTS, _MAX_NOTICES, _MAX_HOSTS, _MAX_CHANGES = 8, 5, 5, 4, 8
@@ -72,6 +72,30 @@ def open_run_store(where: str) -> Store:
     return store
 
 
+def validate_output(where: str, stores: Sequence[Store], kind: str = "a file") -> Path:
+    """Return the path to write for `-o where`, with symbolic links resolved.
+
+    Args:
+        where: the path as it was given.
+        stores: directories of the runs that are read.
+        kind: kind of the output, which may exist.
+
+    Raises:
+        InvalidError: there is something else, such as a device, which the output would replace; or it would become a
+            part of one of the runs.
+    """
+    path = local_directory(where)
+    found = find_kind(path)
+    if found not in (None, kind):
+        raise InvalidError(f"-o {where}: is {found}, needs the name of {kind}")
+    path = Path(os.path.realpath(path))
+    for store in stores:
+        root = None if store.root is None else Path(os.path.realpath(store.root))
+        if root is not None and path.is_relative_to(root) and {*path.relative_to(root).parts[:1]} & {*LAYOUT}:
+            raise InvalidError(f"-o {where}: would be a part of the run {store.url} itself; use another name")
+    return path
+
+
 def find_text_phase(store: Store) -> Store | None:
     """Return the run that tokenises the text of the run in `store`, if that has not begun to train; None otherwise.
 
@@ -108,7 +132,8 @@ def print_status(arguments: StatusArguments) -> int:
     # A terminal whose encoding lacks the characters of bars and plots shows question marks instead of an error.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    with convert_read_errors(KeyboardInterrupt):
+    # Ctrl-C is the usual end of a status that is watched.
+    with convert_read_errors(*([KeyboardInterrupt] if arguments.is_watch else [])):
         store = open_store(find_directory(arguments.where))
         readers: dict[str, HistoryReader] = {}
 
@@ -135,11 +160,6 @@ def print_status(arguments: StatusArguments) -> int:
             # The run continues with training when the text is tokenised.
             return arguments.is_watch and (is_text or history.state is not RunState.DONE)
 
-        if arguments.is_watch:
-            # This process runs no job, so that Ctrl-C just ends it instead of asking for a stop.
-            signal.set_wakeup_fd(-1)
-            for stop_signal in STOP_SIGNALS:
-                signal.signal(stop_signal, signal.default_int_handler)
         found = read()
         if arguments.is_watch and console.is_terminal and not arguments.as_json:
             # A terminal gets one screen that is redrawn, and keeps the last one in its scrollback (`show` below).

@@ -11,7 +11,7 @@ from pathlib import Path
 from runner.checkpoint.inspect import find_checkpoint, read_document
 from runner.cli.arguments import EvaluateArguments, ExportArguments, SampleArguments
 from runner.cli.run import find_placement
-from runner.cli.status import convert_read_errors, find_directory
+from runner.cli.status import convert_read_errors, find_directory, validate_output
 from runner.console import say, warn, write_text
 from runner.distributed.agreement import Hosts
 from runner.distributed.preemption import end_process
@@ -76,7 +76,7 @@ def print_evaluation(arguments: EvaluateArguments) -> int:
     """Evaluate weights of a run. Called with the same arguments on every host; process 0 prints."""
     if arguments.harness is not None:
         import_extra(_HARNESS)  # a missing package is reported before weights are loaded
-    output = None if arguments.output is None else local_directory(arguments.output)
+    output = None if arguments.output is None else validate_output(arguments.output, [])
     with convert_read_errors():
         run = open_run(find_directory(arguments.where))
         if output is not None:
@@ -173,6 +173,8 @@ def export(arguments: ExportArguments) -> int:
     where = find_directory(arguments.where)
     directory, _ = split_checkpoint(where)
     store = open_store(directory)
+    if arguments.output is not None and "://" not in arguments.output:
+        validate_output(arguments.output, [store], "a directory")
     # The spec that the run has recorded counts, not the file that the user may have edited since.
     document = read_document(store)
     spec = validate_spec(document)

@@ -17,14 +17,12 @@ again after a while. A round over the table of runs takes a bounded time; the ne
 import collections
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 from waitress.adjustments import Adjustments
@@ -489,14 +487,6 @@ def serve(root: Store, host: str, port: int, token: str | None) -> None:
     except (OSError, ValueError) as error:
         raise InvalidError(f"--host {host} --port {port}: cannot be served: {error}; choose another") from error
     os.nice(_NICENESS)
-
-    # A signal ends the server. The handlers of the command line would ask a job to stop at its next step.
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt)
 
     # waitress warns when clients wait for a thread, which is normal for many clients.
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)

@@ -36,7 +36,8 @@ import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from types import FrameType
+from typing import NoReturn, Protocol
 
 from runner.console import LOGGER, warn
 from runner.distributed.clock import Clock
@@ -46,6 +47,7 @@ from runner.process import INSISTENT_SIGNALS, STOP_SIGNALS, list_stop_signals
 _STDERR = 2  # the file descriptor, because `sys.stderr` may be replaced and `faulthandler` needs a real file
 _RENDEZVOUS_WAIT_SECONDS = 15
 _WATCHDOG_WAIT_SECONDS = 60  # time for the watchdog to name the lost peer and end the process
+_CLEAN_UP_SECONDS = 5.0  # time for a command that runs no job to remove what it has not finished
 
 
 class StopPeers(Protocol):
@@ -64,7 +66,7 @@ class StopPeers(Protocol):
         """Announce that this process is about to exit with `code`, so that its exit does not count as a crash."""
 
 
-def end_process(code: int, message: str | None = None) -> None:
+def end_process(code: int, message: str | None = None) -> NoReturn:
     """Flush the output and exit at once, without `atexit` handlers, which could wait for a peer. Any thread."""
     if message is not None:
         warn(message)
@@ -92,6 +94,7 @@ class StopNotice:
         self._idle_tick = 0  # at which the job began: before its first poll there is nothing to save
         self._stop_tick: int | None = None
         self._num_insistent_signals = 0
+        self._handles_signals = False
         self._peers: StopPeers | None = None
         # Cleared only while a multi-process job waits for its rendezvous, see `expect_peers`.
         self._joined = threading.Event()
@@ -107,6 +110,29 @@ class StopNotice:
             signal.signal(number, lambda number, frame: None)  # A handler makes Python fill the pipe.
         faulthandler.register(signal.SIGQUIT, file=_STDERR)
         threading.Thread(target=self._read_signals, args=(reader, writer), name="signals", daemon=True).start()
+        self._handles_signals = True
+
+    def interrupt_command(self) -> None:
+        """Let a stop signal raise `KeyboardInterrupt` in the main thread from now on: the command runs no job.
+
+        The exception lets the command remove incomplete output. If that takes too long, as during a long compile, or if
+        another signal comes, the process ends at once. Main thread only; has no effect without signal handlers.
+        """
+        if not self._handles_signals:
+            return
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        received: list[int] = []
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            received.append(number)
+            if len(received) == 1:
+                raise KeyboardInterrupt(f"{signal.Signals(number).name}: stopped before the end; run the command again")
+
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        for number in list_stop_signals():
+            signal.signal(number, interrupt)
+        threading.Thread(target=self._limit_clean_up, args=(reader, writer), name="interrupt", daemon=True).start()
 
     def expect_peers(self) -> None:
         """Delay a stop until `join_peers`, for a limited time, so that peers can learn of it. Main thread only."""
@@ -155,6 +181,18 @@ class StopNotice:
                 if self._num_insistent_signals > 1:
                     self._end(EXIT_PREEMPTED, f"{name} again: exiting without another save; the last commit is intact")
                 self.request_stop(name)
+
+    def _limit_clean_up(self, reader: socket.socket, writer: socket.socket) -> None:
+        # `writer` is an argument to keep it alive, as above.
+        number = reader.recv(1)[0]
+        deadline_seconds = time.monotonic() + _CLEAN_UP_SECONDS
+        with contextlib.suppress(TimeoutError, BlockingIOError):
+            while True:
+                reader.settimeout(max(0.0, deadline_seconds - time.monotonic()))
+                if reader.recv(1)[0] in INSISTENT_SIGNALS:
+                    break
+        name = signal.Signals(number).name
+        self._end(EXIT_PREEMPTED, f"{name}: stopped at once, without cleaning up; run the command again")
 
     def _announce_stop(self) -> None:
         # If the rendezvous does not complete in time, this process exits alone: no step has begun, so its tick is 0.

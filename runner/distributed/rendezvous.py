@@ -74,18 +74,30 @@ def detect_placement(deadline_seconds: float) -> Placement | None:
     Called on every process, before any other use of JAX.
 
     Raises:
-        InvalidError: the environment states that there are other processes, but not where.
+        InvalidError: the environment states that there are other processes, but not where, or it contradicts itself.
         RetryableError: the name of process 0 cannot be resolved within the deadline.
     """
     environment = os.environ
-    if all(environment.get(name) for name in _TORCHRUN_VARIABLES):
-        address, port, size, rank = (environment[name] for name in _TORCHRUN_VARIABLES)
-        # torchrun uses MASTER_PORT itself, so the coordinator listens on the port after it.
-        coordinator = f"{address}:{environment.get('JAX_COORDINATOR_PORT') or int(port) + 1}"
-        placement: Placement | None = Placement(coordinator, int(size), int(rank), _find_local_devices())
-    else:
-        placement = _detect_with_jax(deadline_seconds)
+    try:
+        if all(environment.get(name) for name in _TORCHRUN_VARIABLES):
+            address, port, size, rank = (environment[name] for name in _TORCHRUN_VARIABLES)
+            # torchrun uses MASTER_PORT itself, so the coordinator listens on the port after it.
+            coordinator = f"{address}:{environment.get('JAX_COORDINATOR_PORT') or int(port) + 1}"
+            placement: Placement | None = Placement(coordinator, int(size), int(rank), _find_local_devices())
+        else:
+            placement = _detect_with_jax(deadline_seconds)
+        if placement is not None and placement.num_processes > 1:
+            _, number = _split_address(placement.coordinator)
+            if not 0 < number < 65536:
+                raise ValueError(f"{number} is no port")
+    except (ValueError, LookupError) as error:
+        raise InvalidError(f"the launch environment cannot be read ({format_error(error)}); give {_FLAGS}") from error
     if placement is not None:
+        if not 0 <= placement.process_id < placement.num_processes:
+            raise InvalidError(
+                f"the launch environment says that this is process {placement.process_id} of "
+                f"{placement.num_processes}, counted from 0; give {_FLAGS}"
+            )
         return placement if placement.num_processes > 1 else None
     claims = [name for name in _COUNTS if environment.get(name, "").isdecimal() and int(environment[name]) > 1]
     claims += [name for name in _LISTS if "," in environment.get(name, "")]

@@ -26,18 +26,37 @@ ENVIRONMENT_KEYS = (
         "CPUs available to process 0, or NPROC. On a CPU, XLA splits sums over this many threads, so another number "
         "gives other bits.",
     ),
+    Key(
+        "options",
+        dict,
+        "Environment variables that make JAX or XLA compute otherwise on process 0 (`XLA_FLAGS`, `JAX_ENABLE_X64`), "
+        "as far as they are set. Other values may give other bits.",
+    ),
     Key("commit", str, "Commit of the git checkout that contains the job's class; absent if there is none."),
     Key("dirty", bool, "True if tracked files there differ from the commit; absent if there is no checkout."),
 )
 SUBMITTED = "RUNNER_SUBMITTED"  # Unix seconds, set by the engine or the user
 GIT_SECONDS = 2.0  # deadline of each git command; a slower repository is left out
 _DISTRIBUTIONS = ("runner", "jax", "jaxlib", "libtpu")
+_OPTIONS = (
+    "JAX_DEFAULT_MATMUL_PRECISION",
+    "JAX_DEFAULT_PRNG_IMPL",
+    "JAX_ENABLE_X64",
+    "JAX_NUMPY_DTYPE_PROMOTION",
+    "JAX_THREEFRY_PARTITIONABLE",
+    "LIBTPU_INIT_ARGS",
+    "NVIDIA_TF32_OVERRIDE",
+    "XLA_FLAGS",
+)
+# Flags that change no bit. The number of devices is recorded as such.
+_HARMLESS_FLAGS = ("--xla_dump_", "--xla_force_host_platform_device_count=")
 _MAX_NAMED_HOSTS = 4
 
 
 def collect_environment(job_class: type, hosts: list[str]) -> JsonObject:
     """Return the values of `ENVIRONMENT_KEYS`; `hosts` has the host name of each process."""
-    return {"versions": collect_versions(), "hosts": hosts, "cpus": count_xla_threads()} | find_commit(job_class)
+    found = {"versions": collect_versions(), "hosts": hosts, "cpus": count_xla_threads(), "options": collect_options()}
+    return found | find_commit(job_class)
 
 
 def read_submit_time() -> JsonObject:
@@ -53,6 +72,15 @@ def count_xla_threads() -> int:
     """Return the number of threads that XLA uses on a CPU."""
     given = os.environ.get("NPROC", "")
     return int(given) if given.isdecimal() and int(given) > 0 else count_cpus()
+
+
+def collect_options(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment variables that make JAX or XLA compute otherwise, without flags that change no bit."""
+    flags = {
+        name: [flag for flag in variables.get(name, "").split() if not flag.startswith(_HARMLESS_FLAGS)]
+        for name in _OPTIONS
+    }
+    return {name: " ".join(present) for name, present in flags.items() if present}
 
 
 def collect_versions() -> dict[str, str]:
@@ -127,6 +155,13 @@ def compare_environments(before: JsonObject, now: JsonObject) -> list[str]:
     found += [f"{name} {old[name]} -> {new[name]}" for name in new if name in old and old[name] != new[name]]
     if has_changed("cpus"):
         found.append(f"cpus {before['cpus']} -> {now['cpus']}")
+    if has_changed("options"):
+        for name in sorted({*before["options"], *now["options"]}):
+            flags = [str(each["options"].get(name, "")).split() for each in (before, now)]
+            gone = [flag for flag in flags[0] if flag not in flags[1]]
+            added = [flag for flag in flags[1] if flag not in flags[0]]
+            if gone or added:
+                found.append(f"{name} {' '.join(gone) or 'none'} -> {' '.join(added) or 'none'}")
     if has_changed("commit"):
         found.append(f"commit {before['commit'][:12]} -> {now['commit'][:12]}")
     if has_changed("dirty"):

@@ -371,7 +371,7 @@ def translate_errors(path: Path) -> Iterator[None]:
         # The class decides the exit code: only a person can grant a permission or remove a wrong file, whereas a disk
         # that failed may answer at the next try.
         if error.errno in _FORBIDDEN:
-            raise ForbiddenError(error.errno, error.strerror, str(path)) from error
+            raise ForbiddenError(f"{path}: {error.strerror}") from error
         if error.errno in _WRONG_KIND:
             raise WrongKindError(f"{path} {_WRONG_KIND[error.errno]}") from error
         raise DiskError(error.errno, error.strerror, str(path)) from error

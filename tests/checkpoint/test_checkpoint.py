@@ -485,6 +485,58 @@ def test_an_unusable_fast_tier_state_falls_back_to_the_durable_one(tmp_path):
     assert fast.list_parts(lambda identity, step: identity == {}, {}) == {}
 
 
+def leave(checkpoint):
+    pass
+
+
+def lose(checkpoint):
+    shutil.rmtree(checkpoint)
+
+
+def damage_manifest(checkpoint):
+    (checkpoint / "manifest.json").write_bytes(b"{")
+
+
+def replace_by_other_bits(checkpoint):
+    """Put the state of an attempt with another number of devices, which differs by rounding."""
+    other = Attempt(LocalStore(checkpoint.parents[1].with_name("other")), checkpoint.parents[2])
+    other.save("2", make_state(5))
+    assert other.saver.wait_until_finished()
+    shutil.rmtree(checkpoint)
+    shutil.copytree(other.store.root / "checkpoints/2", checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("change", "tier", "seed", "attempt"),
+    [
+        (leave, "fast", 2, 1),
+        (lose, "fast", 2, 2),
+        (damage_manifest, "fast", 2, 2),
+        (replace_by_other_bits, "durable", 5, 1),
+    ],
+)
+def test_a_step_of_both_tiers_is_restored_and_saved_once(change, tier, seed, attempt, tmp_path):
+    """A kill after the last commit, before `result.json`: the next start ends the job with a save of the same step."""
+    fast = {"local_directory": str(tmp_path / "fast"), "local_every_steps": 1}
+    first = Attempt(LocalStore(tmp_path / "run"), tmp_path)
+    saver = first.make_saver(make_state(), **fast)
+    first.save_all(1)
+    saver.save(make_state(2), 2, SaveContents(), SaveKind.REQUIRED)
+    assert saver.wait_until_finished()
+    saver.close()
+    change(tmp_path / "run/checkpoints/2")
+
+    again = first.again()
+    saver = again.make_saver(make_state(), **fast)
+    found = saver.restore(lambda attachments: None)
+    assert (found.manifest.step, found.tier) == (2, tier)
+    assert are_leaves_equal(found.state, make_state(seed))
+    saver.save(found.state, 2, SaveContents(), SaveKind.REQUIRED)
+    saver.wait_until_committed(2)
+    assert read_committed(again.store)[2].attempt == attempt
+    assert again.events("save_failed") == []
+
+
 @pytest.mark.parametrize(("host", "is_deleted"), [("this", True), ("another", False), (None, False)])
 def test_parts_of_a_former_number_of_this_host_are_deleted(host, is_deleted, tmp_path):
     attempt, root = Attempt(LocalStore(tmp_path / "run"), tmp_path), tmp_path / "fast"

@@ -186,6 +186,10 @@ def test_the_arguments_of_a_job_are_parsed():
         (["x.yaml", "--coordinator", "h:1", "--num-processes", "2"], "give all three or none"),
         (["x.yaml", "--coordinator", "h:1", "--num-processes", "2", "--process-id", "2"], "2 is not in 0 .. 1"),
         (["x.yaml", "--coordinator", "h:1", "--num-processes", "2", "--process-id", "-1"], "-1 is not in 0 .. 1"),
+        *(
+            (["x.yaml", "--coordinator", address, "--num-processes", "2", "--process-id", "0"], "needs HOST:PORT")
+            for address in ("h", "h:", ":1", "h:x", "h:0", "h:65536", "http://h:1", "")
+        ),
         (["x.yaml", "--coordinator", "h:1", "--num-processes", "two", "--process-id", "0"], "--num-processes: "),
         (["x.yaml", "--set"], "requires an argument"),
         (["plan", "x.yaml", "--chips", "some", "--hours", "1"], "'some' is not one of 'auto'"),
@@ -196,6 +200,15 @@ def test_an_invalid_command_line_is_rejected(words, message):
     with pytest.raises(InvalidError, match=message) as caught:
         COMMANDS.parse(words)
     assert "\n" not in str(caught.value)
+
+
+def test_a_removed_working_directory_gives_one_line(tmp_path):
+    (tmp_path / "gone").mkdir()
+    script = 'cd "$1" && rmdir "$1" && shift && exec "$@"'
+    words = ["bash", "-c", script, "bash", tmp_path / "gone", sys.executable, "-m", "runner", "status", "run"]
+    ended = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert "working directory was removed" in ended.stderr
 
 
 def test_the_defaults_are_those_of_the_implementation():

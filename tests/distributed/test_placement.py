@@ -85,6 +85,27 @@ def test_a_process_that_cannot_find_its_peers_is_rejected(set_engine, claim):
         detect_placement(5)
 
 
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        (TORCHRUN | {"MASTER_PORT": "http"}, "cannot be read"),
+        (TORCHRUN | {"MASTER_PORT": "65535"}, "65536 is no port"),
+        (TORCHRUN | {"WORLD_SIZE": "four"}, "cannot be read"),
+        (TORCHRUN | {"RANK": "4"}, "this is process 4 of 4"),
+        (TORCHRUN | {"RANK": "-1"}, "this is process -1 of 4"),
+        (SLURM | {"SLURM_PROCID": "x"}, "cannot be read"),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "2(x1)"}, "cannot be read"),
+        (SLURM | {"SLURM_PROCID": "5"}, "this is process 5 of 2"),
+        (SLURM | {"SLURM_JOB_ID": "x"}, "cannot be read"),
+        (SLURM | {"JAX_COORDINATOR_PORT": "70000"}, "70000 is no port"),
+    ],
+)
+def test_a_launch_environment_that_contradicts_itself_is_rejected(set_engine, variables, reason):
+    set_engine(variables)
+    with pytest.raises(InvalidError, match=rf"{reason}.*; give --coordinator HOST:PORT"):
+        detect_placement(5)
+
+
 METADATA = {
     "agent-worker-number": "2",
     "worker-network-endpoints": "unknown:unknown:127.0.0.1,unknown:unknown:10.0.0.3,unknown:unknown:10.0.0.4",

@@ -139,6 +139,16 @@ def insisting(notice, names):
     send(names)
     time.sleep(60)
 
+def command(notice, names):
+    notice.interrupt_command()
+    try:
+        send(names[:1])
+        time.sleep(60)
+    except KeyboardInterrupt as interrupt:
+        send(names[1:])
+        time.sleep(60 if names[1:] else 0)
+        print(interrupt, flush=True)
+
 found = []
 for phase, *names in json.loads(sys.argv[1]):
     reader, writer = os.pipe()
@@ -164,6 +174,8 @@ def phase_results():
     cases += [("ignoring", "SIGHUP"), ("ignoring", "SIGUSR1"), ("ignoring", "SIGUSR2")]
     cases += [("insisting", first, second) for first in ("SIGTERM", "SIGINT") for second in ("SIGTERM", "SIGINT")]
     cases += [("busy", "SIGTERM", "SIGHUP"), ("busy", "SIGHUP", "SIGTERM"), ("busy", "SIGHUP", "SIGHUP", "SIGHUP")]
+    cases += [("command", name) for name in sorted(STOPPING_SIGNALS)]
+    cases += [("command", "SIGINT", "SIGINT"), ("command", "SIGHUP", "SIGTERM")]
     program = [sys.executable, "-c", PHASES, json.dumps(cases)]
     output = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=600, check=True).stdout
     return dict(zip(cases, json.loads(output), strict=True))
@@ -221,3 +233,14 @@ def test_a_closing_terminal_does_not_interrupt_the_last_save(names, phase_result
     code, lines = phase_results["busy", *names]
     assert code == 0
     assert "at once" not in "".join(lines)
+
+
+@pytest.mark.parametrize("name", sorted(STOPPING_SIGNALS))
+def test_a_signal_interrupts_a_command_that_runs_no_job(name, phase_results):
+    assert phase_results["command", name] == [0, [f"{name}: stopped before the end; run the command again"]]
+
+
+@pytest.mark.parametrize("names", [("SIGINT", "SIGINT"), ("SIGHUP", "SIGTERM")], ids=str)
+def test_a_second_signal_ends_a_command_that_cleans_up(names, phase_results):
+    line = f"{names[0]}: stopped at once, without cleaning up; run the command again"
+    assert phase_results["command", *names] == [75, [line]]

@@ -25,6 +25,7 @@ BEFORE = {
     "dirty": False,
     "hosts": ["a", "b"],
     "cpus": 2,
+    "options": {"XLA_FLAGS": "--a --b"},
 }
 
 
@@ -132,6 +133,13 @@ def test_a_class_without_a_file_has_no_commit() -> None:
         ({"commit": "b" * 40}, ["commit aaaaaaaaaaaa -> bbbbbbbbbbbb"]),
         ({"dirty": True}, ["uncommitted changes now"]),
         ({"cpus": 1}, ["cpus 2 -> 1"]),
+        ({"options": {"XLA_FLAGS": "--b --a"}}, []),
+        ({"options": {"XLA_FLAGS": "--a --c"}}, ["XLA_FLAGS --b -> --c"]),
+        ({"options": {}}, ["XLA_FLAGS --a --b -> none"]),
+        (
+            {"options": {"XLA_FLAGS": "--a --b", "JAX_ENABLE_X64": "1"}},
+            ["JAX_ENABLE_X64 none -> 1"],
+        ),
         ({"hosts": ["b", "a"]}, []),
         ({"hosts": ["a", "c"]}, ["hosts a, b -> a, c"]),
         ({"hosts": [f"n{number}" for number in range(1000)]}, ["hosts a, b -> (1000 of them)"]),
@@ -140,6 +148,15 @@ def test_a_class_without_a_file_has_no_commit() -> None:
 def test_a_change_is_described_in_a_few_words(change: dict[str, Any], words: list[str]) -> None:
     assert environment.compare_environments(BEFORE, BEFORE | change) == words
     assert bool(environment.compare_environments(BEFORE | change, BEFORE)) == bool(words)
+
+
+def test_options_are_recorded_without_flags_that_change_no_bit() -> None:
+    flags = "--xla_force_host_platform_device_count=4 --xla_dump_to=/tmp/x"
+    assert environment.collect_options({"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}) == {}
+    found = environment.collect_options(
+        {"XLA_FLAGS": f"{flags} --xla_cpu_enable_fast_math=true", "JAX_ENABLE_X64": "1"}
+    )
+    assert found == {"JAX_ENABLE_X64": "1", "XLA_FLAGS": "--xla_cpu_enable_fast_math=true"}
 
 
 def test_a_missing_key_is_no_change() -> None:
@@ -169,12 +186,14 @@ def test_the_environment_is_recorded_and_a_resume_reports_changes(
     assert list_events("changed") == []
     assert "changed since" not in capsys.readouterr().out
     monkeypatch.setattr(environment, "collect_versions", lambda: {"jax": "99"})
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     stop_at(9)
     (changed,) = list_events("changed")
     assert changed["step"] == 6
-    assert len(changed["changes"]) == 1
+    assert len(changed["changes"]) == 2
     assert changed["changes"][0].endswith("-> 99")
-    assert f"changed since step 6 was saved: {changed['changes'][0]}\n" in capsys.readouterr().out
+    assert changed["changes"][1] == "NVIDIA_TF32_OVERRIDE none -> 0"
+    assert f"changed since step 6 was saved: {'; '.join(changed['changes'])}\n" in capsys.readouterr().out
     path = tmp_path / "run/checkpoints/9/manifest.json"
     earlier = {
         key: value for key, value in json.loads(path.read_text()).items() if key not in ("environment", "digest")

@@ -167,6 +167,7 @@ def check(error: RunnerError | None, before: dict[str, bytes], base: Path) -> st
         return "same bits"
     assert error.exit_code in (EXIT_INVALID, EXIT_RETRYABLE), f"ends with {error.exit_code}: {error}"
     assert str(error).strip(), "says nothing"
+    assert not re.search(r"\(\d+, '", str(error)), f"says a tuple: {error}"
     changed = [name for name, content in before.items() if after.get(name) != content]
     assert set(changed) <= {"run/events.jsonl"}, f"refused, and changed {changed}"
     return str(error.exit_code)

@@ -155,14 +155,16 @@ def test_parts_of_another_mesh_are_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_stop_after_a_fast_restore_saves_durably(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_kill_after_the_last_step_ends_with_one_durable_save(is_lost: bool, tmp_path: Path) -> None:
     options = ("config.total_steps=60", "config.step_seconds=0.05", "checkpoint.every_steps=60")
     fast = (f"checkpoint.local_directory={tmp_path / 'fast'}", "checkpoint.local_every_steps=60")
     job = Job("specs/counter.yaml", tmp_path / "run", (*options, *fast))
     attempt = job.start()
     attempt.wait_until(lambda: job.newest() == 60, "the last step")
     attempt.kill()
-    shutil.rmtree(job.checkpoints / "60")
+    if is_lost:
+        shutil.rmtree(job.checkpoints / "60")
     (job.directory / "result.json").unlink(missing_ok=True)
     job.finish()
     assert job.committed() == [60]

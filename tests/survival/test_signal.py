@@ -2,7 +2,11 @@
 
 import json
 import random
+import shutil
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +15,7 @@ import pytest
 from runner.history.reader import read_history
 from runner.storage import LocalStore
 from tests.support.job_process import (
+    ROOT,
     SMALL_GPT_OPTIONS,
     Attempt,
     Job,
@@ -27,6 +32,7 @@ from tests.support.job_process import (
     retaining,
     saving,
 )
+from tests.support.simulated_devices import environment
 
 COUNTER_SPEC, NANO_SPEC = "specs/counter.yaml", "specs/gpt_nano.yaml"
 COUNTER = ("config.total_steps=100", "config.step_seconds=0.05", "config.width=1000000", "checkpoint.every_steps=4")
@@ -109,6 +115,43 @@ def nano_at_six(directory: Path) -> Job:
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join(line for line in lines if json.loads(line)["step"] <= 6))
     return job
+
+
+# Commands that run no job.
+
+COMMANDS = {
+    "export": (["export", "RUN", "-o", "OUT/weights"], ".weights.*.tmp"),
+    "verify-resume": (["verify-resume", COUNTER_SPEC], "verify-resume-*/undisturbed/checkpoints"),
+}
+
+
+@pytest.mark.parametrize(("name", "number"), [("export", signal.SIGINT), ("verify-resume", signal.SIGTERM)])
+def test_a_signal_ends_a_command_without_leaving_files(name: str, number: signal.Signals, tmp_path: Path) -> None:
+    job = nano_at_six(tmp_path / "run")
+    before, output = hash_tree(job.directory), tmp_path / "out"
+    output.mkdir()
+    words, started = COMMANDS[name]
+    words = [word.replace("RUN", str(job.directory)).replace("OUT", str(output)) for word in words]
+    command = [sys.executable, "-m", "runner", *words]
+    # The process is frozen as soon as it has begun its output, and started again if it was faster.
+    for _ in range(5):
+        shutil.rmtree(output / "weights", ignore_errors=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(1) | {"TMPDIR": str(output)}, stderr=subprocess.PIPE, text=True
+        )
+        while process.poll() is None and not list(output.glob(started)):
+            time.sleep(0.001)
+        process.send_signal(signal.SIGSTOP)
+        if list(output.glob(started)):
+            break
+        process.kill()
+    process.send_signal(number)
+    process.send_signal(signal.SIGCONT)
+    _, errors = process.communicate(timeout=600)
+    assert process.returncode == 75, errors
+    assert errors.splitlines()[-1] == f"{number.name}: stopped before the end; run the command again"
+    assert not list(output.iterdir())
+    assert hash_tree(job.directory) == before
 
 
 # A trainer.
