@@ -322,7 +322,7 @@ class BaseTrainer(RestoreableJob):
     def final_choices(self) -> dict[str, tuple[Any, ...]]:
         """Return the values by dotted key that `plan --search` varies for the best candidate alone; none by default.
 
-        All other candidates are compiled with the first value of each key, which should compile fast.
+        All other candidates have the first value of each key.
         """
         return {}
 
