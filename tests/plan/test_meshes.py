@@ -339,6 +339,7 @@ def test_planned_memory_is_that_of_the_device_alone():
     assert read_planned_memory(BUFFERS) == ProgramMemory(4300, 200, 1150, code=0)
 
 
+@pytest.mark.soak
 @pytest.mark.filterwarnings(IGNORED_WARNING)
 @pytest.mark.usefixtures("libtpu")
 def test_a_step_too_large_when_scheduled_says_what_it_needs():
