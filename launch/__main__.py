@@ -13,7 +13,7 @@ from launch.tpu_vm import engine as tpu_vm
 from launch.tpu_vm.engine import TpuVmArguments
 from runner.command_line import CommandLine
 from runner.console import finish_output, protect_streams, warn
-from runner.errors import RunnerError
+from runner.errors import EXIT_PREEMPTED, RunnerError
 
 _SUBMIT_EXIT_CODES = "0 submitted; 1 the engine's command failed; 2 invalid command line or spec, or no such command"
 
@@ -34,14 +34,14 @@ COMMANDS.add(
     "slurm",
     SlurmArguments,
     "Submit the job to SLURM",
-    f"{_SUBMIT_EXIT_CODES}; 76 SLURM does not answer.",
+    f"{_SUBMIT_EXIT_CODES}; 75 stopped by Ctrl-C; 76 SLURM does not answer.",
     "Renders a batch script that runs one task per node, and requeues the job after 75 and 76.",
 )
 COMMANDS.add(
     "jobset",
     JobSetArguments,
     "Submit the job to Kubernetes as a JobSet",
-    f"{_SUBMIT_EXIT_CODES}.",
+    f"{_SUBMIT_EXIT_CODES}; 75 stopped by Ctrl-C.",
     "Renders a manifest with one child Job per slice and one pod per host, and passes it to kubectl.",
 )
 COMMANDS.add(
@@ -75,6 +75,9 @@ def main(words: Sequence[str] | None = None) -> int:
             case TpuVmArguments():
                 return tpu_vm.run(arguments)
         raise AssertionError(f"no engine for {arguments}")
+    except KeyboardInterrupt:  # Ctrl-C in slurm or jobset; the other engines handle their signals
+        warn("stopped before the end; look whether the job was submitted before you run the command again")
+        return EXIT_PREEMPTED
     except RunnerError as error:
         warn(str(error))
         return error.exit_code

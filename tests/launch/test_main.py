@@ -88,6 +88,17 @@ def test_a_bad_command_line_is_reported_in_one_line(words, message, run_launch):
     assert message in problems
 
 
+@pytest.mark.parametrize("engine", ["slurm", "jobset"])
+def test_ctrl_c_gives_one_line(engine, run_launch, monkeypatch):
+    def interrupt(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"launch.{'kubernetes' if engine == 'jobset' else engine}.engine.run", interrupt)
+    code, output, problems = run_launch(engine, "x.yaml", *REQUIRED_OPTIONS[engine])
+    assert (code, output, problems.count("\n")) == (75, "", 1)
+    assert "look whether the job was submitted" in problems
+
+
 def test_the_help_lists_the_engines(run_launch):
     code, output, _ = run_launch("--help")
     assert code == 0
