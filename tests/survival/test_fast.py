@@ -226,7 +226,12 @@ def run_with_replicas(
     kill_all_when(attempts, lambda: find_copied() > max(21, job.newest()), "copies of a step beyond the durable one")
     copied = {path.name for path in (tmp_path / "fast").glob("*/*/copies/*")}
     assert copied == set(map(str, owners))
-    return job, find_copied()
+    step = find_copied()
+    for process in range(num_processes):  # Parts that were not sent yet would be restored instead.
+        for newer, part in parts(tmp_path, process).items():
+            if newer > step:
+                shutil.rmtree(part)
+    return job, step
 
 
 def lose(tmp_path: Path, *processes: int) -> None:
@@ -278,10 +283,6 @@ def make_killed_run(what: tuple[str, ...], owners: tuple[int, ...]) -> tuple[Pat
     base = Path(os.environ["RUNNER_TESTS_SESSION"]) / f"damaged parts.{len(owners)}.{os.getpid()}"
     (base / "elsewhere").mkdir(parents=True)
     _, step = run_with_replicas(base, what, PROCESSES, owners)
-    for process in range(PROCESSES):  # Parts that were written, and not sent yet, would be restored instead.
-        for newer, part in parts(base, process).items():
-            if newer > step:
-                shutil.rmtree(part)
     return base, step
 
 
