@@ -129,10 +129,22 @@ class StopNotice:
             if len(received) == 1:
                 raise KeyboardInterrupt(f"{signal.Signals(number).name}: stopped before the end; run the command again")
 
+        # `writer` is an argument to keep it alive, as in `_read_signals`.
+        def limit_clean_up(reader: socket.socket, writer: socket.socket) -> None:
+            number = reader.recv(1)[0]
+            deadline_seconds = time.monotonic() + _CLEAN_UP_SECONDS
+            with contextlib.suppress(TimeoutError, BlockingIOError):
+                while True:
+                    reader.settimeout(max(0.0, deadline_seconds - time.monotonic()))
+                    if reader.recv(1)[0] in INSISTENT_SIGNALS:
+                        break
+            name = signal.Signals(number).name
+            self._end(EXIT_PREEMPTED, f"{name}: stopped at once, without cleaning up; run the command again")
+
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         for number in list_stop_signals():
             signal.signal(number, interrupt)
-        threading.Thread(target=self._limit_clean_up, args=(reader, writer), name="interrupt", daemon=True).start()
+        threading.Thread(target=limit_clean_up, args=(reader, writer), name="interrupt", daemon=True).start()
 
     def expect_peers(self) -> None:
         """Delay a stop until `join_peers`, for a limited time, so that peers can learn of it. Main thread only."""
@@ -181,18 +193,6 @@ class StopNotice:
                 if self._num_insistent_signals > 1:
                     self._end(EXIT_PREEMPTED, f"{name} again: exiting without another save; the last commit is intact")
                 self.request_stop(name)
-
-    def _limit_clean_up(self, reader: socket.socket, writer: socket.socket) -> None:
-        # `writer` is an argument to keep it alive, as above.
-        number = reader.recv(1)[0]
-        deadline_seconds = time.monotonic() + _CLEAN_UP_SECONDS
-        with contextlib.suppress(TimeoutError, BlockingIOError):
-            while True:
-                reader.settimeout(max(0.0, deadline_seconds - time.monotonic()))
-                if reader.recv(1)[0] in INSISTENT_SIGNALS:
-                    break
-        name = signal.Signals(number).name
-        self._end(EXIT_PREEMPTED, f"{name}: stopped at once, without cleaning up; run the command again")
 
     def _announce_stop(self) -> None:
         # If the rendezvous does not complete in time, this process exits alone: no step has begun, so its tick is 0.
