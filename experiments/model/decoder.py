@@ -345,7 +345,16 @@ class Decoder(nn.Module):
             chunk = self.memory.loss_chunk_positions
             if self.is_mutable_collection(SUMS) and not self.is_initializing():
                 return evaluated_loss_sum_of(self, compute_logits, head_VxD, x_BxTxD, targets, chunk)
-            loss_sum = loss_sum_of(compute_logits, head_VxD, x_BxTxD, targets, chunk_positions=chunk, z_loss=z_loss)
+            softcap = config.logit_softcap
+            loss_sum = loss_sum_of(
+                compute_logits,
+                head_VxD,
+                x_BxTxD,
+                targets,
+                chunk_positions=chunk,
+                z_loss=z_loss,
+                softcap=softcap,
+            )
             # An evaluation reports the cross entropy alone, so that runs with and without experts compare.
             if deterministic:
                 return loss_sum
@@ -354,7 +363,7 @@ class Decoder(nn.Module):
                 for index, extra_BxTxD in enumerate(extra_KxBxTxD):
                     y_BxT, weight_BxT = (_shift_within_documents(leaf, segments, 1 + index) for leaf in targets)
                     arguments = compute_logits, head_VxD, scale_output(extra_BxTxD), (y_BxT, weight_BxT)
-                    losses.append(loss_sum_of(*arguments, chunk_positions=chunk))
+                    losses.append(loss_sum_of(*arguments, chunk_positions=chunk, softcap=softcap))
                     weights.append(jnp.sum(weight_BxT, dtype=jnp.float32))
                 losses_K = jnp.stack(losses)
                 figures = {"loss_K": jax.lax.stop_gradient(losses_K), "weight_K": jnp.stack(weights)}

@@ -48,7 +48,7 @@ from experiments.model.layers import (
     with_axes,
     with_scattered_gradient,
 )
-from experiments.model.platform import reduce_scatters_only_rows, sorts_before_summing
+from experiments.model.platform import reduce_scatters_only_rows, sorts_before_summing, sums_exponentials_in_matmul
 from runner.metrics.meta import ACCURACY, SUMS
 from runner.parallel.mesh import get_active_rules, list_axes, remove_axes_from_rules
 from runner.train.kernel_check import KernelCase, KernelTrial, get_kernel_use
@@ -273,6 +273,7 @@ def loss_sum_of(
     *,
     chunk_positions: int | None,
     z_loss: float = 0.0,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Return the summed cross entropy, float32.
 
@@ -284,10 +285,18 @@ def loss_sum_of(
         chunk_positions: `memory.loss_chunk_positions`. If set, logits exist only for a chunk of positions at a time,
             and each device accumulates the gradient of its own chunks before it communicates.
         z_loss: weight of the squared log-denominator of the softmax.
+        softcap: that of `unembed`, if it has one.
     """
     x_BxTxD = gather_stream(x_BxTxD)
     if chunk_positions is None:
-        return cross_entropy_sum(unembed(weights, x_BxTxD), *targets, z_loss)[0]
+        guess_BxT = None
+        spec = make_partition_spec(weights.shape, "vocab", "embed") or ()
+        # Rows of sharded weights would have to be gathered.
+        if sums_exponentials_in_matmul() and softcap is None and not any(map(split_axes, spec)):
+            # The logsumexp is the logit of the label plus the loss of the token, so it is near that logit.
+            labels_BxTxD = weights[targets[0]].astype(jnp.float32)
+            guess_BxT = jnp.sum(labels_BxTxD * x_BxTxD.astype(jnp.float32), axis=-1)
+        return cross_entropy_sum(unembed(weights, x_BxTxD), *targets, z_loss, guess_BxT)[0]
 
     def sum_loss(unembed: Unembed, weights: jax.Array, *tokens: jax.Array) -> jax.Array:
         loss_sum, _ = chunked_cross_entropy_sum(

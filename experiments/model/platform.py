@@ -47,6 +47,11 @@ def uses_head_major_layout() -> bool:
     return platform() == "tpu"
 
 
+def sums_exponentials_in_matmul() -> bool:
+    """Return True if the compiler sums exponentials of logits in the matmul that makes them, once it has an offset."""
+    return platform() == "tpu"
+
+
 def rotates_by_matmul() -> bool:
     """Return True if rotary positions swap the halves of a head by a matmul: half a head is half of a TPU's lanes."""
     return platform() == "tpu"

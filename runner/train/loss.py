@@ -103,7 +103,11 @@ def validate_fields_read(
 
 
 def cross_entropy_sum(
-    logits_BxTxV: jax.Array, y_BxT: jax.Array, mask_BxT: jax.Array, z_loss: float = 0.0
+    logits_BxTxV: jax.Array,
+    y_BxT: jax.Array,
+    mask_BxT: jax.Array,
+    z_loss: float = 0.0,
+    guess_BxT: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Sum -log p(y) over the tokens.
 
@@ -114,19 +118,70 @@ def cross_entropy_sum(
         mask_BxT: weight of each token; 1 for real and 0 for padding tokens, or any other weights.
         z_loss: factor of the squared logsumexp that is added to each token's loss, which keeps logits from drifting
             (Chowdhery et al., 2022).
+        guess_BxT: guess at the logsumexp of each token, which saves a pass over the logits (see `logsumexp_near`).
 
     Returns:
         (loss_sum, token_count), float32 scalars; the count is the sum of the weights.
     """
-    logits_BxTxV = logits_BxTxV.astype(jnp.float32)
+    stored_BxTxV, logits_BxTxV = logits_BxTxV, logits_BxTxV.astype(jnp.float32)
     mask_BxT = mask_BxT.astype(jnp.float32)
     is_label_BxTxV = jnp.arange(logits_BxTxV.shape[-1]) == y_BxT[..., None]
     label_logit_BxT = jnp.sum(jnp.where(is_label_BxTxV, logits_BxTxV, 0), axis=-1)
-    log_sum_BxT = jax.nn.logsumexp(logits_BxTxV, axis=-1)
+    if guess_BxT is None:
+        log_sum_BxT = jax.nn.logsumexp(logits_BxTxV, axis=-1)
+    else:
+        log_sum_BxT = logsumexp_near(logits_BxTxV, *jax.lax.stop_gradient((stored_BxTxV, guess_BxT)))
     loss_BxT = log_sum_BxT - label_logit_BxT
     if z_loss:
         loss_BxT += z_loss * jnp.square(log_sum_BxT)
     return jnp.sum(loss_BxT * mask_BxT), jnp.sum(mask_BxT)
+
+
+@jax.custom_vjp
+def logsumexp_near(logits_BxTxV: jax.Array, stored_BxTxV: jax.Array, guess_BxT: jax.Array) -> jax.Array:
+    """Return the logsumexp of float32 logits in one pass over them, if each guess is within 40 of it.
+
+    Usually the maximum of the logits must be known before their exponentials are summed. A guess takes its place, so
+    that libtpu sums them in the matmul that makes the logits. If the sum of any token is huge or tiny, which means
+    that its guess was wrong, all sums are computed again from the maximum.
+
+    Args:
+        logits_BxTxV: logits, the only argument with a gradient.
+        stored_BxTxV: the same logits in the type in which the matmul returns them. What is computed later reads these,
+            so that none are stored in float32.
+        guess_BxT: guess at the logsumexp of each token.
+    """
+    return _logsumexp_with_residuals(logits_BxTxV, stored_BxTxV, guess_BxT)[0]
+
+
+def _logsumexp_with_residuals(
+    logits_BxTxV: jax.Array, stored_BxTxV: jax.Array, guess_BxT: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    @jax.named_scope("fallback")  # so that a plan does not count it
+    def sum_below_maximum(stored_BxTxV: jax.Array, *_: jax.Array) -> tuple[jax.Array, jax.Array]:
+        offset_BxT = jnp.max(stored_BxTxV, axis=-1).astype(jnp.float32)
+        return offset_BxT, jnp.sum(jnp.exp(stored_BxTxV.astype(jnp.float32) - offset_BxT[..., None]), axis=-1)
+
+    # The difference of a whole number and a bfloat16 logit is exact.
+    offset_BxT = jnp.round(guess_BxT.astype(jnp.float32))
+    sum_BxT = jnp.sum(jnp.exp(logits_BxTxV - offset_BxT[..., None]), axis=-1)
+    # In this range neither exponentials nor gradients divided by the sum underflow where they matter. False for NaN.
+    is_near = jnp.all((sum_BxT > 1e-20) & (sum_BxT < 1e20))
+    offset_BxT, sum_BxT = jax.lax.cond(
+        is_near, lambda _, *sums: sums, sum_below_maximum, stored_BxTxV, offset_BxT, sum_BxT
+    )
+    return jnp.log(sum_BxT) + offset_BxT, (stored_BxTxV, offset_BxT, sum_BxT)
+
+
+logsumexp_near.defvjp(
+    _logsumexp_with_residuals,
+    # The gradient is the softmax. Residuals are the stored logits, offsets and sums.
+    lambda kept, gradient_BxT: (
+        jnp.exp(kept[0].astype(jnp.float32) - kept[1][..., None]) * (gradient_BxT / kept[2])[..., None],
+        None,
+        None,
+    ),
+)
 
 
 def count_correct(logits_BxTxV: jax.Array, y_BxT: jax.Array, mask_BxT: jax.Array) -> jax.Array:

@@ -3,13 +3,20 @@
 Shape legend: B batch, T sequence, V vocabulary, D width, C positions of a chunk.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from runner.train.loss import chunked_cross_entropy_sum, cross_entropy_sum, evaluate_cross_entropy
+from runner.train.loss import (
+    _logsumexp_with_residuals,
+    chunked_cross_entropy_sum,
+    cross_entropy_sum,
+    evaluate_cross_entropy,
+)
 from tests.support.tiny_jobs import make_partial_mesh
 
 B, T, V = 3, 5, 17
@@ -219,3 +226,42 @@ def test_gradients_of_bfloat16_weights_are_accumulated_over_chunks_in_float32(hi
 def test_chunks_that_do_not_divide_the_sequence_are_rejected(hidden):
     with pytest.raises(ValueError, match="chunk_positions=7 does not divide the sequence length 24"):
         chunked_loss(7)(*hidden)
+
+
+# One pass over the logits, from a guess at their logsumexp.
+
+
+@pytest.mark.parametrize("offset", [0.0, -40.0, 40.0, -300.0, 300.0, jnp.inf, jnp.nan])
+@pytest.mark.parametrize("scale", [1, 20])
+def test_any_guess_gives_the_loss_and_gradient_of_float64(inputs, scale, offset):
+    logits_BxTxV, y_BxT, mask_BxT = inputs
+    logits_BxTxV *= scale
+    guess_BxT = jax.nn.logsumexp(logits_BxTxV, axis=-1).at[1, 2].add(offset)
+    grad = jax.jit(jax.value_and_grad(functools.partial(cross_entropy_sum, guess_BxT=guess_BxT), has_aux=True))
+    (loss, _), gradient_BxTxV = grad(logits_BxTxV, y_BxT, mask_BxT)
+    expected_loss, expected_gradient_BxTxV = compute_reference(logits_BxTxV, y_BxT, mask_BxT)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    np.testing.assert_allclose(gradient_BxTxV, expected_gradient_BxTxV, atol=1e-6)
+
+
+def test_a_near_guess_reads_no_maximum(inputs):
+    """The branch from the maximum is taken only if a sum is huge or tiny."""
+    logits_BxTxV, *_ = inputs
+    near_BxT = jax.nn.logsumexp(logits_BxTxV, axis=-1) + 10
+
+    def sums_from_guess(guess_BxT):
+        # Residuals are logits, offsets and sums; the offset of a guess is the guess in whole numbers.
+        _, (_, offset_BxT, _) = _logsumexp_with_residuals(logits_BxTxV, logits_BxTxV, guess_BxT)
+        return bool((offset_BxT == jnp.round(guess_BxT)).all())
+
+    assert sums_from_guess(near_BxT)
+    assert not sums_from_guess(near_BxT.at[0, 0].add(-200))
+    assert not sums_from_guess(near_BxT.at[0, 0].add(200))
+
+
+def test_the_z_loss_and_its_gradient_do_not_depend_on_a_guess(inputs):
+    def value_and_gradient(guess_BxT):
+        return jax.value_and_grad(lambda logits: cross_entropy_sum(logits, *inputs[1:], 0.1, guess_BxT)[0])(inputs[0])
+
+    for found, expected in zip(value_and_gradient(jnp.zeros((B, T))), value_and_gradient(None), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

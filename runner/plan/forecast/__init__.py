@@ -8,8 +8,9 @@ or specs.
 Rules of the count:
 
 1. Every op of the schedule runs on a single compute lane, as often as loops, calls and conditionals execute it: a loop
-   by its trip count, a conditional by its longest branch. A loop whose trip count is unknown counts once, and the
-   forecast reports the number of such loops.
+   by its trip count, a conditional by its longest branch. A branch in a `jax.named_scope("fallback")` runs in rare
+   cases and does not count. A loop whose trip count is unknown counts once, and the forecast reports the number of
+   such loops.
 2. Asynchronous work (copies between memories, collectives) runs on a lane of its own, one transfer after the other.
    The part that has not finished when it is awaited is exposed, the rest is hidden. A synchronous collective is fully
    exposed. A collective takes the bytes that a device sends over the bandwidth of its links.

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from runner.plan.forecast.collectives import Collective, locate_collectives
 from runner.plan.forecast.cost import OpCost, find_matmuls
-from runner.plan.forecast.hlo import Instruction, get_output_shape
+from runner.plan.forecast.hlo import Instruction, get_output_shape, parse_op_name
 from runner.plan.forecast.module import HloModule, Op, parse_arrays
 
 COPIES, LINKS, NETWORK = "copies", "links", "network"
@@ -231,7 +231,13 @@ def build_schedule(
             trips = module.trips.get(op.name)
             yield ScheduledOp(op, bodies=bodies, kind="loop", trips=1 if trips is None else trips)
         elif op.opcode == "conditional":
-            yield ScheduledOp(op, bodies=tuple(build(name) for name in callees.values()), kind="branches")
+            # By this scope a program marks what it computes only in rare cases.
+            usual = [
+                name
+                for name in callees.values()
+                if not any("/fallback/" in parse_op_name(part.rest) for part in module.computations[name].values())
+            ]
+            yield ScheduledOp(op, bodies=tuple(map(build, usual or callees.values())), kind="branches")
         elif op.opcode == "call":
             yield ScheduledOp(op, bodies=(build(callees["to_apply"]),), kind="call")
         elif key in transfers.synchronous:

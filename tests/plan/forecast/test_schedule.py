@@ -107,6 +107,17 @@ SCHEDULES = {
         4000,
         10000,
     ),
+    "a branch for rare cases does not count": (
+        ("%c = f32[250]{0} conditional(%i, %x, %x), branch_computations={%short, %rare}",),
+        BRANCHES
+        + make_computation(
+            "rare",
+            "%r = f32[250]{0} parameter(0)",
+            make_negate("r1", "r", 90000) + ', metadata={op_name="jit(step)/cond/branch_0_fun/fallback/neg"}',
+        ),
+        2000,
+        5000,
+    ),
     "two calls": (
         ("%c = f32[250]{0} call(%x), to_apply=%short", "%d = f32[250]{0} call(%c), to_apply=%long"),
         BRANCHES,
