@@ -297,10 +297,7 @@ class Projection(nn.Module):
         if not self.has_bias:
             return y
         bias_O = self.param("bias", with_axes(nn.initializers.zeros, self.axes[1]), (self.features,), self.param_dtype)
-        bias_O = bias_O.astype(self.compute_dtype)
-        if shape and uses_head_major_layout() and y.dtype == bias_O.dtype == jnp.bfloat16:
-            return add_head_bias(y, bias_O.reshape(shape))
-        return y + bias_O.reshape(shape or bias_O.shape)
+        return y + bias_O.astype(self.compute_dtype).reshape(shape or bias_O.shape)
 
     def project(self, x_BTxI: jax.Array) -> jax.Array:
         """Return the product plus the bias, for tokens in one flat axis or in two."""
@@ -310,27 +307,6 @@ class Projection(nn.Module):
             # flat tokens, and would gather the whole batch to multiply what is sharded so.
             y_BTxO = constrain(y_BTxO, "batch", "embed_act")
         return self.add_bias(y_BTxO)
-
-
-@jax.custom_vjp
-def add_head_bias(y_BxTxNxH: jax.Array, bias_NxH: jax.Array) -> jax.Array:
-    """Return the sum; the gradient of the bias is a matmul by ones, accumulated in float32.
-
-    The gradient of `y` is written by an attention kernel, so its sum over tokens cannot be fused into what makes it. By
-    libtpu's estimate a reduction takes several times as long as this matmul.
-    """
-    return y_BxTxNxH + bias_NxH
-
-
-def sum_tokens_by_matmul(y_BxTxNxH: jax.Array) -> jax.Array:
-    """Return the sum over tokens, (N, H)."""
-    # Eight rows fill a tile. Without the barrier the compiler would make a reduction of the matmul.
-    ones_8xBxT = jax.lax.optimization_barrier(jnp.ones((8, *y_BxTxNxH.shape[:2]), y_BxTxNxH.dtype))
-    sum_8xNxH = jnp.einsum("kbt,btnh->knh", ones_8xBxT, y_BxTxNxH, preferred_element_type=jnp.float32)
-    return sum_8xNxH[0].astype(y_BxTxNxH.dtype)
-
-
-add_head_bias.defvjp(lambda y, bias: (y + bias, None), lambda _, gradient: (gradient, sum_tokens_by_matmul(gradient)))
 
 
 class Dense(Projection):
