@@ -21,6 +21,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -47,15 +48,7 @@ from runner.plan.figures import format_amount
 from runner.plan.forecast.collectives import Collective, find_collectives
 from runner.plan.mesh import MeshSizes
 from runner.spec.imports import format_install, is_extra_installed
-from runner.train.compile import (
-    MEMORY_SHARE,
-    BatchLayout,
-    CompiledStep,
-    ProgramMemory,
-    StepTooLargeError,
-    compile_to_fit,
-    list_batch_layouts,
-)
+from runner.train.compile import MEMORY_SHARE, BatchLayout, CompiledStep, ProgramMemory, StepTooLargeError
 from runner.train.setup import TrainSetup, TrainSetupBuilder
 
 # Otherwise libtpu would query the metadata server of a TPU host, which does not exist here, and log errors.
@@ -465,14 +458,11 @@ def schedule_program(
     XLA has no option to stop there, so the compilation goes on in a thread. Call this function in a process that ends
     afterwards, after `request_dumps` of the same directory. Raises as `compile_program` does.
     """
-    layouts = list_batch_layouts(setup_builder.config, train_setup.mesh, None, setup_builder.fields)
-    by_size = {layout.micro_batch_examples: layout for layout in layouts}
-    # A size that is too large does not end its thread.
-    executor = ThreadPoolExecutor(len(by_size))
 
-    def schedule(size: int) -> CompiledStep | ScheduledStep:
+    def schedule(layout: BatchLayout) -> CompiledStep | ScheduledStep:
         earlier = set(directory.iterdir())
-        compilation = executor.submit(train_setup.compile_train, setup_builder.train_step, by_size[size])
+        # A pool of its own, because the compilation of a size that is too large may go on.
+        compilation = ThreadPoolExecutor(1).submit(train_setup.compile_train, setup_builder.train_step, layout)
         while not compilation.done():
             for path in set(directory.iterdir()) - earlier:
                 if not _SCHEDULED.search(path.name):
@@ -481,23 +471,21 @@ def schedule_program(
                 buffers = path.with_name(_SCHEDULED.sub(r"\1\2-buffer-assignment.txt", path.name))
                 # The file is complete once the last computation, the entry, is closed.
                 if text.partition("\nENTRY ")[2].endswith("}\n\n") and buffers.exists():
-                    return ScheduledStep(by_size[size], text, read_planned_memory(buffers.read_text()))
+                    return ScheduledStep(layout, text, read_planned_memory(buffers.read_text()))
             time.sleep(_POLL_SECONDS)
         return compilation.result()
 
     started = time.monotonic()
     limit_bytes = sys.maxsize if machine.is_faked else int(machine.hbm_bytes * MEMORY_SHARE)
-    with setup_builder.document.errors_at("topology"):
-        step = compile_to_fit(schedule, list(by_size), limit_bytes)
+    step = setup_builder.compile_by(schedule, train_setup, limit_bytes)
     return _make_program(setup_builder, train_setup, step, machine, time.monotonic() - started)
 
 
 def read_planned_memory(buffers: str) -> ProgramMemory:
     """Return the memory of a program from XLA's list of its buffers."""
-    sums = {"parameter": 0, "output": 0, "preallocated-temp:": 0}
+    sums: Counter[str] = Counter()
     for size, kind in _ALLOCATION.findall(buffers):
-        word = "output" if kind == "maybe-live-out:" else kind.split()[0]
-        sums[word] = sums.get(word, 0) + int(size)
+        sums["output" if kind == "maybe-live-out:" else kind.split()[0]] += int(size)
     temporaries = int(_TEMPORARIES_IN_STATISTICS * sums["preallocated-temp:"])
     return ProgramMemory(sums["parameter"], sums["output"], temporaries, code=0)
 

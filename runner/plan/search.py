@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -53,7 +53,7 @@ from runner.plan.program import (
     request_dumps,
     schedule_program,
 )
-from runner.process import read_memory_bytes
+from runner.process import count_cpus, read_memory_bytes
 from runner.spec import Document, load_document, parse_document
 from runner.spec.document import dump_yaml
 from runner.train.compile import MEMORY_SHARE
@@ -281,16 +281,17 @@ class Search:
         # Formulas underestimate memory. A candidate that does not fit gives a correction factor for its choices, and
         # candidates that do not fit after this correction are not tried.
         excess: dict[Choices, float] = {}
-        num_processes = max(1, min(os.cpu_count() or 1, read_memory_bytes() // _PROCESS_BYTES, _MAX_PROCESSES))
+        num_processes = max(1, min(count_cpus(), read_memory_bytes() // _PROCESS_BYTES, _MAX_PROCESSES))
 
         has_left = threading.Event()  # set after an interrupt too
 
         def is_over() -> bool:
             return has_left.is_set() or (bool(compiled) and time.monotonic() >= end_seconds)
 
-        def compile_all(queue: Iterator[Candidate], most: int, is_whole: bool = False) -> None:
+        def compile_all(queue: Iterable[Candidate], most: float = inf, is_whole: bool = False) -> None:
             """Compile candidates until `most` have been compiled, several at the same time."""
             pending: dict[Future[CompiledCandidate | tuple[str, float] | None], Candidate] = {}
+            queue = iter(queue)
             while True:
                 while len(pending) < num_processes and len(compiled) + len(pending) < most and not is_over():
                     if (candidate := next(queue, None)) is None:
@@ -338,7 +339,7 @@ class Search:
             # If none of them fits, try the candidate that needs least memory.
             smallest = min(candidates, key=lambda candidate: candidate.prediction.needed_bytes, default=None)
             if not compiled and smallest is not None and smallest not in dropped:
-                compile_all(iter([smallest]), 1)
+                compile_all([smallest])
             if compiled:
                 best = min(compiled.values(), key=lambda each: each.rank).candidate
                 final = self.open_job([]).final_choices()
@@ -347,7 +348,7 @@ class Search:
                 variants += [each for each in candidates if each.layout == best.layout and may_fit(each)]
                 known = [candidate.settings for candidate in (*compiled, *dropped)]
                 untried = [replace(each, is_spec=False) for each in variants if each.settings not in known]
-                compile_all(iter(untried), len(compiled) + min(len(untried), _NUM_COMPILED))
+                compile_all(untried, len(compiled) + _NUM_COMPILED)
             # The compiler's estimates may differ from the order by lower bounds.
             if not machine.is_faked:
                 ranked = sorted(compiled.values(), key=lambda each: each.rank)
@@ -356,7 +357,7 @@ class Search:
                     for place, each in enumerate(ranked)
                     if place < _NUM_FINALISTS or each.candidate.is_spec
                 ]
-                compile_all(iter(finalists), len(compiled) + len(finalists), is_whole=True)
+                compile_all(finalists, is_whole=True)
         return sorted(compiled.values(), key=lambda each: each.rank), list(dropped.values())
 
 

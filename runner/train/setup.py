@@ -33,6 +33,7 @@ from runner.train.auxiliary import EMA, NOISE_SCALE, AuxiliaryState, init_auxili
 from runner.train.compile import (
     BatchLayout,
     CompiledStep,
+    SizedStepT,
     compile_lowered,
     compile_to_fit,
     compute_program_digest,
@@ -144,13 +145,6 @@ class TrainSetup:
         executable, options = compile_lowered(lowered, layout)
         digest, memory = compute_program_digest(lowered), get_program_memory(executable)
         return CompiledStep(layout, executable, digest, memory, options)
-
-    def compile_to_fit(
-        self, train_step: Callable[..., Any], layouts: Sequence[BatchLayout], limit_bytes: int
-    ) -> CompiledStep:
-        """Compile with the first of `layouts` (largest micro-batch first) that fits in `limit_bytes` per device."""
-        by_size = {layout.micro_batch_examples: layout for layout in layouts}
-        return compile_to_fit(lambda size: self.compile_train(train_step, by_size[size]), list(by_size), limit_bytes)
 
     def compile_val(
         self, val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout
@@ -565,11 +559,23 @@ class TrainSetupBuilder:
 
         With `micro_batch` only that size is tried, if the spec allows it.
         """
+        compile_step = functools.partial(train_setup.compile_train, self.train_step)
+        return self.compile_by(compile_step, train_setup, limit_bytes, micro_batch)
+
+    def compile_by(
+        self,
+        compile_step: Callable[[BatchLayout], SizedStepT],
+        train_setup: TrainSetup,
+        limit_bytes: int,
+        micro_batch: int | None = None,
+    ) -> SizedStepT:
+        """Return what `compile_step` returns for the largest micro-batch that fits; see `compile`."""
         # Outside of `errors_at`, because an error in the step is no error of the key `topology`.
         self.trace(train_setup, micro_batch)
         layouts = list_batch_layouts(self.config, train_setup.mesh, micro_batch, self.fields)
         with self.document.errors_at("topology"):
-            return train_setup.compile_to_fit(self.train_step, layouts, limit_bytes)
+            by_size = {layout.micro_batch_examples: layout for layout in layouts}
+            return compile_to_fit(lambda size: compile_step(by_size[size]), list(by_size), limit_bytes)
 
     def compile_val(self, train_setup: TrainSetup, layout: BatchLayout) -> jax.stages.Compiled:
         """Compile the validation step that belongs to a train step of this layout."""
