@@ -37,6 +37,7 @@ from experiments.model.layers import (
     flatten_tokens,
     gather_stream,
     gelu,
+    packs_heads,
     rematerialised,
     save_stream,
     with_axes,
@@ -151,8 +152,9 @@ class GPTBlock(nn.Module):
         # Flattened once for the three projections, so that the backward pass keeps one copy instead of three.
         h_BTxD = flatten_tokens(gather_stream(self._layer_norm("attention_norm")(x_BxTxD)))
         precision = self.param_dtype, self.compute_dtype
+        is_packed = packs_heads(N, N, D // N)
         q_BxTxNxH, k_BxTxNxH, v_BxTxNxH = (
-            ToHeads(D, ("embed", "heads"), INIT_STDDEV, *precision, True, N, name=name)(h_BTxD, (B, T))
+            ToHeads(D, ("embed", "heads"), INIT_STDDEV, *precision, True, N, is_packed, name=name)(h_BTxD, (B, T))
             for name in ("query", "key", "value")
         )
         if cache is None:
@@ -163,7 +165,7 @@ class GPTBlock(nn.Module):
             new = {"key": k_BxTxNxH, "value": v_BxTxNxH}
             cache = {name: lax.dynamic_update_slice_in_dim(cache[name], new[name], start, axis=1) for name in new}
             a_BxTxNxH = cached_attention(q_BxTxNxH, cache["key"], cache["value"], start)
-        out = FromHeads(D, ("heads", "embed"), residual_stddev, *precision, name="attention_out")
+        out = FromHeads(D, ("heads", "embed"), residual_stddev, *precision, is_packed=is_packed, name="attention_out")
         x_BxTxD = save_stream(x_BxTxD + dropout(constrain_stream(out(a_BxTxNxH))))
 
         h_BTxD = flatten_tokens(gather_stream(self._layer_norm("mlp_norm")(x_BxTxD)))

@@ -36,7 +36,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from experiments.model.context_layout import make_sequence_layout, score_scale
-from experiments.model.layers import constrain, num_devices, num_sequence_shards, num_shards
+from experiments.model.layers import constrain, num_devices, num_sequence_shards, num_shards, packs_heads
 from experiments.model.platform import (
     LANES,
     LONG_BLOCK_TOKENS,
@@ -372,8 +372,12 @@ def fused_attention(
     module = import_for_tpu("experiments.model.tpu_attention")
     block = _fused_block_tokens(q_BxTxNxH, v_BxTxKxW) if block is None else block
     scale = score_scale(q_BxTxNxH, scale)
-    kernel = module.FusedAttention(module.CausalBlocks(block, window), scale, softcap, vmem_limit_bytes())
-    return _attend_on_tpu(kernel.attend, block, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, rotation, sinks_N)
+    N, H = q_BxTxNxH.shape[2:]
+    is_packed = sinks_N is None and v_BxTxKxW.shape[3] == H and packs_heads(N, k_BxTxKxH.shape[2], H)
+    packed_head = H if is_packed else None
+    kernel = module.FusedAttention(module.CausalBlocks(block, window), scale, softcap, vmem_limit_bytes(), packed_head)
+    arrays = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, rotation, sinks_N)
+    return _attend_on_tpu(kernel.attend, block, *arrays, packed_head=packed_head)
 
 
 def splash_attention(
@@ -447,26 +451,36 @@ def _attend_on_tpu(
     segments_BxT: jax.Array | None,
     rotation: Rotation | None,
     sinks_N: jax.Array | None,
+    packed_head: int | None = None,
 ) -> jax.Array:
     """Attend by a kernel that takes queries (B, N, T, H), keys and values (B, K, T, ...), segments, angles and sinks.
+
+    With `packed_head`, the width of a head, the kernel takes and returns packed heads (B, T, N H) instead.
 
     T is padded to whole blocks at the end, where no real position attends. The partitioner cannot split a kernel, so
     under a mesh each device runs it on its own sequences and heads.
     """
     T, angles = q_BxTxNxH.shape[1], None
     if rotation is not None:
-        angles = tuple(jnp.concatenate([x, x], axis=-1)[:, :, 0] for x in rotation)
+        repeats = 2 if packed_head is None else 2 * (LANES // packed_head)
+        angles = tuple(jnp.concatenate([x] * repeats, axis=-1)[:, :, 0] for x in rotation)
 
     def attend(sinks_N: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array, *positions: Any) -> jax.Array:
         padding = [(0, 0), (0, -T % multiple)]
         q, k, v, *positions = jax.tree.map(
             lambda x: jnp.pad(x, padding + [(0, 0)] * (x.ndim - 2)), (q, k, v, *positions)
         )
+
         # Arrays that are head-major in memory already are not moved by this transpose; for others it becomes a part of
         # the matmul that makes them.
-        q, k, v = (checkpoint_name(with_row_major_layout(x.transpose(0, 2, 1, 3)), SAVED_NAME) for x in (q, k, v))
-        out_BxNxTxW = with_row_major_layout(kernel(q, k, v, *positions, sinks_N))
-        return out_BxNxTxW.transpose(0, 2, 1, 3)[:, :T]
+        # The reshape of packed heads moves nothing either.
+        def reorder(x: jax.Array) -> jax.Array:
+            return x.transpose(0, 2, 1, 3) if packed_head is None else x.reshape(*x.shape[:2], -1)
+
+        shape = q.shape
+        q, k, v = (checkpoint_name(with_row_major_layout(reorder(x)), SAVED_NAME) for x in (q, k, v))
+        out = with_row_major_layout(kernel(q, k, v, *positions, sinks_N))
+        return (out.transpose(0, 2, 1, 3) if packed_head is None else out.reshape(shape))[:, :T]
 
     if not jax.sharding.get_abstract_mesh().empty:
         heads, ids = _partition_spec(WHOLE_SEQUENCE_AXES), _partition_spec(WHOLE_SEQUENCE_AXES[:2])

@@ -35,6 +35,7 @@ from experiments.model.layers import (
     constrain,
     flatten_tokens,
     gather_stream,
+    packs_heads,
     rms_norm,
     validate_head_sharding,
     with_axes,
@@ -130,16 +131,21 @@ class Attention(nn.Module):
         config, (B, T, D) = self.config, x_BxTxD.shape
         N, K = config.heads, config.get_key_heads(self.kind)
         validate_head_sharding(N)
+        # A norm of each head, or a sink, needs heads in an axis of their own.
+        needs_heads = config.query_key_norm == "head" or config.attention_sinks
+        is_packed = not needs_heads and packs_heads(N, K, config.get_head_size(self.kind))
         # Flattened once for the three projections, so that the backward pass keeps one copy and not three.
         x_BTxD = flatten_tokens(gather_stream(x_BxTxD))
-        q_BxTxNxH, gate_BxTxNxH = self._heads("query", N, x_BTxD, (B, T))
+        q_BxTxNxH, gate_BxTxNxH = self._heads("query", N, x_BTxD, (B, T), is_packed)
         given = None
         if self.sharing == "takes":
             assert info.given is not None, "layers that take keys and values come after those that give them"
             k_BxTxKxH, v_BxTxKxH = given = info.given[self.kind]
         else:
-            k_BxTxKxH, shared_BxTxKxH = self._heads("key", K, x_BTxD, (B, T))
-            v_BxTxKxH = self._heads("value", K, x_BTxD, (B, T))[0] if shared_BxTxKxH is None else shared_BxTxKxH
+            k_BxTxKxH, shared_BxTxKxH = self._heads("key", K, x_BTxD, (B, T), is_packed)
+            v_BxTxKxH = (
+                self._heads("value", K, x_BTxD, (B, T), is_packed)[0] if shared_BxTxKxH is None else shared_BxTxKxH
+            )
             if config.value_norm:
                 ones_H = jnp.ones(v_BxTxKxH.shape[-1:], jnp.float32)
                 v_BxTxKxH = rms_norm(config.norm_epsilon, v_BxTxKxH, ones_H).astype(self.precision.compute)
@@ -172,11 +178,11 @@ class Attention(nn.Module):
         if gate_BxTxNxH is not None:
             a_BxTxNxH = apply_gate(jax.nn.sigmoid, a_BxTxNxH, gate_BxTxNxH)
         axes, has_bias = ("heads", "embed"), config.bias.attention_out
-        out = FromHeads(D, axes, residual_stddev(config), *self.precision, has_bias, name="out")
+        out = FromHeads(D, axes, residual_stddev(config), *self.precision, has_bias, is_packed, name="out")
         return out(a_BxTxNxH), cache
 
     def _heads(
-        self, name: str, num_heads: int, x_BTxD: jax.Array, token_shape: tuple[int, int]
+        self, name: str, num_heads: int, x_BTxD: jax.Array, token_shape: tuple[int, int], is_packed: bool
     ) -> tuple[jax.Array, jax.Array | None]:
         """Return queries, keys or values, (B, T, N, H), and what else the projection makes.
 
@@ -192,7 +198,7 @@ class Attention(nn.Module):
             x_BTxNH = Dense(*options, name=name)(x_BTxD)
             x_BTxNH = make_norm(f"{name}_norm", config, self.precision, "heads")(x_BTxNH)
             return _constrain_heads(x_BTxNH.reshape(*token_shape, num_heads, -1)), None
-        x_BxTxNxH, other_BxTxNxH = ToHeads(*options, num_heads, name=name)(x_BTxD, token_shape), None
+        x_BxTxNxH, other_BxTxNxH = ToHeads(*options, num_heads, is_packed, name=name)(x_BTxD, token_shape), None
         if has_gate:
             x_BxTxNxH, other_BxTxNxH = jnp.split(x_BxTxNxH, 2, axis=-1)
         if name == "key" and config.has_keys_as_values(self.kind):

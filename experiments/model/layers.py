@@ -38,6 +38,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from experiments.model.platform import (
+    LANES,
     dots_policy,
     mark_saved,
     platform,
@@ -199,6 +200,14 @@ def num_shards(name: str) -> int:
     return num_devices(spec[0]) if spec else 1
 
 
+def packs_heads(num_heads: int, num_key_heads: int, width: int) -> bool:
+    """Return True if the TPU kernel of attention reads such heads packed: several in the lanes of a register."""
+    if width >= LANES or LANES % width or num_sequence_shards() > 1:
+        return False
+    pack, group = LANES // width, num_heads // num_key_heads
+    return num_key_heads % (pack * num_shards("heads")) == 0 and (group == 1 or group % pack == 0)
+
+
 def validate_head_sharding(num_heads: int, key: str = "heads") -> None:
     """Raise `InvalidError` if the heads do not divide over the devices that share them, on the caller's mesh."""
     if num_heads % num_shards("heads"):
@@ -325,13 +334,14 @@ class ToHeads(Projection):
     """
 
     num_heads: int = 1
+    is_packed: bool = False  # see `packs_heads`
 
     @nn.compact
     def __call__(self, x_BTxI: jax.Array, token_shape: tuple[int, int]) -> jax.Array:
         """Return heads (B, T, N, H); `token_shape` is (B, T)."""
         N, H = self.num_heads, self.features // self.num_heads
         kernel_IxO = self.make_kernel(x_BTxI.shape[-1])
-        if not uses_head_major_layout():
+        if self.is_packed or not uses_head_major_layout():
             y_BxTxNxH = self.add_bias(multiply(x_BTxI, kernel_IxO)).reshape(*token_shape, N, H)
         elif get_matmul_type() == "compute":
             # The einsum names heads last although the kernel wants them first: with this order the compiler copies
@@ -345,11 +355,13 @@ class ToHeads(Projection):
 class FromHeads(Projection):
     """Matmul that reads heads: (B, T, O) from (B, T, N, W), in the memory layout of `ToHeads`."""
 
+    is_packed: bool = False  # see `packs_heads`
+
     @nn.compact
     def __call__(self, x_BxTxNxW: jax.Array) -> jax.Array:
         """Return (B, T, O)."""
         B, T, N, W = x_BxTxNxW.shape
-        if uses_head_major_layout():
+        if uses_head_major_layout() and not self.is_packed:
             if get_matmul_type() != "compute":
                 return self.add_bias(multiply(x_BxTxNxW, self.make_kernel(N * W).reshape(N, W, -1), num_contracted=2))
             x_BxNxTxW, kernel_NxWxO = x_BxTxNxW.transpose(0, 2, 1, 3), self.make_kernel(N * W).reshape(N, W, -1)

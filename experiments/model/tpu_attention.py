@@ -120,6 +120,7 @@ class FusedAttention(NamedTuple):
     scale: float
     softcap: float | None = None
     vmem_limit_bytes: int | None = None  # None is the compiler's default for every kernel
+    packed_head: int | None = None  # width of a head of packed arrays; None: arrays are head-major
 
     def attend(
         self,
@@ -130,12 +131,12 @@ class FusedAttention(NamedTuple):
         angles: tuple[jax.Array, jax.Array] | None = None,
         sinks_N: jax.Array | None = None,
     ) -> jax.Array:
-        """Attend; returns (B, N, T, W) in the dtype of `v`.
+        """Attend; returns (B, N, T, W) in the dtype of `v`, or (B, T, N H) if arrays are packed.
 
         Args:
-            q_BxNxTxH: queries.
-            k_BxKxTxH: keys.
-            v_BxKxTxW: values.
+            q_BxNxTxH: queries; packed (B, T, N H).
+            k_BxKxTxH: keys; packed (B, T, K H).
+            v_BxKxTxW: values; packed (B, T, K H).
             segments_BxT: documents of each sequence.
             angles: cosines and sines (B or 1, T, H), the same for both halves of a head, by which the halves of queries
                 and keys are rotated first. They get no gradient.
@@ -143,15 +144,40 @@ class FusedAttention(NamedTuple):
         """
         return _attend(self, KernelInputs(q_BxNxTxH, k_BxKxTxH, v_BxKxTxW, segments_BxT, angles, sinks_N))
 
+    @property
+    def heads(self) -> range:
+        """Heads of a block, which are processed one after the other."""
+        return range(1 if self.packed_head is None else LANES // self.packed_head)
+
+    def get_rows(self, head: int) -> slice:
+        """Return the rows of one head in the transpose of a block."""
+        width = self.packed_head
+        return slice(None) if width is None else slice(head * width, (head + 1) * width)
+
+    def move(self, x_TxL: jax.Array, source: Any, target: Any) -> jax.Array:
+        """Return one head of a block, float32, moved to the lanes of another one, with zeros in all other lanes.
+
+        The product of two blocks over their lanes is then that of one head. It takes the matrix unit no longer than
+        the lanes of one head would.
+        """
+        if self.packed_head is None:
+            return x_TxL
+        distance = (target - source) * self.packed_head
+        if not isinstance(distance, int):
+            x_TxL = pltpu.roll(x_TxL, lax.rem(distance + LANES, LANES), axis=1)
+        lanes_TxL, first = lax.broadcasted_iota(jnp.int32, x_TxL.shape, 1), target * self.packed_head
+        is_own_TxL = (lanes_TxL >= first) & (lanes_TxL < first + self.packed_head)
+        return jnp.where(is_own_TxL, x_TxL, jnp.zeros_like(x_TxL))
+
 
 class KernelInputs(NamedTuple):
     """Inputs of attention, which are also residuals of its gradient. The kernels read all but the sinks."""
 
-    q: jax.Array  # (B, N, T, H)
-    k: jax.Array  # (B, K, T, H)
-    v: jax.Array  # (B, K, T, W)
+    q: jax.Array  # (B, N, T, H), packed (B, T, N H)
+    k: jax.Array  # (B, K, T, H), packed (B, T, K H)
+    v: jax.Array  # (B, K, T, W), packed (B, T, K H)
     segments: jax.Array | None  # (B, T)
-    angles: tuple[jax.Array, jax.Array] | None  # (B or 1, T, H)
+    angles: tuple[jax.Array, jax.Array] | None  # (B or 1, T, H), packed (B or 1, T, L)
     sinks: jax.Array | None  # (N)
 
 
@@ -202,24 +228,31 @@ def _forward_kernel(attention: FusedAttention, walk: BlockWalk, refs: Refs) -> N
 
     def process(step: BlockStep) -> None:
         # Online softmax: the sums so far shrink when a larger maximum is found.
-        some = step.queries
-        scores_SxQ, _ = _compute_scores(attention, refs, step)
-        before_1xQ = refs.most[:, some]
-        most_1xQ = jnp.maximum(before_1xQ, scores_SxQ.max(axis=0, keepdims=True))
-        weights_SxQ = jnp.exp(scores_SxQ - most_1xQ)
-        shrink_1xQ = jnp.exp(before_1xQ - most_1xQ)
-        refs.most[:, some] = most_1xQ
-        refs.total[:, some] = refs.total[:, some] * shrink_1xQ + weights_SxQ.sum(axis=0, keepdims=True)
-        v_SxW = refs.v[step.keys, :]
-        added_WxQ = _multiply(v_SxW.T, weights_SxQ.astype(v_SxW.dtype), _PLAIN)
-        refs.result[:, some] = refs.result[:, some] * shrink_1xQ + added_WxQ
+        some, v_LxS = step.queries, refs.v[step.keys, :].T
+        for head in attention.heads:
+            row, rows = slice(head, head + 1), attention.get_rows(head)
+            v_WxS = v_LxS[attention.get_rows(0)]
+            for other in attention.heads[1:]:
+                v_WxS = lax.select(refs.key_heads[head] == other, v_LxS[attention.get_rows(other)], v_WxS)
+            scores_SxQ, _ = _compute_scores(attention, refs, step, head)
+            before_1xQ = refs.most[row, some]
+            most_1xQ = jnp.maximum(before_1xQ, scores_SxQ.max(axis=0, keepdims=True))
+            weights_SxQ = jnp.exp(scores_SxQ - most_1xQ)
+            shrink_1xQ = jnp.exp(before_1xQ - most_1xQ)
+            refs.most[row, some] = most_1xQ
+            refs.total[row, some] = refs.total[row, some] * shrink_1xQ + weights_SxQ.sum(axis=0, keepdims=True)
+            added_WxQ = _multiply(v_WxS, weights_SxQ.astype(v_WxS.dtype), _PLAIN)
+            refs.result[rows, some] = refs.result[rows, some] * shrink_1xQ + added_WxQ
 
     _visit(attention, walk, refs, process)
 
     @pl.when(refs.flags[refs.place] & LAST != 0)
     def _() -> None:
-        refs.out[...] = (refs.result[...] / refs.total[...]).T.astype(refs.out.dtype)
-        refs.logsumexp[...] = refs.most[...] + jnp.log(refs.total[...])
+        for head in attention.heads:
+            row, rows = slice(head, head + 1), attention.get_rows(head)
+            refs.result[rows, :] /= refs.total[row, :]
+            refs.logsumexp[head] = refs.most[row, :] + jnp.log(refs.total[row, :])
+        refs.out[...] = refs.result[...].T.astype(refs.out.dtype)
 
 
 def _backward_kernel(attention: FusedAttention, walk: BlockWalk, refs: Refs) -> None:
@@ -232,30 +265,41 @@ def _backward_kernel(attention: FusedAttention, walk: BlockWalk, refs: Refs) -> 
     def _() -> None:
         _prepare(attention, refs)
         refs.q_sum[...] = jnp.zeros_like(refs.q_sum)
-        inner_QxW = refs.out[...].astype(jnp.float32) * refs.gradient[...].astype(jnp.float32)
-        refs.inner[...] = inner_QxW.T.sum(axis=0, keepdims=True)
+        inner_WxQ = (refs.out[...].astype(jnp.float32) * refs.gradient[...].astype(jnp.float32)).T
+        for head in attention.heads:
+            refs.inner[head : head + 1, :] = inner_WxQ[attention.get_rows(head)].sum(axis=0, keepdims=True)
+        if hasattr(refs, "ready_gradient"):
+            gradient_QxL = refs.gradient[...].astype(jnp.float32)
+            for head, key_head in zip(attention.heads, refs.key_heads, strict=True):
+                refs.ready_gradient[head] = attention.move(gradient_QxL, head, key_head).astype(refs.gradient.dtype)
 
     def process(step: BlockStep) -> None:
-        some, q_QxH, gradient_QxW = step.queries, refs.ready_q[step.queries, :], refs.gradient[step.queries, :]
-        k_SxH, summed = _get_keys(attention, refs, step), _slice_of_sequence(attention, refs, step)
-        scores_SxQ, share_SxQ = _compute_scores(attention, refs, step)
-        weights_SxQ = jnp.exp(scores_SxQ - refs.logsumexp[:, some])
-        refs.v_sum[summed, :] += _multiply(weights_SxQ.astype(gradient_QxW.dtype), gradient_QxW, _PLAIN)
-        slopes_SxQ = _multiply(refs.v[step.keys, :], gradient_QxW, _RIGHT_TRANSPOSED) - refs.inner[:, some]
-        slopes_SxQ *= weights_SxQ
-        if share_SxQ is not None:
-            slopes_SxQ *= 1 - share_SxQ * share_SxQ
-        slopes_SxQ = slopes_SxQ.astype(q_QxH.dtype)
-        refs.k_sum[summed, :] += _multiply(slopes_SxQ, q_QxH, _PLAIN)
-        refs.q_sum[some, :] += _multiply(slopes_SxQ, k_SxH, _LEFT_TRANSPOSED)
+        some, k_SxH, summed = step.queries, _get_keys(attention, refs, step), _slice_of_sequence(attention, refs, step)
+        for head in attention.heads:
+            q_QxH = refs.ready_q[head, some, :]
+            is_packed = hasattr(refs, "ready_gradient")
+            gradient_QxW = refs.ready_gradient[head, some, :] if is_packed else refs.gradient[some, :]
+            scores_SxQ, share_SxQ = _compute_scores(attention, refs, step, head)
+            weights_SxQ = jnp.exp(scores_SxQ - refs.logsumexp[head, :, some])
+            refs.v_sum[summed, :] += _multiply(weights_SxQ.astype(gradient_QxW.dtype), gradient_QxW, _PLAIN)
+            slopes_SxQ = _multiply(refs.v[step.keys, :], gradient_QxW, _RIGHT_TRANSPOSED)
+            slopes_SxQ = (slopes_SxQ - refs.inner[head : head + 1, some]) * weights_SxQ
+            if share_SxQ is not None:
+                slopes_SxQ *= 1 - share_SxQ * share_SxQ
+            slopes_SxQ = slopes_SxQ.astype(q_QxH.dtype)
+            refs.k_sum[summed, :] += _multiply(slopes_SxQ, q_QxH, _PLAIN)
+            # In packed blocks the lanes of the other heads hold products that mean nothing.
+            refs.q_sum[head, some, :] += _multiply(slopes_SxQ, k_SxH, _LEFT_TRANSPOSED)
 
     _visit(attention, walk, refs, process)
 
     @pl.when(refs.flags[refs.place] & LAST != 0)
     def _() -> None:
-        gradient_QxH = (refs.q_sum[...] * attention.scale).astype(refs.q_gradient.dtype)
+        heads = zip(attention.heads, refs.key_heads, strict=True)
+        sum_QxH = functools.reduce(jnp.add, [attention.move(refs.q_sum[head], key, head) for head, key in heads])
+        gradient_QxH = (sum_QxH * attention.scale).astype(refs.q_gradient.dtype)
         if hasattr(refs, "cos"):
-            gradient_QxH = _rotate(gradient_QxH, refs.cos[...], -refs.sin[...])
+            gradient_QxH = _rotate(attention, gradient_QxH, refs.cos[...], -refs.sin[...])
         refs.q_gradient[...] = gradient_QxH
 
     # Gradients of keys are complete after the last head of queries that shares them.
@@ -264,7 +308,7 @@ def _backward_kernel(attention: FusedAttention, walk: BlockWalk, refs: Refs) -> 
         summed = pl.ds(refs.keys[refs.place] * attention.causal.block, attention.causal.block)
         gradient_SxH = refs.k_sum[summed, :].astype(refs.k_gradient.dtype)
         if hasattr(refs, "cos"):
-            gradient_SxH = _rotate(gradient_SxH, refs.written_cos[...], -refs.written_sin[...])
+            gradient_SxH = _rotate(attention, gradient_SxH, refs.written_cos[...], -refs.written_sin[...])
         refs.k_gradient[...] = gradient_SxH
         refs.v_gradient[...] = refs.v_sum[summed, :].astype(refs.v_gradient.dtype)
 
@@ -273,21 +317,26 @@ def _prepare(attention: FusedAttention, refs: Refs) -> None:
     """Rotate and scale a block of queries, and rotate the keys at the same positions, which no query has met yet."""
     q_QxH = refs.q[...]
     if hasattr(refs, "cos"):
-        q_QxH = _rotate(q_QxH, refs.cos[...], refs.sin[...])
+        q_QxH = _rotate(attention, q_QxH, refs.cos[...], refs.sin[...])
 
         @pl.when(refs.group == 0)  # the other heads of queries that share the keys find them rotated
         def _() -> None:
             own = pl.ds(refs.queries[refs.place] * attention.causal.block, attention.causal.block)
-            refs.ready_k[own, :] = _rotate(refs.k[...], refs.cos[...], refs.sin[...])
+            refs.ready_k[own, :] = _rotate(attention, refs.k[...], refs.cos[...], refs.sin[...])
 
-    refs.ready_q[...] = (q_QxH.astype(jnp.float32) * attention.scale).astype(refs.ready_q.dtype)
+    q_QxH = q_QxH.astype(jnp.float32) * attention.scale
+    for head, key_head in zip(attention.heads, refs.key_heads, strict=True):
+        refs.ready_q[head] = attention.move(q_QxH, head, key_head).astype(refs.ready_q.dtype)
 
 
-def _rotate(x_QxH: jax.Array, cos_QxH: jax.Array, sin_QxH: jax.Array) -> jax.Array:
-    """Return `x` rotated, in its own dtype; a product with ones and zeros, which rounds nothing, swaps its halves."""
-    H = x_QxH.shape[1]
-    places, others = (lax.broadcasted_iota(jnp.int32, (H, H), axis) for axis in (0, 1))
-    swap_HxH = jnp.where(others == places + H // 2, 1.0, 0.0) - jnp.where(places == others + H // 2, 1.0, 0.0)
+def _rotate(attention: FusedAttention, x_QxH: jax.Array, cos_QxH: jax.Array, sin_QxH: jax.Array) -> jax.Array:
+    """Return heads rotated, in their own dtype; a product with ones and zeros, which rounds nothing, swaps halves."""
+    L = x_QxH.shape[1]
+    H = attention.packed_head or L
+    places, others = (lax.broadcasted_iota(jnp.int32, (L, L), axis) for axis in (0, 1))
+    is_own = lax.div(places, H) == lax.div(others, H)
+    ahead, behind = (is_own & (others - places == distance) for distance in (H // 2, -(H // 2)))
+    swap_HxH = jnp.where(ahead, 1.0, 0.0) - jnp.where(behind, 1.0, 0.0)
     other_QxH = lax.dot(
         x_QxH,
         swap_HxH.astype(x_QxH.dtype),
@@ -330,9 +379,11 @@ def _visit(attention: FusedAttention, walk: BlockWalk, refs: Refs, process: Call
         pl.when(is_unmasked)(functools.partial(visit, one))
 
 
-def _compute_scores(attention: FusedAttention, refs: Refs, step: BlockStep) -> tuple[jax.Array, jax.Array | None]:
-    """Return masked scores of keys and queries, (S, Q), and before the mask their share of the soft-cap, if any."""
-    k_SxH, q_QxH = _get_keys(attention, refs, step), refs.ready_q[step.queries, :]
+def _compute_scores(
+    attention: FusedAttention, refs: Refs, step: BlockStep, head: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return masked scores of one head, (S, Q), and before the mask their share of the soft-cap, if any."""
+    k_SxH, q_QxH = _get_keys(attention, refs, step), refs.ready_q[head, step.queries, :]
     scores_SxQ, share_SxQ = _multiply(k_SxH, q_QxH, _RIGHT_TRANSPOSED), None
     if attention.softcap is not None:
         share_SxQ = jnp.tanh(scores_SxQ / attention.softcap)
@@ -364,62 +415,90 @@ def _multiply(a: jax.Array, b: jax.Array, dimensions: Any) -> jax.Array:
 Column = Literal["queries", "keys", "written"]
 
 
-class _BlockSpecs(NamedTuple):
-    """Block specs of arrays, from a column of the `BlockWalk` that says which block is at hand.
+class _Sizes(NamedTuple):
+    """Sizes of the arrays of attention (see the shape legend), and the block specs of these arrays.
 
-    Attributes:
-        size: positions of a block.
-        groups: G, heads of queries that share one of keys.
+    A spec takes a column of the `BlockWalk` that says which block is at hand.
     """
 
-    size: int
-    groups: int
+    B: int
+    N: int
+    K: int
+    T: int
+    H: int
+    W: int
+    block: int  # positions of a block
+    pack: int | None  # heads of a block of packed arrays; None: arrays are head-major
 
     def queries(self, width: int) -> pl.BlockSpec:
-        return self._make_spec((None, None, self.size, width), lambda b, n, k, block: (b, n, block, 0), "queries")
+        return self._heads(width, "queries", lambda k, n: n)
+
+    def keys(self, width: int, column: Column) -> pl.BlockSpec:
+        return self._heads(width, column, lambda k, n: k)
 
     @property
     def numbers(self) -> pl.BlockSpec:
-        """Spec of one number per query."""
-        return self._make_spec((None, None, 1, self.size), lambda b, n, k, block: (b, n, 0, block), "queries")
-
-    def keys(self, width: int, column: Column) -> pl.BlockSpec:
-        return self._make_spec((None, None, self.size, width), lambda b, n, k, block: (b, k, block, 0), column)
+        """Spec of one number for each query of each head, (B, N, 1, T)."""
+        shape = (None, self.pack or 1, 1, self.block)
+        return self._make_spec(shape, lambda b, n, k, block: (b, n, 0, block), "queries")
 
     def ids(self, column: Column) -> pl.BlockSpec:
-        return self._make_spec((None, 1, self.size), lambda b, n, k, block: (b, 0, block), column)
+        return self._make_spec((None, 1, self.block), lambda b, n, k, block: (b, 0, block), column)
 
     def angles(self, angles: jax.Array, column: Column) -> pl.BlockSpec:
         """Return the spec of angles, which each sequence has its own of, or all share."""
         batch, _, width = angles.shape
         return self._make_spec(
-            (None, self.size, width), lambda b, n, k, block: (b if batch > 1 else 0, block, 0), column
+            (None, self.block, width), lambda b, n, k, block: (b if batch > 1 else 0, block, 0), column
         )
 
+    def _heads(self, width: int, column: Column, choose: Callable[[Any, Any], Any]) -> pl.BlockSpec:
+        if self.pack is None:
+            head_major = (None, None, self.block, width)
+            return self._make_spec(head_major, lambda b, n, k, block: (b, choose(k, n), block, 0), column)
+        packed = (None, self.block, self.pack * width)
+        return self._make_spec(packed, lambda b, n, k, block: (b, block, choose(k, n)), column)
+
     def _make_spec(self, shape: tuple[int | None, ...], index: Callable[..., Any], column: Column) -> pl.BlockSpec:
+        groups = self.N // self.K
+
         def index_map(b: Any, k: Any, g: Any, p: Any, *walk: Any) -> Any:
             block = getattr(BlockWalk(*walk), column)[p]
-            if column == "written" and self.groups > 1:  # before the last head of queries no keys are done
-                block = jnp.where(g == self.groups - 1, block, 0)
-            return index(b, k * self.groups + g, k, block)
+            if column == "written" and groups > 1:  # before the last head of queries no keys are done
+                block = jnp.where(g == groups - 1, block, 0)
+            return index(b, k * groups + g, k, block)
 
         return pl.BlockSpec(shape, index_map)
 
 
+def _get_sizes(attention: FusedAttention, inputs: KernelInputs) -> _Sizes:
+    block, H = attention.causal.block, attention.packed_head
+    if H is not None:
+        (B, T, NH), (_, _, KH) = inputs.q.shape, inputs.k.shape
+        return _Sizes(B, NH // H, KH // H, T, H, H, block, len(attention.heads))
+    (B, N, T, H), (_, K, _, W) = inputs.q.shape, inputs.v.shape
+    return _Sizes(B, N, K, T, H, W, block, None)
+
+
 def _run_forward(attention: FusedAttention, inputs: KernelInputs) -> tuple[jax.Array, jax.Array]:
     """Return the result, and for each query the logarithm of the sum of its exponentials (B, N, 1, T)."""
-    (B, N, T, _), (_, K, _, W), block = inputs.q.shape, inputs.v.shape, attention.causal.block
-    specs = _BlockSpecs(block, N // K)
+    sizes, number = _get_sizes(attention, inputs), len(attention.heads)
+    out_shape = (*inputs.q.shape[:-1], sizes.W if sizes.pack is None else inputs.q.shape[-1])
     out, logsumexp = _run(
         _forward_kernel,
         attention,
-        inputs=_name_inputs(inputs, specs),
+        sizes,
+        inputs=_name_inputs(inputs, sizes),
         outputs={
-            "out": (jax.ShapeDtypeStruct((B, N, T, W), inputs.v.dtype), specs.queries(W)),
-            "logsumexp": (jax.ShapeDtypeStruct((B, N, 1, T), jnp.float32), specs.numbers),
+            "out": (jax.ShapeDtypeStruct(out_shape, inputs.v.dtype), sizes.queries(sizes.W)),
+            "logsumexp": (jax.ShapeDtypeStruct((sizes.B, sizes.N, 1, sizes.T), jnp.float32), sizes.numbers),
         },
-        scratch=_make_ready_scratch(inputs, block)
-        | {"most": _float32(1, block), "total": _float32(1, block), "result": _float32(W, block)},
+        scratch=_make_ready_scratch(inputs, sizes)
+        | {
+            "most": _float32(number, sizes.block),
+            "total": _float32(number, sizes.block),
+            "result": _float32(number * sizes.W, sizes.block),
+        },
         products=(1, 1),
     )
     return out, logsumexp
@@ -429,32 +508,36 @@ def _run_backward(
     attention: FusedAttention, inputs: KernelInputs, out: jax.Array, logsumexp: jax.Array, gradient: jax.Array
 ) -> list[jax.Array]:
     """Return the gradients of queries, keys and values."""
-    q, k, v = inputs[:3]
-    (_, N, T, H), (_, K, _, W), block = q.shape, v.shape, attention.causal.block
-    specs = _BlockSpecs(block, N // K)
-    named = _name_inputs(inputs, specs) | {
-        "out": (out, specs.queries(W)),
-        "logsumexp": (logsumexp, specs.numbers),
-        "gradient": (gradient, specs.queries(W)),
+    sizes, number = _get_sizes(attention, inputs), len(attention.heads)
+    named = _name_inputs(inputs, sizes) | {
+        "out": (out, sizes.queries(sizes.W)),
+        "logsumexp": (logsumexp, sizes.numbers),
+        "gradient": (gradient, sizes.queries(sizes.W)),
     }
     if inputs.angles is not None:
-        spec = specs.angles(inputs.angles[0], "written")
+        spec = sizes.angles(inputs.angles[0], "written")
         named |= {"written_cos": (inputs.angles[0], spec), "written_sin": (inputs.angles[1], spec)}
+    specs = {
+        "q": sizes.queries(sizes.H),
+        "k": sizes.keys(sizes.H, "written"),
+        "v": sizes.keys(sizes.W, "written"),
+    }
+    arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
     return _run(
         _backward_kernel,
         attention,
+        sizes,
         inputs=named,
         outputs={
-            "q_gradient": (jax.ShapeDtypeStruct(q.shape, q.dtype), specs.queries(H)),
-            "k_gradient": (jax.ShapeDtypeStruct(k.shape, k.dtype), specs.keys(H, "written")),
-            "v_gradient": (jax.ShapeDtypeStruct(v.shape, v.dtype), specs.keys(W, "written")),
+            f"{name}_gradient": (jax.ShapeDtypeStruct(x.shape, x.dtype), specs[name]) for name, x in arrays.items()
         },
-        scratch=_make_ready_scratch(inputs, block)
+        scratch=_make_ready_scratch(inputs, sizes)
         | {
-            "inner": _float32(1, block),
-            "q_sum": _float32(block, H),
-            "k_sum": _float32(T, H),
-            "v_sum": _float32(T, W),
+            "inner": _float32(number, sizes.block),
+            **({} if sizes.pack is None else {"ready_gradient": _make_ready(gradient.dtype, sizes)}),
+            "q_sum": _float32(number, sizes.block, number * sizes.H),
+            "k_sum": _float32(sizes.T, number * sizes.H),
+            "v_sum": _float32(sizes.T, number * sizes.W),
         },
         products=(3, 2),
     )
@@ -463,27 +546,30 @@ def _run_backward(
 def _run(
     body: Callable[[FusedAttention, BlockWalk, Refs], None],
     attention: FusedAttention,
+    sizes: _Sizes,
     inputs: Mapping[str, tuple[jax.Array, pl.BlockSpec]],
     outputs: Mapping[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],
     scratch: Mapping[str, pl.MemoryRef],
     products: tuple[int, int],
 ) -> list[jax.Array]:
-    """Run `body` once for every visit of every head of queries.
+    """Run `body` once for every visit of every head of queries, or of every block of packed heads.
 
     Args:
         body: kernel. Its `refs` are inputs, outputs and scratch by name, the columns of the walk, the place in the
-            walk, and the number of the head of queries among those that share one of keys.
+            walk, the number of the head of queries among those that share one of keys, and for each head of a block the
+            place of its head of keys in a block.
         attention: static description.
+        sizes: sizes of its arrays.
         inputs: arrays and their block specs by name.
         outputs: shapes and their block specs by name.
         scratch: scratch memory by name.
         products: matmuls per score whose other width is that of a head of keys, and of values, for the cost estimate.
     """
-    (B, N, T, H), (_, K, _, W) = inputs["q"][0].shape, inputs["v"][0].shape
-    walk, names = attention.causal.walk(T), (*BlockWalk._fields, *inputs, *outputs, *scratch)
+    walk, groups = attention.causal.walk(sizes.T), sizes.N // sizes.K
+    names = (*BlockWalk._fields, *inputs, *outputs, *scratch)
     arrays, shapes = [array for array, _ in inputs.values()], [shape for shape, _ in outputs.values()]
     moved = [(x.shape, x.dtype) for x in arrays] + [(x.shape, x.dtype) for x in shapes]
-    scores = B * N * attention.causal.num_scores(T)
+    scores = sizes.B * sizes.N * attention.causal.num_scores(sizes.T)
     # The two cores of a chip may share sequences, heads of keys, and heads of queries that share no memory.
     group_semantics: Literal["arbitrary", "parallel"] = (
         "arbitrary" if scratch.keys() & {"ready_k", "k_sum"} else "parallel"
@@ -491,14 +577,21 @@ def _run(
 
     def run(*refs: Any) -> None:
         group = pl.program_id(2)
-        where = {"group": group, "is_last_group": group == N // K - 1, "place": pl.program_id(3)}
+        # If several heads of queries share one of keys, all those of a block share the same one.
+        shared_key_head = lax.div(group * len(attention.heads), groups)
+        where = {
+            "group": group,
+            "is_last_group": group == groups - 1,
+            "place": pl.program_id(3),
+            "key_heads": list(attention.heads) if groups == 1 else [shared_key_head for _ in attention.heads],
+        }
         body(attention, walk, Refs(**where, **dict(zip(names, refs, strict=True))))
 
     results: list[jax.Array] = pl.pallas_call(
         run,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(walk),
-            grid=(B, K, N // K, len(walk.flags)),
+            grid=(sizes.B, sizes.K // len(attention.heads), groups, len(walk.flags)),
             in_specs=[spec for _, spec in inputs.values()],
             out_specs=[spec for _, spec in outputs.values()],
             scratch_shapes=list(scratch.values()),
@@ -509,7 +602,7 @@ def _run(
             vmem_limit_bytes=attention.vmem_limit_bytes,
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * scores * (products[0] * H + products[1] * W),
+            flops=2 * scores * (products[0] * sizes.H + products[1] * sizes.W),
             transcendentals=scores,
             bytes_accessed=sum(math.prod(shape) * dtype.itemsize for shape, dtype in moved),
         ),
@@ -519,26 +612,34 @@ def _run(
     return results
 
 
-def _name_inputs(inputs: KernelInputs, specs: _BlockSpecs) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
+def _name_inputs(inputs: KernelInputs, sizes: _Sizes) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
     q, k, v, segments, angles, _ = inputs
     # Keys that are to be rotated are read once, with the queries at the same positions.
-    k_spec = specs.keys(k.shape[-1], "keys" if angles is None else "queries")
-    named = {"q": (q, specs.queries(q.shape[-1])), "k": (k, k_spec), "v": (v, specs.keys(v.shape[-1], "keys"))}
+    k_spec = sizes.keys(sizes.H, "keys" if angles is None else "queries")
+    named = {"q": (q, sizes.queries(sizes.H)), "k": (k, k_spec), "v": (v, sizes.keys(sizes.W, "keys"))}
     if segments is not None:
         ids = segments[:, None]
-        named |= {"query_ids": (ids, specs.ids("queries")), "key_ids": (ids, specs.ids("keys"))}
+        named |= {"query_ids": (ids, sizes.ids("queries")), "key_ids": (ids, sizes.ids("keys"))}
     if angles is not None:
-        spec = specs.angles(angles[0], "queries")
+        spec = sizes.angles(angles[0], "queries")
         named |= {"cos": (angles[0], spec), "sin": (angles[1], spec)}
     return named
 
 
-def _make_ready_scratch(inputs: KernelInputs, block: int) -> dict[str, pl.MemoryRef]:
+def _make_ready_scratch(inputs: KernelInputs, sizes: _Sizes) -> dict[str, pl.MemoryRef]:
     """Return scratch memory for a block of scaled queries, and for all keys of a sequence if they are rotated."""
-    q, k = inputs[:2]
-    scratch = {"ready_q": pltpu.VMEM((block, q.shape[-1]), q.dtype)}
-    return scratch if inputs.angles is None else scratch | {"ready_k": pltpu.VMEM(k.shape[-2:], k.dtype)}
+    number = sizes.pack or 1
+    scratch = {"ready_q": _make_ready(inputs.q.dtype, sizes)}
+    if inputs.angles is not None:
+        scratch["ready_k"] = pltpu.VMEM((sizes.T, number * sizes.H), inputs.k.dtype)
+    return scratch
 
 
-def _float32(rows: int, columns: int) -> pl.MemoryRef:
-    return pltpu.VMEM((rows, columns), jnp.float32)
+def _make_ready(dtype: np.dtype[Any], sizes: _Sizes) -> pl.MemoryRef:
+    """Return scratch memory for a block of each head that is processed at once."""
+    number = sizes.pack or 1
+    return pltpu.VMEM((number, sizes.block, number * sizes.H), dtype)
+
+
+def _float32(*shape: int) -> pl.MemoryRef:
+    return pltpu.VMEM(shape, jnp.float32)

@@ -23,6 +23,7 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from experiments.model import attention
+from experiments.model.platform import LANES
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1"}
 BUNDLE_PATTERN = re.compile(r"^ *(0x[0-9a-f]+) *(\w\w)?:")
@@ -100,8 +101,10 @@ def measure(chip: str, shape: str, kernel: str, dump: Path) -> None:
     around = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', compiled.as_text())))
     blocks = T // int(kernel.rpartition(":")[2])
     listings = [path for path in dump.glob("*-final_bundles.txt") if "schedule" not in path.name]
+    # Our kernels take heads of less than a row of lanes together.
+    rows = B * N // (LANES // H) if kernel.startswith("fused:") and attention.packs_heads(N, K, H) else B * N
     kernels = sum(
-        count_bundles(path.read_text(), B * N, blocks, "ward_attention" in path.name)
+        count_bundles(path.read_text(), rows, blocks, "ward_attention" in path.name)
         for path in listings
         if any(word in path.name for word in ("_mqa_", "flash", "ward_attention"))
     )

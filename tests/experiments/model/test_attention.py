@@ -170,6 +170,8 @@ def test_attention_and_gradients_match_a_float64_reference(form, case):
 
 TPU_CASES = [
     Case(T=380, B=1, N=4, K=2, H=64, W=32, segments=True, window=140, softcap=2.0, scale=0.2, sinks=True),
+    Case(T=380, B=1, N=4, K=4, H=64, W=64, segments=True, window=140, softcap=2.0, scale=0.2),
+    Case(T=380, B=1, N=8, K=2, H=64, W=64, segments=True, window=140, softcap=2.0, scale=0.2),
     *(
         pytest.param(case, marks=pytest.mark.soak)
         for case in (
@@ -196,6 +198,8 @@ ROW = Case(T=1000, B=1, N=2, K=1, H=64, W=64)
     [
         ROW,
         ROW._replace(window=300, segments=True, softcap=2.0, W=32),
+        ROW._replace(N=4, K=4, H=32, W=32, window=300, segments=True, softcap=2.0),
+        ROW._replace(N=4, K=2, window=300),
         *(
             pytest.param(ROW._replace(**options, window=window), marks=pytest.mark.soak)
             for window in (None, 1, 100, 128, 129, 256, 257, 384, 512, 513, 700)
@@ -214,6 +218,8 @@ def test_windows_and_block_lengths_of_the_fused_kernel(case, interpreted, monkey
     ("case", "rows"),
     [
         (ROW._replace(T=500, N=4, K=2, window=300), 2),
+        (ROW._replace(T=500, N=4, K=4, window=300), 2),
+        (ROW._replace(T=500, N=8, K=4, window=300), 2),
         *(
             pytest.param(ROW._replace(N=4, B=2, **options), rows, marks=pytest.mark.soak)
             for options in ({"T": 500}, {"window": 300, "segments": True}, {"H": 128, "softcap": 2.0, "scale": 0.3})
