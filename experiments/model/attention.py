@@ -367,14 +367,19 @@ def fused_attention(
     sinks_N: jax.Array | None = None,
     rotation: Rotation | None = None,
     block: int | None = None,
+    is_packed: bool | None = None,
 ) -> jax.Array:
-    """Attend by the kernels of `tpu_attention`, in blocks of `block` positions, by default those of the least cost."""
+    """Attend by the kernels of `tpu_attention`.
+
+    A block has `block` positions, by default as many as cost least. The kernels read several heads from one row of
+    lanes if `is_packed` says so, by default if they can.
+    """
     module = import_for_tpu("experiments.model.tpu_attention")
     block = _fused_block_tokens(q_BxTxNxH, v_BxTxKxW) if block is None else block
     scale = score_scale(q_BxTxNxH, scale)
-    N, H = q_BxTxNxH.shape[2:]
-    is_packed = sinks_N is None and v_BxTxKxW.shape[3] == H and packs_heads(N, k_BxTxKxH.shape[2], H)
-    packed_head = H if is_packed else None
+    if is_packed is None:
+        is_packed = _can_pack(q_BxTxNxH, v_BxTxKxW, sinks_N)
+    packed_head = q_BxTxNxH.shape[3] if is_packed else None
     kernel = module.FusedAttention(module.CausalBlocks(block, window), scale, softcap, vmem_limit_bytes(), packed_head)
     arrays = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, rotation, sinks_N)
     return _attend_on_tpu(kernel.attend, block, *arrays, packed_head=packed_head)
@@ -513,6 +518,12 @@ def _fused_block_tokens(q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array) -> int:
         if _is_worth_padding(length, block) and _fused_bytes_left(block, q_BxTxNxH, v_BxTxKxW) >= 0:
             costs[block] = (length + -length % block) ** 2 * (1 + 200 / block)
     return min(costs, key=costs.__getitem__, default=0)
+
+
+def _can_pack(q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array, sinks_N: jax.Array | None) -> bool:
+    """Return True if `fused_attention` can read several heads from one row of lanes."""
+    (N, H), (K, W) = q_BxTxNxH.shape[2:], v_BxTxKxW.shape[2:]
+    return sinks_N is None and H == W and packs_heads(N, K, H)
 
 
 def _fused_bytes_left(block: int, q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array) -> int:
@@ -679,8 +690,11 @@ def _make_case(
         blocks = BlockSizes(block, block)
     elif one.attend is splash_attention:
         blocks = _splash_block_tokens(T, window, q_BxTxNxH, v_BxTxKxW)
-    group = min(N // K, MAX_TESTED_GROUP)
-    heads = group * min(K, 2)
+    # A row of lanes at least, if heads are packed.
+    is_packed = one.attend is fused_attention and _can_pack(q_BxTxNxH, v_BxTxKxW, sinks_N)
+    pack = LANES // H if is_packed else 1
+    group = min(N // K, max(MAX_TESTED_GROUP, pack))
+    heads = group * min(K, max(2, pack))
     # A pair of blocks without a window; with one as many as let a query see its edge. Windows keep their place in
     # a block, and sequences their padding.
     number = 2
@@ -702,6 +716,7 @@ def _make_case(
         "segments": len(arrays) > 3,
         "rotation": rotation is not None,
         "sinks": sinks_N is not None,
+        "packed": is_packed,
         **tested,
     }
     fallbacks = {"fused_attention": "JAX's splash attention", "splash_attention": "plain XLA ops"}
@@ -739,7 +754,7 @@ def make_attention_trial(attend: Callable[..., jax.Array], facts: Mapping[str, A
         radians = generator.uniform(0, 2 * math.pi, (B, T, 1, H // 2))
         inputs |= {"cos": np.cos(radians).astype(np.float32), "sin": np.sin(radians).astype(np.float32)}
     if attend is fused_attention:
-        attend = functools.partial(fused_attention, block=facts["blocks"][0])
+        attend = functools.partial(fused_attention, block=facts["blocks"][0], is_packed=facts["packed"])
     elif attend is splash_attention:
         attend = functools.partial(splash_attention, blocks=BlockSizes(*facts["blocks"]))
 
