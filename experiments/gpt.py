@@ -154,7 +154,7 @@ class GPTBlock(nn.Module):
         precision = self.param_dtype, self.compute_dtype
         is_packed = packs_heads(N, N, D // N)
         q_BxTxNxH, k_BxTxNxH, v_BxTxNxH = (
-            ToHeads(D, ("embed", "heads"), INIT_STDDEV, *precision, True, N, is_packed, name=name)(h_BTxD, (B, T))
+            ToHeads(D, ("embed", "heads"), INIT_STDDEV, *precision, True, is_packed, N, name=name)(h_BTxD, (B, T))
             for name in ("query", "key", "value")
         )
         if cache is None:

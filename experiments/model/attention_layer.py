@@ -198,7 +198,7 @@ class Attention(nn.Module):
             x_BTxNH = Dense(*options, name=name)(x_BTxD)
             x_BTxNH = make_norm(f"{name}_norm", config, self.precision, "heads")(x_BTxNH)
             return _constrain_heads(x_BTxNH.reshape(*token_shape, num_heads, -1)), None
-        x_BxTxNxH, other_BxTxNxH = ToHeads(*options, num_heads, is_packed, name=name)(x_BTxD, token_shape), None
+        x_BxTxNxH, other_BxTxNxH = ToHeads(*options, is_packed, num_heads, name=name)(x_BTxD, token_shape), None
         if has_gate:
             x_BxTxNxH, other_BxTxNxH = jnp.split(x_BxTxNxH, 2, axis=-1)
         if name == "key" and config.has_keys_as_values(self.kind):

@@ -90,7 +90,7 @@ class GatedDeltaNet(nn.Module):
             options = (K * width, ("embed", "heads"), config.hidden_stddev, *self.precision, False)
             # The few columns of beta and decay are cheap, and decay is exponentiated.
             with use_matmul_type("compute" if name in ("ba", "beta", "decay") else get_matmul_type()):
-                return ToHeads(*options, K, name=name)(x_BTxD, (B, T))
+                return ToHeads(*options, num_heads=K, name=name)(x_BTxD, (B, T))
 
         if linear.projections == "fused":
             qkvz, ba = project("qkvz", 2 * (P + R * W)), project("ba", 2 * R)

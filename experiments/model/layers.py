@@ -43,6 +43,7 @@ from experiments.model.platform import (
     mark_saved,
     platform,
     reduce_scatters_only_rows,
+    sums_tokens_by_matmul,
     uses_head_major_layout,
     with_row_major_gradient,
     with_row_major_layout,
@@ -293,6 +294,7 @@ class Projection(nn.Module):
     param_dtype: DTypeLike = jnp.float32
     compute_dtype: DTypeLike = jnp.float32
     has_bias: bool = True
+    is_packed: bool = False  # heads are packed (`packs_heads`)
 
     def make_kernel(self, num_inputs: int) -> jax.Array:
         """Return the kernel (I, O) in `compute_dtype`."""
@@ -306,7 +308,11 @@ class Projection(nn.Module):
         if not self.has_bias:
             return y
         bias_O = self.param("bias", with_axes(nn.initializers.zeros, self.axes[1]), (self.features,), self.param_dtype)
-        return y + bias_O.astype(self.compute_dtype).reshape(shape or bias_O.shape)
+        bias_O = bias_O.astype(self.compute_dtype)
+        # A kernel writes the gradient of packed heads, so their sum over tokens is no part of what makes them.
+        if self.is_packed and sums_tokens_by_matmul(y.dtype):
+            return _add_with_matmul_gradient(y, bias_O)
+        return y + bias_O.reshape(shape or bias_O.shape)
 
     def project(self, x_BTxI: jax.Array) -> jax.Array:
         """Return the product plus the bias, for tokens in one flat axis or in two."""
@@ -316,6 +322,22 @@ class Projection(nn.Module):
             # flat tokens, and would gather the whole batch to multiply what is sharded so.
             y_BTxO = constrain(y_BTxO, "batch", "embed_act")
         return self.add_bias(y_BTxO)
+
+
+@jax.custom_vjp
+def _add_with_matmul_gradient(y_BxTxO: jax.Array, bias_O: jax.Array) -> jax.Array:
+    """Return the sum; the gradient of the bias is a product with ones, accumulated in float32."""
+    return y_BxTxO + bias_O
+
+
+def _sum_tokens_by_matmul(_: None, gradient_BxTxO: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # Eight rows fill a tile. Without the barrier the compiler would make a reduction of the matmul.
+    ones_8xBxT = lax.optimization_barrier(jnp.ones((8, *gradient_BxTxO.shape[:2]), gradient_BxTxO.dtype))
+    sum_8xO = jnp.einsum("kbt,bto->ko", ones_8xBxT, gradient_BxTxO, preferred_element_type=jnp.float32)
+    return gradient_BxTxO, sum_8xO[0].astype(gradient_BxTxO.dtype)
+
+
+_add_with_matmul_gradient.defvjp(lambda y, bias: (y + bias, None), _sum_tokens_by_matmul)
 
 
 class Dense(Projection):
@@ -334,7 +356,6 @@ class ToHeads(Projection):
     """
 
     num_heads: int = 1
-    is_packed: bool = False  # see `packs_heads`
 
     @nn.compact
     def __call__(self, x_BTxI: jax.Array, token_shape: tuple[int, int]) -> jax.Array:
@@ -354,8 +375,6 @@ class ToHeads(Projection):
 
 class FromHeads(Projection):
     """Matmul that reads heads: (B, T, O) from (B, T, N, W), in the memory layout of `ToHeads`."""
-
-    is_packed: bool = False  # see `packs_heads`
 
     @nn.compact
     def __call__(self, x_BxTxNxW: jax.Array) -> jax.Array:

@@ -7,6 +7,12 @@ values that belong to a query form a row of lanes, its maximum and sum need no e
 logarithms of the sums are stored as they are read. Queries and keys are rotated as they come in, and their gradients
 rotated back as they go out.
 
+Arrays are head-major, (B, N, T, H), or packed, (B, T, N H). The memory of a TPU is in rows of 128 lanes, so a
+head-major array of heads of 64 takes twice its size, and what reads or writes it twice the time. A packed array takes
+its own size, and projections write and read it as any matrix. The kernels then process the heads of 128 lanes one after
+the other: a product over all lanes, with zeros in those of the other heads, is that of one head. Heads can be packed if
+their width divides 128 and the heads of queries that share one of keys fill whole rows (`layers.packs_heads`).
+
 A block of queries visits a block of keys only if one of the queries sees one of the keys (`CausalBlocks`). If every
 query sees every key, keys are taken in long steps without a mask; otherwise in short steps, each with only those
 queries that may see its keys.
@@ -14,7 +20,8 @@ queries that may see its keys.
 Importing this module imports Pallas, which takes long; see `platform.import_for_tpu`.
 
 Shape legend: B batch, N heads of queries, K heads of keys, G = N / K neighbours that share one, T positions, H and W
-widths of a head, Q queries and S keys that are taken at once.
+widths of a head, L = P H lanes of a block of P heads (P = 1 if arrays are head-major), Q queries and S keys that are
+taken at once.
 """
 
 import functools
@@ -140,7 +147,7 @@ class FusedAttention(NamedTuple):
             segments_BxT: documents of each sequence.
             angles: cosines and sines (B or 1, T, H), the same for both halves of a head, by which the halves of queries
                 and keys are rotated first. They get no gradient.
-            sinks_N: score of each head of queries for the value zero.
+            sinks_N: score of each head of queries for the value zero; None if arrays are packed.
         """
         return _attend(self, KernelInputs(q_BxNxTxH, k_BxKxTxH, v_BxKxTxW, segments_BxT, angles, sinks_N))
 
