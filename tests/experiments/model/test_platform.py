@@ -7,6 +7,7 @@ Shape legend: B batch, T sequence.
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,7 @@ from experiments.gpt import GPT, GPTConfig
 from experiments.model import platform
 from experiments.model.config import DecoderConfig
 from experiments.model.decoder import Decoder
+from experiments.model.layers import ToHeads
 from runner.config import MemoryConfig
 from runner.parallel.mesh import make_mesh, use_sharding_rules
 from tests.experiments.model.test_decoder import FAMILIES, LLAMA
@@ -27,10 +29,12 @@ TOKENS_BxT = np.random.default_rng(0).integers(0, VOCABULARY, (4, 16))
 TARGETS = TOKENS_BxT, np.ones((4, 16), np.float32)
 MOE = LLAMA | {"moe": {"experts": 4, "experts_per_token": 2}}
 REMATS = ("none", "dots", "layers")
+# Heads that the TPU kernel reads packed: two heads of queries for each of keys, and biases.
+PACKED = LLAMA | {"heads": 4, "key_value_heads": 2, "head_dim": 64, "bias": {"query_key_value": True}}
 
 
-def make_gpt(remat):
-    config = GPTConfig(layers=2, heads=4, width=16)
+def make_gpt(remat, width=16):
+    config = GPTConfig(layers=2, heads=4, width=width)
     model = GPT(config, VOCABULARY, 16, memory=MemoryConfig(remat=remat, loss_chunk_positions=8))
     return functools.partial(model.apply, examples_B=None, deterministic=True), model
 
@@ -40,10 +44,15 @@ def make_decoder(keys, remat, chunk=None, vocabulary=VOCABULARY):
     return functools.partial(model.apply, deterministic=True), model
 
 
-MODELS = {"gpt": make_gpt} | {
-    name: functools.partial(make_decoder, keys) for name, keys in (FAMILIES | {"moe": MOE}).items()
+MODELS = {"gpt": make_gpt, "packed gpt": functools.partial(make_gpt, width=128)} | {
+    name: functools.partial(make_decoder, keys) for name, keys in (FAMILIES | {"moe": MOE, "packed": PACKED}).items()
 }
-CASES = [pytest.param(name, remat, id=f"{name}-{remat}") for name in MODELS for remat in REMATS]
+DAILY = {("packed gpt", "dots")}
+CASES = [
+    pytest.param(name, remat, id=f"{name}-{remat}", marks=() if (name, remat) in DAILY else SOAK)
+    for name in MODELS
+    for remat in REMATS
+]
 
 
 @pytest.fixture
@@ -57,7 +66,6 @@ def compute_value_and_gradients(apply, variables):
     return jax.jit(jax.value_and_grad(lambda params: apply(params, TOKENS_BxT, targets=TARGETS)))(variables)
 
 
-@SOAK
 @pytest.mark.parametrize(("name", "remat"), CASES)
 def test_both_forms_compute_the_same_function(name, remat, switch_to_tpu):
     apply, model = MODELS[name](remat)
@@ -86,8 +94,9 @@ def test_both_forms_compute_the_same_function(name, remat, switch_to_tpu):
 )
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=SOAK)], ids=["tied", "apart"])
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, pytest.param(CUT_VOCABULARY, marks=SOAK)])
-def test_both_forms_compute_the_same_function_on_a_mesh(vocabulary, sizes, tied, chunk, switch_to_tpu):
-    keys = LLAMA | {"key_value_heads": 4, "tied_embedding": tied}
+@pytest.mark.parametrize("width", [4, pytest.param(64, marks=SOAK)], ids=["head-major", "packed"])
+def test_both_forms_compute_the_same_function_on_a_mesh(width, vocabulary, sizes, tied, chunk, switch_to_tpu):
+    keys = LLAMA | {"heads": 4, "key_value_heads": 4, "head_dim": width, "tied_embedding": tied}
     apply, model = make_decoder(keys, "dots", chunk, vocabulary)
     variables = jax.jit(functools.partial(model.init, deterministic=True))(jax.random.key(0), TOKENS_BxT)
     expected_loss, expected = compute_value_and_gradients(apply, variables)
@@ -97,6 +106,17 @@ def test_both_forms_compute_the_same_function_on_a_mesh(vocabulary, sizes, tied,
         loss, gradients = compute_value_and_gradients(apply, variables)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), gradients, expected)
+
+
+def test_the_gradient_of_a_bias_of_packed_heads_is_accumulated_in_float32(switch_to_tpu):
+    switch_to_tpu()
+    layer = ToHeads(128, ("embed", "heads"), is_packed=True, num_heads=2, compute_dtype=jnp.bfloat16)
+    x_BxTxD, g_BxTxNH = np.random.default_rng(0).normal(size=(2, 4, 500, 128)).astype(jnp.bfloat16)
+    variables = layer.init(jax.random.key(0), x_BxTxD, (4, 500))
+    _, pull_back = jax.vjp(lambda variables, x: layer.apply(variables, x, (4, 500)), variables, x_BxTxD)
+    (gradients, _) = pull_back(jnp.asarray(g_BxTxNH.reshape(4, 500, 2, 64)))
+    wanted = g_BxTxNH.astype(float).sum((0, 1))
+    np.testing.assert_allclose(nn.unbox(gradients)["params"]["bias"], wanted, rtol=2**-7, atol=1e-3)
 
 
 def test_dots_save_named_residuals_on_a_tpu_only(switch_to_tpu):
