@@ -520,7 +520,7 @@ def _fused_block_tokens(q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array) -> int:
     return min(costs, key=costs.__getitem__, default=0)
 
 
-def _can_pack(q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array, sinks_N: jax.Array | None) -> bool:
+def _can_pack(q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array, sinks_N: jax.Array | None = None) -> bool:
     """Return True if `fused_attention` can read several heads from one row of lanes."""
     (N, H), (K, W) = q_BxTxNxH.shape[2:], v_BxTxKxW.shape[2:]
     return sinks_N is None and H == W and packs_heads(N, K, H)
@@ -531,8 +531,8 @@ def _fused_bytes_left(block: int, q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array) ->
 
     It holds the gradients of a sequence's keys and values, two blocks of each of eight arrays, and what is computed
     from the scores of a long step. Except on a v4, which does not rotate in the kernel, it also holds the rotated keys
-    of a sequence, a block of queries, and two blocks of each of four arrays of angles. By libtpu's count up to 2 MiB
-    come on top.
+    of a sequence, a block of queries, and two blocks of each of four arrays of angles. If heads are packed, each has
+    blocks of its own for queries, their gradients and those of the result. By libtpu's count up to 2 MiB come on top.
     """
     length, size, memory = q_BxTxNxH.shape[1], q_BxTxNxH.dtype.itemsize, vmem_limit_bytes()
     padded = length + -length % block
@@ -540,6 +540,8 @@ def _fused_bytes_left(block: int, q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array) ->
     needed = (head + value) * (4 * padded + 8 * block * size) + 10 * block * min(block, LONG_STEP) + 2**21
     if memory is not None:
         needed += head * (size * padded + size * block + 32 * block)
+    if _can_pack(q_BxTxNxH, v_BxTxKxW):
+        needed += block * (LANES // q_BxTxNxH.shape[3]) * LANES * (4 + 2 * size)
     return (2**24 if memory is None else memory) - needed
 
 
