@@ -435,7 +435,8 @@ class _Sizes(NamedTuple):
     H: int
     W: int
     block: int  # positions of a block
-    pack: int | None  # heads of a block of packed arrays; None: arrays are head-major
+    heads: int = 1  # heads of a block
+    is_packed: bool = False
 
     def queries(self, width: int) -> pl.BlockSpec:
         return self._heads(width, "queries", lambda k, n: n)
@@ -446,7 +447,7 @@ class _Sizes(NamedTuple):
     @property
     def numbers(self) -> pl.BlockSpec:
         """Spec of one number for each query of each head, (B, N, 1, T)."""
-        shape = (None, self.pack or 1, 1, self.block)
+        shape = (None, self.heads, 1, self.block)
         return self._make_spec(shape, lambda b, n, k, block: (b, n, 0, block), "queries")
 
     def ids(self, column: Column) -> pl.BlockSpec:
@@ -460,11 +461,11 @@ class _Sizes(NamedTuple):
         )
 
     def _heads(self, width: int, column: Column, choose: Callable[[Any, Any], Any]) -> pl.BlockSpec:
-        if self.pack is None:
-            head_major = (None, None, self.block, width)
-            return self._make_spec(head_major, lambda b, n, k, block: (b, choose(k, n), block, 0), column)
-        packed = (None, self.block, self.pack * width)
-        return self._make_spec(packed, lambda b, n, k, block: (b, block, choose(k, n)), column)
+        if self.is_packed:
+            packed = (None, self.block, self.heads * width)
+            return self._make_spec(packed, lambda b, n, k, block: (b, block, choose(k, n)), column)
+        head_major = (None, None, self.block, width)
+        return self._make_spec(head_major, lambda b, n, k, block: (b, choose(k, n), block, 0), column)
 
     def _make_spec(self, shape: tuple[int | None, ...], index: Callable[..., Any], column: Column) -> pl.BlockSpec:
         groups = self.N // self.K
@@ -482,15 +483,15 @@ def _get_sizes(attention: FusedAttention, inputs: KernelInputs) -> _Sizes:
     block, H = attention.causal.block, attention.packed_head
     if H is not None:
         (B, T, NH), (_, _, KH) = inputs.q.shape, inputs.k.shape
-        return _Sizes(B, NH // H, KH // H, T, H, H, block, len(attention.heads))
+        return _Sizes(B, NH // H, KH // H, T, H, H, block, len(attention.heads), is_packed=True)
     (B, N, T, H), (_, K, _, W) = inputs.q.shape, inputs.v.shape
-    return _Sizes(B, N, K, T, H, W, block, None)
+    return _Sizes(B, N, K, T, H, W, block)
 
 
 def _run_forward(attention: FusedAttention, inputs: KernelInputs) -> tuple[jax.Array, jax.Array]:
     """Return the result, and for each query the logarithm of the sum of its exponentials (B, N, 1, T)."""
-    sizes, number = _get_sizes(attention, inputs), len(attention.heads)
-    out_shape = (*inputs.q.shape[:-1], sizes.W if sizes.pack is None else inputs.q.shape[-1])
+    sizes = _get_sizes(attention, inputs)
+    out_shape = (*inputs.q.shape[:-1], inputs.q.shape[-1] if sizes.is_packed else sizes.W)
     out, logsumexp = _run(
         _forward_kernel,
         attention,
@@ -502,9 +503,9 @@ def _run_forward(attention: FusedAttention, inputs: KernelInputs) -> tuple[jax.A
         },
         scratch=_make_ready_scratch(inputs, sizes)
         | {
-            "most": _float32(number, sizes.block),
-            "total": _float32(number, sizes.block),
-            "result": _float32(number * sizes.W, sizes.block),
+            "most": _float32(sizes.heads, sizes.block),
+            "total": _float32(sizes.heads, sizes.block),
+            "result": _float32(sizes.heads * sizes.W, sizes.block),
         },
         products=(1, 1),
     )
@@ -515,7 +516,7 @@ def _run_backward(
     attention: FusedAttention, inputs: KernelInputs, out: jax.Array, logsumexp: jax.Array, gradient: jax.Array
 ) -> list[jax.Array]:
     """Return the gradients of queries, keys and values."""
-    sizes, number = _get_sizes(attention, inputs), len(attention.heads)
+    sizes = _get_sizes(attention, inputs)
     named = _name_inputs(inputs, sizes) | {
         "out": (out, sizes.queries(sizes.W)),
         "logsumexp": (logsumexp, sizes.numbers),
@@ -540,11 +541,11 @@ def _run_backward(
         },
         scratch=_make_ready_scratch(inputs, sizes)
         | {
-            "inner": _float32(number, sizes.block),
-            **({} if sizes.pack is None else {"ready_gradient": _make_ready(gradient.dtype, sizes)}),
-            "q_sum": _float32(number, sizes.block, number * sizes.H),
-            "k_sum": _float32(sizes.T, number * sizes.H),
-            "v_sum": _float32(sizes.T, number * sizes.W),
+            "inner": _float32(sizes.heads, sizes.block),
+            **({"ready_gradient": _make_ready(gradient.dtype, sizes)} if sizes.is_packed else {}),
+            "q_sum": _float32(sizes.heads, sizes.block, sizes.heads * sizes.H),
+            "k_sum": _float32(sizes.T, sizes.heads * sizes.H),
+            "v_sum": _float32(sizes.T, sizes.heads * sizes.W),
         },
         products=(3, 2),
     )
@@ -585,7 +586,7 @@ def _run(
     def run(*refs: Any) -> None:
         group = pl.program_id(2)
         # If several heads of queries share one of keys, all those of a block share the same one.
-        shared_key_head = lax.div(group * len(attention.heads), groups)
+        shared_key_head = lax.div(group * sizes.heads, groups)
         where = {
             "group": group,
             "is_last_group": group == groups - 1,
@@ -598,7 +599,7 @@ def _run(
         run,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(walk),
-            grid=(sizes.B, sizes.K // len(attention.heads), groups, len(walk.flags)),
+            grid=(sizes.B, sizes.K // sizes.heads, groups, len(walk.flags)),
             in_specs=[spec for _, spec in inputs.values()],
             out_specs=[spec for _, spec in outputs.values()],
             scratch_shapes=list(scratch.values()),
@@ -635,17 +636,15 @@ def _name_inputs(inputs: KernelInputs, sizes: _Sizes) -> dict[str, tuple[jax.Arr
 
 def _make_ready_scratch(inputs: KernelInputs, sizes: _Sizes) -> dict[str, pl.MemoryRef]:
     """Return scratch memory for a block of scaled queries, and for all keys of a sequence if they are rotated."""
-    number = sizes.pack or 1
     scratch = {"ready_q": _make_ready(inputs.q.dtype, sizes)}
     if inputs.angles is not None:
-        scratch["ready_k"] = pltpu.VMEM((sizes.T, number * sizes.H), inputs.k.dtype)
+        scratch["ready_k"] = pltpu.VMEM((sizes.T, sizes.heads * sizes.H), inputs.k.dtype)
     return scratch
 
 
 def _make_ready(dtype: np.dtype[Any], sizes: _Sizes) -> pl.MemoryRef:
     """Return scratch memory for a block of each head that is processed at once."""
-    number = sizes.pack or 1
-    return pltpu.VMEM((number, sizes.block, number * sizes.H), dtype)
+    return pltpu.VMEM((sizes.heads, sizes.block, sizes.heads * sizes.H), dtype)
 
 
 def _float32(*shape: int) -> pl.MemoryRef:
