@@ -18,7 +18,7 @@ The weight of an assignment is applied at the hidden layer of its expert, so the
 Between tokens and slots every array is gathered, in the backward pass too, and never scattered.
 
 Shape legend: M tokens, K experts of a token, A = M * K assignments, E experts, P slots, N blocks of slots, b slots of a
-block, D width, I and O input and output of one matmul.
+block, V visits of tiles of slots, D width, I and O input and output of one matmul.
 """
 
 import functools
@@ -270,6 +270,31 @@ ragged_matmul.defvjp(
 )
 
 
+def list_visits(counts_E: jax.Array, num_slots: int, tile: int) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Return which experts visit which tiles of slots, in the form of megablox's kernels, and the number of visits.
+
+    The arrays, int32, are the first slots of experts and their end (E + 1), and the expert and the tile of each visit.
+    A tile is visited by each expert that has slots in it. Megablox computes the same by scatters, which libtpu offloads
+    to sparse cores; with those of several matmuls in a step its compiler overflows its stack (0.0.42.1).
+
+    Args:
+        counts_E: slots of each expert (int32); they sum to `num_slots`.
+        num_slots: a multiple of `tile`.
+        tile: slots of a tile.
+    """
+    ends_E = jnp.cumsum(counts_E)
+    first_E = (ends_E - counts_E) // tile
+    visits_E = jnp.where(counts_E == 0, 0, -(-ends_E // tile) - first_E)
+    done_E = jnp.cumsum(visits_E)
+    visit_V, last_tile = jnp.arange(num_slots // tile + counts_E.size - 1, dtype=jnp.int32), num_slots // tile - 1
+    is_later_VxE = visit_V[:, None] >= done_E
+    expert_V = jnp.minimum(jnp.sum(is_later_VxE, axis=1, dtype=jnp.int32), counts_E.size - 1)
+    is_own_VxE = expert_V[:, None] == jnp.arange(counts_E.size)
+    tile_V = visit_V + jnp.sum(jnp.where(is_own_VxE, first_E - (done_E - visits_E), 0), axis=1, dtype=jnp.int32)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends_E])
+    return (starts, expert_V, jnp.minimum(tile_V, last_tile)), done_E[-1]
+
+
 def ragged_matmul_in_8_bits(
     counts_E: jax.Array, x: Quantised, w: Quantised, dtype: DTypeLike, *, is_transposed: bool = False
 ) -> jax.Array:
@@ -289,14 +314,7 @@ def ragged_matmul_in_8_bits(
         _choose_tile(O, MAX_KERNEL_COLUMNS),
     )
     counts_E = counts_E.astype(jnp.int32)
-    tiles, num_tiles = megablox.make_group_metadata(
-        group_sizes=counts_E.at[-1].add(P - jnp.sum(counts_E)),
-        m=P,
-        tm=tile_P,
-        start_group=jnp.int32(0),
-        num_nonzero_groups=w.values.shape[0],
-        visit_empty_groups=False,
-    )
+    tiles, num_tiles = list_visits(counts_E.at[-1].add(P - jnp.sum(counts_E)), P, tile_P)
     last = pl.cdiv(I, tile_I) - 1
 
     def multiply(tiles: Any, x: Any, x_scale: Any, w: Any, w_scale: Any, y: Any, sums: Any) -> None:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from experiments.model import grouped_matmul
+from experiments.model.platform import import_for_tpu
 
+MEGABLOX = "jax.experimental.pallas.ops.tpu.megablox.gmm"
 I, O = 8, 24  # noqa: E741
 CASES = {
     "full": (128, (32, 0, 96)),
@@ -43,3 +45,29 @@ def test_ragged_matmul_and_gradients_equal_single_matmuls(case, dtype, interpret
     for actual, wanted in zip((y, dx, dw), expected, strict=True):
         assert actual.dtype == dtype
         np.testing.assert_allclose(np.asarray(actual, np.float64), wanted, **tolerance)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_visits_are_those_of_megablox(seed):
+    """Compare the visits that are made, for random numbers of slots, some of them zero."""
+    generator = np.random.default_rng(seed)
+    experts, num_slots, tile = int(generator.integers(1, 9)), 640, (128, 64)[seed % 2]
+    cuts = np.sort(generator.integers(0, num_slots // 20, experts - 1)) * 20
+    counts = jnp.asarray(np.diff(cuts, prepend=0, append=num_slots), jnp.int32)
+    (starts, own, tiles), number = grouped_matmul.list_visits(counts, num_slots, tile)
+    reference, wanted = import_for_tpu(MEGABLOX).make_group_metadata(
+        group_sizes=counts,
+        m=num_slots,
+        tm=tile,
+        start_group=jnp.int32(0),
+        num_nonzero_groups=experts,
+        visit_empty_groups=False,
+    )
+    assert int(number) == int(wanted)
+    np.testing.assert_array_equal(starts, reference[0])
+    for found, expected in zip((own, tiles), reference[1:], strict=True):
+        assert found.shape == expected.shape
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found[:number], expected[:number])
+        assert int(found.min()) >= 0
+        assert int(found.max()) <= int(expected.max())
