@@ -12,6 +12,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from experiments.gpt import GPT, GPTConfig
+from experiments.model import quantised
 from experiments.model.config import DecoderConfig
 from experiments.model.decoder import Decoder
 from experiments.model.moe import MoeConfig, Routing, compute_experts
@@ -339,11 +340,83 @@ def test_the_matmuls_of_layers_are_in_8_bits(name: str) -> None:
     assert count_dots(make("float8")) == {"float8_e4m3fn": number + recomputed, "float8_e5m2": number}
 
 
+# Model with two layers, except "further", and its matmuls whose gradients are rounded stochastically.
+ROUNDED = {
+    "gpt": (make_gpt, 2 * 6),
+    "llama": (make_decoder, 2 * 7),
+    "linear": (functools.partial(make_decoder, **LINEAR), 2 * (5 + 3)),
+    # Routed experts are rounded to the nearest value.
+    "experts": (functools.partial(make_decoder, moe=EXPERTS | {"shared_experts": 1}), 2 * (4 + 3)),
+    "further": (functools.partial(make_decoder, layers=1, extra_predictions=1), 7 + 7 + 1),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.soak) for name in ROUNDED]
+)
+def test_each_matmul_of_each_layer_draws_its_own_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, number = ROUNDED[name]
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 16)))
+    drawn: list[tuple[int, tuple[int, ...]]] = []
+
+    def draw(seed, *args):
+        jax.debug.callback(lambda word, examples: drawn.append((int(word), (*examples.tolist(),))), *seed)
+        return draw_offsets(seed, *args)
+
+    monkeypatch.setattr(quantised, "draw_offsets", draw)
+
+    def compute_words(model, step):
+        key = jax.random.fold_in(jax.random.key(0), step)
+        examples = {"examples_B" if isinstance(model, GPT) else "examples": EXAMPLES}
+        options = {"targets": (tokens, jnp.ones(tokens.shape)), "deterministic": False, **examples}
+        variables = jax.jit(functools.partial(model.init, deterministic=True))(jax.random.key(0), tokens)
+
+        def loss(params):
+            rngs = {"rounding": key, "dropout": key}
+            found = model.apply({**variables, "params": params}, tokens, rngs=rngs, **options)
+            return found if isinstance(found, jax.Array) else found[0]
+
+        drawn.clear()
+        jax.block_until_ready(jax.jit(jax.grad(loss))(variables["params"]))
+        jax.effects_barrier()
+        assert {examples for _, examples in drawn} == {(*EXAMPLES.tolist(),)}
+        return sorted(word for word, _ in drawn)
+
+    model = make("int8")
+    words = compute_words(model, 0)
+    assert len(words) == len({*words}) == number
+    assert not {*words} & {*compute_words(model, 1)}
+    for loop, remat in (("scan", "none"), ("unroll", "layers")):
+        config = model.config.model_copy(update={"layer_loop": loop})
+        assert compute_words(model.clone(config=config, memory=MemoryConfig(remat=remat)), 0) == words
+
+
+def test_no_number_is_drawn_without_stochastic_rounding_and_in_validation(tmp_path: Path) -> None:
+    def trace(key, **precision):
+        changes = {f"config.precision.{name}": value for name, value in precision.items()}
+        job = make_small_gpt(tmp_path / "run", **changes)
+        model, batch = job.model(), {"x": jnp.zeros((1, 16), jnp.int32), "y": jnp.zeros((1, 16), jnp.int32)}
+        batch |= {"example": jnp.zeros(1, jnp.int32), "padding_mask": jnp.ones((1, 16), bool)}
+        params = jax.eval_shape(lambda: model.init(jax.random.key(0), batch["x"], deterministic=True))["params"]
+
+        def loss(params):
+            return job.forward(model.apply, params, batch, key)[0]
+
+        return str(jax.make_jaxpr(jax.grad(loss))(params))
+
+    key, stochastic = jax.random.key(0), {"gradient_rounding": "stochastic"}
+    assert "floor" not in trace(key, matmul="int8")
+    assert "floor" in trace(key, matmul="int8", **stochastic)
+    assert trace(None, matmul="int8", **stochastic) == trace(None, matmul="int8")
+
+
 @pytest.mark.soak
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("matmul", TYPES)
-def test_the_split_into_micro_batches_changes_only_rounding(matmul: str, tmp_path: Path) -> None:
+def test_the_split_into_micro_batches_changes_only_rounding(matmul: str, rounding: str, tmp_path: Path) -> None:
     def train(micro_batch: int) -> list[float]:
         options = {"config.precision.matmul": matmul, "config.train.micro_batch_examples": micro_batch}
+        options["config.precision.gradient_rounding"] = rounding
         job = make_small_gpt(tmp_path / str(micro_batch), **options)
         job()
         return [row["train/loss"] for row in read_outcome(tmp_path / str(micro_batch))[0] if "train/loss" in row]
