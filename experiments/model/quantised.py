@@ -177,13 +177,14 @@ def _hash(words: jax.Array) -> jax.Array:
 def round_by_offsets(values: jax.Array, offsets: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return float32 values within the range of an 8-bit type as one of their two neighbours in it.
 
-    A value between neighbours a < b becomes b if its distance to b, in units of b - a, is below the offset. Over
-    uniform offsets the mean is the value. Values of the type, infinities and NaNs stay as they are.
+    A value between neighbours a < b becomes b if its distance to b, in units of b - a, is at most the offset. Over
+    uniform offsets the mean is the value. Values of the type stay as they are, and NaNs where the type has them.
     """
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.floor(values + offsets).astype(dtype)
-    # The gap is a power of two: that of the value's binade, or that of subnormals. Products by it are exact, as is the
-    # sum: a quotient below 8 has 20 bits behind the point. It has the exponent of the value less the mantissa's bits.
+    # The gap of neighbours is the power of two below the value, but at least the smallest normal number, divided by 2
+    # for each bit of the mantissa. Products by a power of two are exact, and so is the sum: the quotient is below 8, and
+    # a float32 then has at least 20 bits behind the point. The product with the reciprocal avoids an inexact division.
     info = jnp.finfo(dtype)
     exponent = lax.bitcast_convert_type(values, jnp.uint32) & 0x7F800000
     exponent = jnp.maximum(exponent, (127 + int(info.minexp)) << 23) - (int(info.nmant) << 23)
