@@ -183,8 +183,8 @@ def round_by_offsets(values: jax.Array, offsets: jax.Array, dtype: DTypeLike) ->
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.floor(values + offsets).astype(dtype)
     # The gap of neighbours is the power of two below the value, but at least the smallest normal number, divided by 2
-    # for each bit of the mantissa. Products by a power of two are exact, and so is the sum: the quotient is below 8, and
-    # a float32 then has at least 20 bits behind the point. The product with the reciprocal avoids an inexact division.
+    # for each bit of the mantissa. Products by a power of two are exact, and so is the sum: the quotient is below 8,
+    # and a float32 then has at least 20 bits behind the point. Division might be inexact, so there is none.
     info = jnp.finfo(dtype)
     exponent = lax.bitcast_convert_type(values, jnp.uint32) & 0x7F800000
     exponent = jnp.maximum(exponent, (127 + int(info.minexp)) << 23) - (int(info.nmant) << 23)
