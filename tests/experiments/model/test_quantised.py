@@ -352,7 +352,7 @@ ROUNDED = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.soak) for name in ROUNDED]
+    "name", [pytest.param(name, marks=() if name == "gpt" else pytest.mark.soak) for name in ROUNDED]
 )
 def test_each_matmul_of_each_layer_draws_its_own_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, number = ROUNDED[name]
