@@ -156,12 +156,12 @@ JOB_KINDS = {
         {"precision.matmul": "int8", "adapter": {"rank": 4, "targets": ["blocks.query", "blocks.mlp_*"]}},
         **FLIPS,
     ),
-    # Other random numbers would move the gradients by 5e-2 and more.
+    # Other random numbers move the gradients by 5.3e-3, and those of "float8, stochastic" by 6.6e-2.
     "int8, stochastic": JobKind(
         PretrainGPT,
         {},
         STOCHASTIC | {"precision.matmul": "int8", "memory.remat": "dots", "train.micro_batch_examples": 1},
-        **FLIPS,
+        **FLIPS | {"gradient": 2.5e-3},
     ),
     "int8, stochastic, sparse": JobKind(
         PretrainDecoder,
