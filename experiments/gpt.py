@@ -43,7 +43,7 @@ from experiments.model.layers import (
     with_axes,
 )
 from experiments.model.platform import mark_saved, saves_attention
-from experiments.model.quantised import use_matmul_type
+from experiments.model.quantised import ROUNDING, make_rounding_keys, rounds_gradients, use_matmul_type
 from runner import BaseTrainer
 from runner.config import ContextParallelMethod, MatmulType, MemoryConfig, ModelConfig, TrainerConfig
 from runner.errors import InvalidError
@@ -74,6 +74,7 @@ class GPTConfig(ModelConfig):
     model_config = ConfigDict(json_schema_extra=lambda schema: schema.pop("required"))
     stage_keys: ClassVar[tuple[str, ...]] = ("dropout", "neftune_alpha")
     has_8bit_matmuls: ClassVar[bool] = True
+    has_gradient_rounding: ClassVar[bool] = True
 
     layers: PositiveInt = Field(description="Transformer layers.")
     heads: PositiveInt = Field(
@@ -132,6 +133,7 @@ class GPTBlock(nn.Module):
     row_attention: ContextParallelMethod = "auto"
 
     @nn.compact
+    @rounds_gradients(lambda examples_B: examples_B)
     def __call__(
         self,
         x_BxTxD: jax.Array,
@@ -185,7 +187,8 @@ class GPT(nn.Module):
     """GPT-2 for sequences of at most `sequence_length` tokens.
 
     Parameters are kept in `param_dtype`; matmuls run in `compute_dtype`, layer norms and softmax in float32. Those of
-    layers are quantised as `matmul` says.
+    layers are quantised as `matmul` says. With a "rounding" key gradients in 8 bits are rounded stochastically
+    (`make_rounding_keys`).
     """
 
     config: GPTConfig
@@ -213,7 +216,8 @@ class GPT(nn.Module):
 
         Args:
             tokens_BxT: ids.
-            examples_B: index of each example in the step, on which dropout and noise depend; None: 0, 1, 2, ...
+            examples_B: index of each example in the step, on which dropout, noise and stochastic rounding depend;
+                None: 0, 1, 2, ...
             targets: (y_BxT, weight_BxT). If given, the summed cross entropy is returned. With
                 `memory.loss_chunk_positions` it is computed in chunks, so that not all logits exist at a time.
             segments: (B, T), documents of sequences that hold several; attention stays within a segment.
@@ -253,7 +257,7 @@ class GPT(nn.Module):
             rematerialised(GPTBlock, self.memory.remat, is_in_line=is_unrolled),
             variable_axes={"params": 0},
             in_axes=(nn.broadcast, nn.broadcast, 0, nn.broadcast),
-            split_rngs={"params": True, "dropout": True},
+            split_rngs={"params": True, "dropout": True, ROUNDING: True},
             length=config.layers,
             unroll=config.layers if is_unrolled else 1,
             metadata_params={nn.PARTITION_NAME: "layers"},
@@ -406,6 +410,9 @@ class PretrainGPT(BaseTrainer):
         """Return the summed cross entropy; with a key each example has its own dropout and noise."""
         # Validation passes no key, and so has neither dropout nor noise, but the accuracy.
         is_training = key is not None
+        rngs = make_rounding_keys(cls.config.precision, key)
+        if key is not None:
+            rngs["dropout"] = key
         targets = batch["y"], target_weights(batch)
         # The sum instead of the mean: the step divides by the tokens of the whole global batch.
         found = apply_fn(
@@ -415,7 +422,7 @@ class PretrainGPT(BaseTrainer):
             targets,
             **document_arguments(apply_fn, batch),
             deterministic=not is_training,
-            **({"rngs": {"dropout": key}} if is_training else {"mutable": [SUMS]}),
+            **({"rngs": rngs} if is_training else {"mutable": [SUMS]}),
         )
         return (found, {}) if is_training else found
 

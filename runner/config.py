@@ -86,6 +86,7 @@ _STATELESS_KEYS = (
     "precision.rounding",
     "precision.compute",
     "precision.matmul",
+    "precision.gradient_rounding",
     "adapter.alpha",
     "stability.skip_update.grad_norm_above.sigmas",
     "stability.skip_update.loss_above.sigmas",
@@ -98,10 +99,12 @@ class ModelConfig(FrozenModel):
     Attributes:
         stage_keys: keys of the model that a stage may set, since they change no shape of the state.
         has_8bit_matmuls: True if the model reads `precision.matmul`.
+        has_gradient_rounding: True if the model reads `precision.gradient_rounding`.
     """
 
     stage_keys: ClassVar[Sequence[str]] = ()
     has_8bit_matmuls: ClassVar[bool] = False
+    has_gradient_rounding: ClassVar[bool] = False
 
 
 def list_stage_keys(model: type[ModelConfig]) -> list[str]:
@@ -629,11 +632,23 @@ class PrecisionConfig(FrozenModel):
         "norms stay in `compute`. The accelerator must have the type (int8: v5e, v5p, v6e, A100, H100, H200, B200; "
         "float8: tpu7x, H100, H200, B200); a CPU emulates it.",
     )
+    gradient_rounding: Literal["nearest", "stochastic"] = Field(
+        default="nearest",
+        description="Rounding of gradients to 8 bits, from which gradients of activations are computed: to the nearest "
+        "value, or stochastically to one of the two neighbours, which is exact on average. Random numbers depend on "
+        "the seed, the step, the example and the position, and not on the mesh. Other operands, and the gradients of "
+        "routed experts, are rounded to the nearest value.",
+    )
 
     @model_validator(mode="after")
     def _validate_rounding(self) -> "PrecisionConfig":
         if self.rounding != "nearest" and self.params == "float32":
             raise ValueError(f"rounding={self.rounding}: nothing reads it, as params are float32; use params: bfloat16")
+        if self.gradient_rounding != "nearest" and self.matmul == "compute":
+            raise ValueError(
+                f"gradient_rounding={self.gradient_rounding}: nothing reads it, as matmul is compute; use matmul: int8 "
+                "or float8"
+            )
         return self
 
 
@@ -1136,6 +1151,11 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             raise ValueError(
                 f"precision.matmul={self.precision.matmul}: nothing reads it, as {type(self.model).__name__} has no "
                 "8-bit matmuls; leave it out"
+            )
+        if self.precision.gradient_rounding != "nearest" and not self.model.has_gradient_rounding:
+            raise ValueError(
+                f"precision.gradient_rounding={self.precision.gradient_rounding}: nothing reads it, as "
+                f"{type(self.model).__name__} rounds to the nearest value; leave it out"
             )
         tokens = self.train.total_tokens
         # Such a budget would be rounded up to one step, which is far more than the spec asks for.

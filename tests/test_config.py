@@ -18,6 +18,7 @@ from runner.spec import (
 
 class GPTConfig(ModelConfig):
     has_8bit_matmuls = True
+    has_gradient_rounding = True
 
     layers: int = 6
     heads: int = 6
@@ -259,6 +260,23 @@ def test_8bit_matmuls_are_refused_for_a_model_without_them() -> None:
             TrainerConfig[ModelConfig].model_validate({**data, "precision": {"matmul": matmul}})
 
 
+def test_stochastic_rounding_of_gradients_is_refused_where_nothing_reads_it() -> None:
+    data = {"model": {}, "data": {"sequence_length": 8}, "train": {"total_steps": 200, "global_batch_examples": 4}}
+
+    class NearestConfig(ModelConfig):
+        has_8bit_matmuls = True
+
+    def validate(model: type[ModelConfig], **precision: str) -> None:
+        precision = {"gradient_rounding": "stochastic", **precision}
+        TrainerConfig[model].model_validate({**data, "precision": precision})  # type: ignore[valid-type]
+
+    with pytest.raises(ValueError, match=r"gradient_rounding=stochastic: .* as matmul is compute; .* int8 or"):
+        validate(GPTConfig)
+    with pytest.raises(ValueError, match=r"precision\.gradient_rounding=stochastic: .* NearestConfig rounds to"):
+        validate(NearestConfig, matmul="int8")
+    validate(GPTConfig, matmul="float8")
+
+
 def test_the_largest_decay_that_fits_is_accepted() -> None:
     assert validate_contract("config.schedule.name=wsd", "config.schedule.decay_steps=400").schedule.decay_steps == 400
 
@@ -305,6 +323,11 @@ def test_parallelism_and_logging_can_change_on_resume(override: str) -> None:
 )
 def test_keys_that_affect_the_weights_cannot_change_on_resume(key: str, value: str) -> None:
     assert find_changed_keys(f"{key}={value}") == {key}
+
+
+def test_the_rounding_of_gradients_cannot_change_on_resume() -> None:
+    changed = find_changed_keys("config.precision.gradient_rounding=stochastic", "config.precision.matmul=int8")
+    assert changed == {"config.precision.gradient_rounding"}
 
 
 def test_a_run_with_a_constant_learning_rate_can_be_extended() -> None:

@@ -80,6 +80,7 @@ class SequenceInfo(NamedTuple):
     num_real: jax.Array | None = None  # tokens of a call with a cache that are real; None: all
     # Keys and values that the last layer of each kind gives to layers without their own: not rotated, or its cache.
     given: Mapping[LayerKind, LayerCache] | None = None
+    examples: jax.Array | None = None  # (B), place of each example in the step; None: 0, 1, 2 ...
 
 
 class ComputePrecision(NamedTuple):

@@ -227,6 +227,7 @@ class DecoderConfig(WidthScaledConfig):
     model_config = ConfigDict(json_schema_extra=lambda schema: schema.pop("required"))
     stage_keys: ClassVar[tuple[str, ...]] = ("rope", "window_rope", "neftune_alpha", "extra_prediction_weight")
     has_8bit_matmuls: ClassVar[bool] = True
+    has_gradient_rounding: ClassVar[bool] = True
 
     preset: str | None = Field(
         default=None,

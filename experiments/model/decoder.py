@@ -59,7 +59,7 @@ from experiments.model.layers import (
 )
 from experiments.model.moe import BALANCE, MixtureOfExperts, Statistics, router_metrics, update_biases
 from experiments.model.platform import saves_attention
-from experiments.model.quantised import use_matmul_type
+from experiments.model.quantised import ROUNDING, make_rounding_keys, rounds_gradients, use_matmul_type
 from experiments.model.rotary import rotation_at
 from runner import BaseTrainer
 from runner.config import ContextParallelMethod, MatmulType, MemoryConfig
@@ -94,6 +94,7 @@ class Block(nn.Module):
     sharing: Sharing = "none"
 
     @nn.compact
+    @rounds_gradients(lambda info: info.examples)
     def __call__(
         self, x_BxTxD: jax.Array, info: SequenceInfo, cache: Any, embedding_BxTxP: jax.Array | None = None
     ) -> tuple[jax.Array, tuple[Cache | None, Statistics]]:
@@ -199,6 +200,7 @@ class ExtraPrediction(nn.Module):
     is_in_line: bool
 
     @nn.compact
+    @rounds_gradients(lambda info: info.examples)
     def __call__(
         self, x_BxTxD: jax.Array, info: SequenceInfo, inputs: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, tuple[jax.Array, dict[str, Statistics]]]:
@@ -229,6 +231,7 @@ class Decoder(nn.Module):
 
     Parameters are kept in `param_dtype`; matmuls run in `compute_dtype`, norms, rotations and softmax in float32. Those
     of layers are quantised as `matmul` says. With `neftune_alpha` a call needs a "dropout" key unless `deterministic`.
+    With a "rounding" key gradients in 8 bits are rounded stochastically (`make_rounding_keys`).
     """
 
     config: DecoderConfig
@@ -268,7 +271,7 @@ class Decoder(nn.Module):
                 to those that were cached before them.
             count: number of tokens that are not padding at the end, if there is a cache; None: all. Linear layers read
                 only these.
-            examples: (B), place of each example in the step, which its noise depends on.
+            examples: (B), place of each example in the step, which its noise and its stochastic rounding depend on.
             deterministic: True leaves out noise, `z_loss` and the losses of routers.
 
         Returns:
@@ -291,7 +294,8 @@ class Decoder(nn.Module):
             kind: None if rope is None else rotation_at(positions, rope, config.get_rotary_size(kind))
             for kind, rope in ropes.items()
         }
-        info = SequenceInfo(rotations, segments, _find_real_tokens(tokens_BxT, targets, segments), start, count)
+        real_BxT = _find_real_tokens(tokens_BxT, targets, segments)
+        info = SequenceInfo(rotations, segments, real_BxT, start, count, examples=examples)
 
         x_BxTxD = embed(embedding_VxD, tokens_BxT)
         x_BxTxD = EmbeddingNoise(config.neftune_alpha, deterministic, name="embedding_noise")(x_BxTxD, examples)
@@ -429,7 +433,7 @@ def _stack_layers(module: type[nn.Module], repeats: int, is_in_line: bool) -> An
         module,
         variable_axes={"params": 0, BALANCE: 0},
         in_axes=(nn.broadcast, 0),
-        split_rngs={"params": True},
+        split_rngs={"params": True, ROUNDING: True},
         length=repeats,
         unroll=repeats if is_in_line else 1,
         metadata_params={nn.PARTITION_NAME: "layers"},
@@ -491,14 +495,16 @@ class PretrainDecoder(BaseTrainer):
         cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the summed cross entropy, in training plus z-loss and losses of routers, and their statistics."""
-        # Without noise nothing draws random numbers, so no key is passed.
-        is_noisy = key is not None and cls.config.model.neftune_alpha > 0
+        # Only the keys that are drawn from are passed.
+        rngs = make_rounding_keys(cls.config.precision, key)
+        if key is not None and cls.config.model.neftune_alpha > 0:
+            rngs["dropout"] = key
         loss_sum, sown = apply_fn(
             {"params": params},
             batch["x"],
             targets=(batch["y"], target_weights(batch)),
             **document_arguments(apply_fn, batch),
-            **({"examples": batch["example"], "rngs": {"dropout": key}} if is_noisy else {}),
+            **({"examples": batch["example"], "rngs": rngs} if rngs else {}),
             deterministic=key is None,
             mutable=[STATISTICS] if key is not None else [STATISTICS, SUMS],
         )

@@ -1,11 +1,12 @@
 """Final losses of runs with 8-bit matmuls, relative to those of runs in bfloat16, over several seeds.
 
     python -m tests.benchmarks.eight_bit [--specs specs/gpt_small.yaml specs/llama_nano.yaml] [--seeds 0 1 2]
-        [--types int8 float8] [--steps N] [--eval-examples 512] [--set KEY=VALUE ...]
+        [--types int8 float8 int8-stochastic float8-stochastic] [--steps N] [--eval-examples 512] [--set KEY=VALUE ...]
 
 A seed determines the initial weights and the order of the data, so the runs of a seed differ in their matmuls alone.
 On a CPU the 8-bit matmuls are emulated, with the same rounding. The aim is a mean ratio within 0.5% of 1. The ratio of
-bfloat16 to float32 matmuls (`--types float32`) shows how far a change of rounding alone moves the losses.
+bfloat16 to float32 matmuls (`--types float32`) shows how far a change of rounding alone moves the losses. With
+types that end in `-stochastic` the gradients of results are rounded stochastically (`precision.gradient_rounding`).
 """
 
 import argparse
@@ -17,13 +18,18 @@ import tempfile
 import time
 from pathlib import Path
 
+TYPES = ["int8", "float8", "int8-stochastic", "float8-stochastic", "float32"]
+
 
 def train(spec: Path, matmul: str, seed: int, options: argparse.Namespace) -> dict[str, float]:
     """Train a spec in a process of its own, and return its result."""
-    compute = "float32" if matmul == "float32" else "bfloat16"
+    precision = {"compute": "float32" if matmul == "float32" else "bfloat16"}
+    name, _, rounding = matmul.partition("-")
+    if name in ("int8", "float8"):
+        precision |= {"matmul": name, "gradient_rounding": rounding or "nearest"}
     changes = {
         "seed": seed,
-        "config.precision": f"{{compute: {compute}, matmul: {matmul if matmul in ('int8', 'float8') else 'compute'}}}",
+        "config.precision": json.dumps(precision),
         "config.eval": f"{{every_steps: null, batches: {options.eval_examples}}}",
         "checkpoint": "{every_steps: 1000000}",
     }
@@ -44,7 +50,7 @@ def main() -> None:
         "--specs", type=Path, nargs="+", default=[Path("specs/gpt_small.yaml"), Path("specs/llama_nano.yaml")]
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--types", nargs="+", default=["int8", "float8"], choices=["int8", "float8", "float32"])
+    parser.add_argument("--types", nargs="+", default=["int8", "float8"], choices=TYPES)
     parser.add_argument("--steps", type=int, help="steps of each run; by default those of its spec")
     parser.add_argument("--eval-examples", type=int, default=512, help="validation examples at the end")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a key of every spec")

@@ -57,6 +57,7 @@ class JobKind(NamedTuple):
 
 # Rounding in the compute type takes a few values to the next one of 8 bits.
 FLIPS: Changes = {"scale": 1.0, "loss": 1e-4, "gradient": 5e-3}
+STOCHASTIC = {"precision.gradient_rounding": "stochastic"}
 PACKED = {"data.packing": "documents", "data.source": "TEXTS"}
 GROUPED = {
     "key_value_heads": 2,
@@ -153,6 +154,25 @@ JOB_KINDS = {
         PretrainGPT,
         {},
         {"precision.matmul": "int8", "adapter": {"rank": 4, "targets": ["blocks.query", "blocks.mlp_*"]}},
+        **FLIPS,
+    ),
+    # Other random numbers move the gradients by 5.3e-3, and those of "float8, stochastic" by 6.6e-2.
+    "int8, stochastic": JobKind(
+        PretrainGPT,
+        {},
+        STOCHASTIC | {"precision.matmul": "int8", "memory.remat": "dots", "train.micro_batch_examples": 1},
+        **FLIPS | {"gradient": 2.5e-3},
+    ),
+    "int8, stochastic, sparse": JobKind(
+        PretrainDecoder,
+        {"moe": EXPERTS | SIGMOID} | FURTHER,
+        PACKED | STOCHASTIC | {"precision.matmul": "int8"},
+        **FLIPS | {"gradient": 1e-2},
+    ),
+    "float8, stochastic": JobKind(
+        PretrainDecoder,
+        LATENT,
+        STOCHASTIC | {"precision.matmul": "float8", "memory.remat": "layers"},
         **FLIPS,
     ),
 }

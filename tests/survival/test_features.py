@@ -85,11 +85,13 @@ FEATURES = {
             f"checkpoint.init_from={BASE}",
             "config.adapter={rank: 4, targets: [blocks.query, blocks.mlp_in]}",
             "config.ema={decays: [0.9], evaluate: true}",
-            "config.precision={compute: bfloat16, matmul: int8}",
+            "config.precision={compute: bfloat16, matmul: int8, gradient_rounding: stochastic}",
         ),
     ),
-    "float8": Feature(LLAMA, (CUT, "config.precision.matmul=float8")),
-    "experts in int8": Feature(EXPERTS, ("config.precision={compute: bfloat16, matmul: int8}",)),
+    "float8": Feature(LLAMA, (CUT, "config.precision={matmul: float8, gradient_rounding: stochastic}")),
+    "experts in int8": Feature(
+        EXPERTS, ("config.precision={compute: bfloat16, matmul: int8, gradient_rounding: stochastic}",)
+    ),
     "experts in float8": Feature(EXPERTS, ("config.precision.matmul=float8", "config.model.moe.capacity_factor=1.5")),
     "judged": Feature(
         GPT,

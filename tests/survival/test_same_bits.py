@@ -28,6 +28,10 @@ JOBS = {
         ),
     ),
     "int8": ("specs/gpt_nano.yaml", ("config.precision={compute: bfloat16, matmul: int8}",)),
+    "int8, stochastic": (
+        "specs/gpt_nano.yaml",
+        ("config.precision={compute: bfloat16, matmul: int8, gradient_rounding: stochastic}",),
+    ),
     "averaged": ("specs/gpt_nano.yaml", ("config.ema={decays: [0.9], evaluate: true}", "config.metrics.norms=groups")),
 }
 DATA, CUT = "topology.mesh={data: auto, fsdp: 1}", "topology.mesh={data: 1, fsdp: auto}"

@@ -64,6 +64,17 @@ FEATURES: dict[str, tuple[type, dict[str, Any]]] = {
     "frozen": (PretrainGPT, {"config.optimizer.groups": [{"pattern": "*embedding", "frozen": True}]}),
     "int8": (PretrainGPT, {"config.precision.matmul": "int8"}),
     "float8": (PretrainDecoder, DECODER | {"config.model.moe": EXPERTS, "config.precision.matmul": "float8"}),
+    "int8, stochastic": (
+        PretrainGPT,
+        {"config.precision.matmul": "int8", "config.precision.gradient_rounding": "stochastic"}
+        | {"config.model.dropout": 0.1, "config.ema": {"decays": [0.9]}},
+    ),
+    "float8, stochastic": (
+        PretrainDecoder,
+        DECODER
+        | {"config.precision.matmul": "float8", "config.precision.gradient_rounding": "stochastic"}
+        | {"config.model.layers": 2, "config.memory.remat": "layers", "config.memory.loss_chunk_positions": 2},
+    ),
     "schedule_free": (
         PretrainGPT,
         {"config.optimizer.name": "schedule_free_adamw", "config.schedule": {"name": "constant", "warmup_steps": 1}},

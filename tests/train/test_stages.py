@@ -453,6 +453,7 @@ WITHOUT_STATE: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "optimizer.projection_scale": (GALORE, 0.25, 0.5),
     "precision.compute": ({}, "float32", "bfloat16"),
     "precision.matmul": ({}, "int8", "float8"),
+    "precision.gradient_rounding": ({"config.precision.matmul": "int8"}, "nearest", "stochastic"),
     "precision.rounding": ({"config.precision.params": "bfloat16"}, "nearest", "stochastic"),
     "adapter.alpha": (
         {"config.adapter": {"rank": 4, "targets": ["Embed_*"]}, "checkpoint.init_from": "runs/base"},
@@ -472,7 +473,7 @@ def test_every_key_without_state_has_a_case() -> None:
 def test_a_key_that_a_fork_may_change_leaves_the_state_as_it_is(tmp_path: Path, key: str) -> None:
     settings, *values = WITHOUT_STATE[key]
     # A lookup has no matmuls in layers.
-    make = make_gpt if key == "precision.matmul" else job
+    make = make_gpt if "config.precision.matmul" in {f"config.{key}", *settings} else job
     jobs = [make(tmp_path / "run", **settings | {f"config.{key}": value}) for value in values]
     before, after = (
         {name: (leaf.shape, leaf.dtype) for name, leaf in flatten_with_names(state).items()}
