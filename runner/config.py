@@ -1038,6 +1038,16 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         hint = f"{hint}\n" if hint else "\n"
         return f"{hint}to change this from step {step} on, leave the former values and set config.stages: {entry}"
 
+    def explain_digest(self, key: str, keys: Sequence[str]) -> str:
+        """Return that the content of the data has changed, unless another key may be the cause."""
+        consequences = {"config.data", "config.stages"}
+        if getattr(self.model, "vocabulary_size", "auto") == "auto":
+            consequences.add("config.model.vocabulary_size")
+        if key != "config.data" or not {*keys} <= consequences:
+            return ""
+        names = ", ".join(source.source for source in self.data.sources)
+        return f": {names} does not hold the data of the earlier steps; put them back, or name their present place"
+
     def list_fork_changes(self, keys: Sequence[str]) -> list[str]:
         """Return the keys to list in `fork_from.changes`; empty if these changes may alter the arrays of the state."""
         allowed = [*list_stage_keys(type(self.model)), *_STATELESS_KEYS]

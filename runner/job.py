@@ -489,6 +489,9 @@ class RestoreableJob:
             if found.fetched:
                 details["from_replicas"] = list(found.fetched)
         digest, seconds = compute_fingerprint(self.state), round(time.monotonic() - started, 4)
+        if attempt.hosts.is_main:
+            # What follows replaces files of the run. A restore may take minutes, or be suspended.
+            attempt.fence.check()
         attempt.record(event, self.step, seconds=seconds, fingerprint=digest, **details)
         self.on_restored()
         self.checkpointer.begin(self.state, self.step)

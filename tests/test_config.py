@@ -351,6 +351,14 @@ def test_an_automatic_interval_round_trips():
         validate_spec(parse_document(text, "s.yaml"))
 
 
+def test_a_digest_of_the_data_is_explained_unless_another_key_may_be_the_cause() -> None:
+    config = validate_contract()
+    for others in ([], ["config.model.vocabulary_size"]):  # which follows from the data unless the spec sets it
+        assert "python-stdlib does not hold the data" in config.explain_digest("config.data", ["config.data", *others])
+    for keys in (["config.data", "seed"], ["config.data", "config.data.packing"], ["config.model.width"]):
+        assert [config.explain_digest(key, keys) for key in keys] == [""] * len(keys)
+
+
 def test_a_rejected_extension_names_the_schedules_that_allow_it() -> None:
     config = validate_contract()
     hint = config.explain_refusal(["config.train.total_steps"], {}, 1)

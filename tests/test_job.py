@@ -233,6 +233,20 @@ def test_a_fenced_attempt_ends_without_further_commits(tmp_path):
     assert [event["event"] for event in read_events(tmp_path) if event["step"] and event["step"] > 10] in ([], ["save"])
 
 
+class OvertakenAtStartCounter(Counter):
+    def init_state(self):
+        state = super().init_state()
+        Fence(self.store).claim()
+        return state
+
+
+def test_an_attempt_that_is_fenced_while_it_restores_writes_nothing(tmp_path):
+    with pytest.raises(FencedError, match="attempt 2 has taken over"):
+        make_counter(tmp_path, OvertakenAtStartCounter)()
+    assert read_events(tmp_path, "init") == []
+    assert not (tmp_path / "spec.yaml").exists()
+
+
 def test_saves_by_time_happen_at_logged_steps(tmp_path):
     make_counter(tmp_path, checkpoint={"every_steps": None, "every_minutes": 1e-9}, **{"logging.every_steps": 16})()
     assert [event["step"] for event in read_events(tmp_path, "commit")] == [16, 32, 40]

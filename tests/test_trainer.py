@@ -594,6 +594,9 @@ def test_a_changed_token_file_ends_the_job_before_the_next_commit(tmp_path, monk
     assert list(read_committed(job.store)) == [2]
     # The watchdog must not count waits for a bucket as steps.
     assert phases == {"__next__": {DATA}, "check": {SAVE}}
+    np.ones(4000, "<u2").tofile(path)
+    with pytest.raises(InvalidError, match=r"tokens\.bin does not hold the data of the earlier steps"):
+        make_gpt(tmp_path / "run", Overwritten, **changes)()
 
 
 def note_phases(monkeypatch, job, holder, name):

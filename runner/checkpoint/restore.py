@@ -360,6 +360,8 @@ def _set_aside(
     """Quarantine committed checkpoints that are bad, delete uncommitted ones, and record both."""
     for tier in (fast_tier, replicas):
         if tier is not None:
+            # A newer attempt on this host may have saved later states while this one read, or was suspended.
+            attempt.fence.check()
             tier.delete_after(-1 if restored is None else restored)
     if not attempt.hosts.is_main:
         return

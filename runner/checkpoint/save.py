@@ -551,7 +551,8 @@ class Checkpointer:
             self._writer.discard(save.target)
             if attempt.hosts.is_main:
                 reason, step = format_error(failure), manifest.step
-                warn(f"SAVE FAILED at step {step}: {reason}; the last commit is intact")
+                left = "nothing is committed yet" if self._reads_back else "the last commit is intact"
+                warn(f"SAVE FAILED at step {step}: {reason}; {left}")
                 attempt.events.append("save_failed", step, reason=reason)
             return False
         self._reads_back = False

@@ -151,6 +151,9 @@ def find_source(name: str) -> SourceFiles | BucketFiles:
         paths = [Path(pattern) / INDEX] if os.path.isdir(pattern) else match_files(pattern)
     if not paths and os.path.exists(os.path.expanduser(name)):
         raise DataError(f"data.source={name}: is a device, a pipe or a socket; needs a file")
+    if not paths and os.path.islink(os.path.expanduser(name)):
+        target = os.readlink(os.path.expanduser(name))
+        raise DataError(f"data.source={name}: is a link to {target}, and no file is there")
     if not paths:
         raise DataError(f"data.source={name}: no file matches{suggest_path(name)}")
     # A format of another tool is recognised before suffixes, because `.idx` files are neither text nor ids here.

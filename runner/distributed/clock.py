@@ -62,15 +62,20 @@ for _index, _category in enumerate(COUNTED_CATEGORIES):
     _category.index = _index
 
 
+CLOCK_JUMP_SECONDS = 5.0  # smaller differences from the wall clock are those of a clock that is slewed
+
+
 class ClockReading(NamedTuple):
     """State of a clock at one moment.
 
     Attributes:
-        time: Unix seconds of the reading: the wall clock at process start plus the elapsed monotonic time.
+        time: Unix seconds of the reading: the wall clock at process start plus the elapsed monotonic time, and the time
+            for which the machine was suspended.
         step: the last completed step.
         since: start of the current phase, or completion of the last step; measured like `time`.
         category: the category that is being counted.
-        seconds: seconds by category, as in `COUNTED_CATEGORIES`; they sum to the age of the process at `time`.
+        seconds: seconds by category, as in `COUNTED_CATEGORIES`; they sum to the age of the process at `time`, less
+            the time for which the machine was suspended.
         code: the exit code of the job, or None while it is running.
     """
 
@@ -167,9 +172,17 @@ class Clock:
     def send_heartbeat(self) -> bool:
         """Store a reading as a heartbeat. Any thread.
 
+        The wall clock of a machine goes on while it is suspended, unlike the monotonic one. Times of readings follow a
+        wall clock that jumps ahead, or readers would take the process for stalled; no category counts the jump. They do
+        not follow one that is set back, because the newest of the stored readings is the one with the latest time.
+
         Returns:
             False if no more heartbeats are needed: there is no store, or the job has an exit code.
         """
+        with self._lock:
+            jump_seconds = time.time() - (time.monotonic() + self._origin_seconds)
+            if jump_seconds > CLOCK_JUMP_SECONDS:
+                self._origin_seconds += jump_seconds
         store, reading = self._store, self.read()
         if store is None or reading.code is not None:
             return False

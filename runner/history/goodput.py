@@ -8,7 +8,10 @@
 3. The steps of an attempt beyond the lowest step that a later attempt resumed from are lost. Their time is the time
    that the clock had counted for steps at the end, minus what it had counted when that step was saved. Steps that the
    attempt itself has repeated, because it went back to a checkpoint, are lost too.
-4. For an attempt without a clock, written by an older runner, the times of its events are used: from the availability
+4. If an attempt has claimed the directory at an earlier time than the one before it, the system clock was set back in
+   between, or another host's clock is behind. The times of the attempts before are then moved back, until they end
+   where the newer one begins; else their windows would be empty.
+5. For an attempt without a clock, written by an older runner, the times of its events are used: from the availability
    of the state to the last event everything except saves counts as steps; the time before is compile, restore, or
    unattributed.
 """
@@ -23,6 +26,8 @@ from runner.history.records import AttemptRecord
 from runner.run.clock_file import ClockRecord
 
 Seconds = dict[TimeCategory, float]
+# The time in a claim is that of its first try, so the times of attempts that claim at once may be in another order.
+_CLAIM_RACE_SECONDS = 10.0
 # Categories in the order in which time is removed from them if the beginning, or the end, of a window is cut off.
 _REMOVAL_FROM_START = (TimeCategory.UNATTRIBUTED, *COUNTED_CATEGORIES, TimeCategory.LOST_STEPS)
 _REMOVAL_FROM_END = (
@@ -49,39 +54,41 @@ class AttemptTimeline:
         events: summary of its events.
         clock: its clock file, if there is one.
         claimed: when it claimed the directory, in Unix seconds.
+        shift_seconds: added to all times that are recorded about it; see `align_timelines`.
     """
 
     events: AttemptEvents
     clock: ClockRecord | None
     claimed: float | None
+    shift_seconds: float = 0.0
 
     @property
     def began(self) -> float:
         """First known time of the attempt, in Unix seconds."""
         if self.clock is not None:
-            return self.clock.began
+            return self.clock.began + self.shift_seconds
         known = [self.events.first]
         began = get_time(self.events.start, "began")
         # A beginning after the first event is ignored: the system clock was changed in between.
         if began is not None and began <= self.events.first:
             known.append(began)
         if self.claimed is not None:
-            known.append(self.claimed)
+            known.append(self.claimed - self.shift_seconds)
         found = min(known)
-        return found if math.isfinite(found) else 0.0
+        return found + self.shift_seconds if math.isfinite(found) else 0.0
 
     @property
     def submitted(self) -> float:
         """When the job was submitted, in Unix seconds; infinity if it is not known."""
         found = get_time(self.events.start, "submitted")
-        return math.inf if found is None else found
+        return math.inf if found is None else found + self.shift_seconds
 
     @property
     def ended(self) -> float:
         """Last sign of life, in Unix seconds."""
-        signs = [self.began, self.events.last]
+        signs = [self.began, self.events.last + self.shift_seconds]
         if self.clock is not None:
-            signs.append(self.clock.reading.time)
+            signs.append(self.clock.reading.time + self.shift_seconds)
         return max(signs)
 
     @property
@@ -112,6 +119,28 @@ class AttemptGoodput:
     seconds: Seconds
     lost_steps: int
     repeated_steps: int
+
+
+def align_timelines(timelines: Sequence[AttemptTimeline]) -> list[AttemptTimeline]:
+    """Return the timelines in the order of their numbers with times in the same order, those of the newest unchanged.
+
+    The real time between two attempts is not known if the clock was set back between them, and counts as none.
+    """
+    aligned: list[AttemptTimeline] = []
+    claimed = math.inf  # of the newer attempt, as it is recorded
+    for timeline in reversed(timelines):
+        shift_seconds = 0.0
+        if aligned:
+            excess_seconds = timeline.ended - aligned[-1].began
+            if timeline.claimed is not None and timeline.claimed > claimed + _CLAIM_RACE_SECONDS:
+                shift_seconds = -max(excess_seconds, 0.0)
+            elif excess_seconds > 0:  # of the same clock as the newer one, so that an overlap is real
+                shift_seconds = aligned[-1].shift_seconds
+        if timeline.claimed is not None:
+            claimed = timeline.claimed
+            timeline = replace(timeline, claimed=claimed + shift_seconds)
+        aligned.append(replace(timeline, shift_seconds=shift_seconds))
+    return aligned[::-1]
 
 
 def compute_goodput(timelines: Sequence[AttemptTimeline], now: float | None) -> list[AttemptGoodput]:

@@ -269,7 +269,8 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
                     attempt.restored_from = f"fast tier{source}" if row.get("tier") == "fast" else "durable directory"
                 if event == "fork":
                     summary.fork = row
-                if step is not None:
+                # An attempt that was suspended, and shut out meanwhile, may record its restore after a newer one.
+                if step is not None and number == max(summary.attempts):
                     _drop_steps_after(summary, step)
                     # A restore computes every fingerprint, but a state of the fast tier is not a checkpoint in the
                     # directory.

@@ -30,7 +30,7 @@ from runner.errors import (
     InvalidError,
     StorageError,
 )
-from runner.history.goodput import AttemptTimeline, compute_goodput
+from runner.history.goodput import AttemptTimeline, align_timelines, compute_goodput
 from runner.history.ledger import (
     STAGES_MAX,
     AttemptEvents,
@@ -271,7 +271,9 @@ class HistoryReader:
 
         with ThreadPoolExecutor(_NUM_READERS) as pool:
             timelines = list(pool.map(read_timeline, sorted(claims | set(ledger.attempts))))
-        return [each for each in timelines if each.clock or each.claimed is not None or math.isfinite(each.events.last)]
+        return align_timelines(
+            [each for each in timelines if each.clock or each.claimed is not None or math.isfinite(each.events.last)]
+        )
 
     def _read_checkpoints(
         self, steps: Sequence[int], names: Sequence[str], ledger: LedgerSummary

@@ -7,9 +7,9 @@ checkpoint of its step is committed, and a resumed attempt first drops the rows 
 The cost of a row or a save, in time and memory, does not depend on the number of rows; only a start reads them again.
 
 **On a disk** (`LocalMetricsFile`) rows are appended one at a time. A resumed attempt replaces the file, so that a
-zombie of an earlier attempt writes to the old one, which is no longer read. Memory holds the lines that are not yet
-durable, `UNSYNCED_BYTES_MAX` at most. While the disk is full it holds all new lines, until
-`checkpoint.max_unsaved_minutes` ends the run.
+zombie of an earlier attempt writes to the old one, which is no longer read. Each replacement first checks the fence.
+Memory holds the lines that are not yet durable, `UNSYNCED_BYTES_MAX` at most. While the disk is full it holds all new
+lines, until `checkpoint.max_unsaved_minutes` ends the run.
 
 **In a bucket** (`BucketMetricsFile`) no object can be appended to. `metrics.jsonl` holds the newest rows and is written
 again as a whole in the background after each row. Before it would exceed `PART_BYTES`, its older rows are sealed: they
@@ -243,12 +243,17 @@ class LocalMetricsFile:
             )
             self._num_bytes = self._num_synced_bytes = own.st_size
         if not is_there:
-            self._fence.check()  # the file at this path may be that of a newer attempt
+            self._fence.check()  # the file at this path may be that of a newer attempt, which is no reason to warn
             warn(f"{self._path} was deleted or replaced while the job runs; it is restored from the open file")
             self._replace(select_surviving(_read_open_lines(self._file)))
 
     def _replace(self, lines: Iterable[EncodedRow]) -> None:
-        """Replace the file durably by one with these lines, and open it for more."""
+        """Replace the file durably by one with these lines, and open it for more.
+
+        Raises `FencedError` if a newer attempt owns the run.
+        """
+        # This process may have been suspended since its last check, while a newer attempt began or even finished.
+        self._fence.check()
         newest: list[EncodedRow] = []
         size = 0
 

@@ -198,7 +198,7 @@ class RunIdentity:
             self.document.format_problem(
                 tuple(key.split(".")),
                 f"{owner} has {_format_value(saved, key)}, the spec {_format_value(present, key)}"
-                f"{_RENAMED_HINT if key in self.former_values else ''}",
+                f"{_RENAMED_HINT if key in self.former_values else ''}{self.config.explain_digest(key, keys)}",
             )
             for key in keys
         ]

@@ -68,6 +68,15 @@ class JobConfig(FrozenModel):
         """
         return ""
 
+    def explain_digest(self, key: str, keys: Sequence[str]) -> str:
+        """Return why a key of the trajectory that is a digest has changed, as an end of a line; empty by default.
+
+        Args:
+            key: the key.
+            keys: all keys that differ, of which others may be the cause.
+        """
+        return ""
+
     def list_fork_changes(self, keys: Sequence[str]) -> list[str]:
         """Return the keys to list in `fork_from.changes` to change these keys; empty if a fork cannot change them."""
         return list(keys)

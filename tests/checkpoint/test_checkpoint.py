@@ -398,7 +398,8 @@ def test_a_failed_save_is_reported_and_affects_no_other_save(first, capsys):
 
     first.save("2", make_state(2), before_commit=full)
     assert not first.saver.wait_until_finished()
-    assert "SAVE FAILED at step 2: OSError" in capsys.readouterr().err
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "SAVE FAILED at step 2: OSError" in line]
+    assert line.endswith("the last commit is intact")
     assert len(first.events("save_failed")) == 1
     assert first.steps() == [1]
     if first.store.root is not None:
@@ -483,6 +484,23 @@ def test_an_unusable_fast_tier_state_falls_back_to_the_durable_one(tmp_path):
     assert asked == [{"rows": b"1"}] * 2
     assert "its rows are gone" in again.events("fallback")[0]["reason"]
     assert fast.list_parts(lambda identity, step: identity == {}, {}) == {}
+
+
+def test_a_zombie_deletes_no_state_of_the_fast_tier(tmp_path):
+    zombie = Attempt(LocalStore(tmp_path / "run"), tmp_path)
+    zombie.save_all(1)
+    newer = zombie.again()
+    saver = newer.make_saver(make_state(), local_directory=str(tmp_path / "fast"), local_every_steps=1)
+    saver.save(make_state(2), 2, SaveContents(), SaveKind.FAST)
+    saver.close()
+    fast = FastTier(tmp_path / "fast" / newer.attempt.run_id / "0")
+
+    def is_own(identity, step):
+        return identity == {}
+
+    with pytest.raises(FencedError):
+        restore_newest(zombie.attempt, fast, make_abstract(make_state()), is_own, lambda _: "is older than the state")
+    assert [*fast.list_parts(is_own, {})] == [2]
 
 
 def leave(checkpoint):

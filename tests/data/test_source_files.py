@@ -58,6 +58,12 @@ def test_a_missing_directory_is_reported_instead_of_its_file(tmp_path: Path) -> 
         find_source(f"{tmp_path}/zzz")
 
 
+def test_a_link_to_nothing_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "corpus.bin").symlink_to(tmp_path / "unmounted/corpus.bin")
+    with pytest.raises(DataError, match=r"/corpus\.bin: is a link to .*/unmounted/corpus\.bin, and no file is there$"):
+        find_source(f"{tmp_path}/corpus.bin")
+
+
 def test_a_glob_that_matches_nothing_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"/\*\.txt: no file matches$"):
         find_source(f"{tmp_path}/*.txt")

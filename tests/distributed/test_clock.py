@@ -104,6 +104,21 @@ def test_the_categories_sum_to_the_elapsed_time_in_any_order(now):
         assert reading.time - clock.began == pytest.approx(sum(reading.seconds))
 
 
+def test_a_heartbeat_has_the_time_of_a_wall_clock_that_was_set_ahead(monkeypatch):
+    wall, now = [5000.0], [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.time", lambda: wall[0] + now[0])
+    clock, kept = Clock(), RecordingStore()
+    clock.attach_store(kept)
+    for wall[0] in (5000.0, 5001.0, 8600.0, 8601.0, 4000.0):  # a suspend, and a clock that is set back
+        now[0] += 1.0
+        assert clock.send_heartbeat()
+    times = [5101.0, 5102.0, 8703.0, 8704.0, 8705.0]
+    assert [reading.time for reading in kept.beats] == times
+    assert [sum(reading.seconds) for reading in kept.beats] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert kept.beats[2].since == 8700.0
+
+
 def test_a_store_gets_steps_phases_and_heartbeats_but_not_batches(now):
     clock, kept = Clock(), RecordingStore()
     progress = Progress(clock)

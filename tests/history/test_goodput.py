@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.distributed.clock import COUNTED_CATEGORIES, ClockReading, TimeCategory
-from runner.history.goodput import AttemptGoodput, AttemptTimeline, compute_goodput, list_restarts
+from runner.history.goodput import AttemptGoodput, AttemptTimeline, align_timelines, compute_goodput, list_restarts
 from runner.history.ledger import AttemptEvents, LedgerSummary, apply_events
 from runner.history.records import AttemptRecord, RunState
 from runner.run.clock_file import ClockRecord
@@ -68,7 +68,35 @@ def draw_attempt(draw: st.DrawFn) -> AttemptTimeline:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(draw_attempt(), min_size=1, max_size=6), st.none() | SECONDS)
 def test_the_categories_sum_to_the_wall_time_for_any_timelines(lives: list[AttemptTimeline], now: float | None) -> None:
-    check(lives, compute_goodput(lives, now), now)
+    for timelines in (lives, align_timelines(lives)):
+        check(timelines, compute_goodput(timelines, now), now)
+
+
+@pytest.mark.parametrize(
+    ("begins", "gaps"),
+    [
+        ((0.0, 110.0, 220.0), (10.0, 10.0)),
+        ((0.0, 95.0, 220.0), (0.0, 25.0)),  # an overlap, until the claim
+        ((7200.0, 110.0, 220.0), (0.0, 10.0)),
+        ((7200.0, 7310.0, 220.0), (10.0, 0.0)),
+        ((7200.0, 90.0, -7200.0), (0.0, 0.0)),
+        ((0.0, 7200.0, 220.0), (20.0, 0.0)),
+    ],
+    ids=["right", "overlap", "set back", "set back late", "set back twice", "ahead for one attempt"],
+)
+def test_a_clock_that_was_set_back_takes_no_time_from_attempts(begins, gaps) -> None:
+    lives = [
+        make_attempt(number, began=began, claimed=began + 5.0, resumed=0, step=1, set_up=5.0, steps=95.0)
+        for number, began in enumerate(begins, 1)
+    ]
+    timelines = align_timelines(lives)
+    shares = compute_goodput(timelines, None)
+    check(timelines, shares, None)
+    assert [share.ended for share in shares][-1] == begins[-1] + 100
+    assert [sum(share.seconds.values()) for share in shares] == pytest.approx(
+        [100.0, 95.0 if begins[1] == 95 else 100.0, 100.0]
+    )
+    assert [share.gap_seconds for share in shares][1:] == pytest.approx(list(gaps))
 
 
 def test_overlapping_time_belongs_to_the_older_attempt_until_the_claim() -> None:

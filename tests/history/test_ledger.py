@@ -183,3 +183,16 @@ def test_a_failed_reading_is_repeated(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no disk"):
         reader.read({10})
     assert summarise(reader.read({10}), {10}) == summarise(read_at_once(LocalStore(tmp_path), {10}), {10})
+
+
+def test_a_late_restore_of_an_older_attempt_drops_no_steps() -> None:
+    rows = [
+        {"attempt": 2, "event": "restore", "step": 0},
+        {"attempt": 2, "event": "evaluate", "step": 10, "figures": {"val/loss": 1.0}},
+        {"attempt": 2, "event": "commit", "step": 10, "bytes": 5},
+        {"attempt": 1, "event": "init", "step": 0},
+    ]
+    summary = apply_events(LedgerSummary(), [{"time": float(time)} | row for time, row in enumerate(rows)])
+    assert ([*summary.commits], summary.validation) == ([10], [(10, 1.0)])
+    apply_events(summary, [{"time": 9.0, "attempt": 3, "event": "restore", "step": 0}])
+    assert ([*summary.commits], summary.validation) == ([], [])

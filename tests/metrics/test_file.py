@@ -174,6 +174,25 @@ def test_a_local_zombie_writes_to_the_replaced_file(tmp_path):
     assert read_steps(store) == [10, 20]
 
 
+@pytest.mark.parametrize("change", ["rewind", "load", "replace_last"])
+def test_a_zombie_that_was_suspended_replaces_no_rows(store, change):
+    zombie = open_metrics(store)
+    if change != "rewind":  # which happens at the start, between a restore and the first step
+        zombie.rewind(0)
+        zombie.append(make_row(10))
+        zombie.sync()
+    file = open_metrics(store)
+    file.rewind(10)
+    file.append(make_row(20))
+    file.sync()
+    file.close()
+    with contextlib.suppress(FencedError):  # in a bucket `replace_last` waits for nothing
+        zombie.replace_last(make_row(10, val=1.0)) if change == "replace_last" else zombie.rewind(0)
+    with pytest.raises(FencedError):
+        zombie.sync() if change == "replace_last" else zombie.rewind(0)
+    assert read_steps(store)[-1:] == [20]
+
+
 def make_damaged_content(base, name):
     """Return a file of three rows with the named damage."""
     (base / "elsewhere").mkdir(parents=True)

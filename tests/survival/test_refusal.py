@@ -95,7 +95,7 @@ def test_other_data_under_the_same_name_is_refused(tmp_path: Path) -> None:
     attempt.wait_until(lambda: job.newest() >= 5, "the first commit")
     attempt.kill()
     text.write_bytes(b"to be or not to bee " * 1000)
-    assert_refused(job, "config.data")
+    assert_refused(job, "config.data", "does not hold the data of the earlier steps")
 
 
 @pytest.mark.parametrize(
