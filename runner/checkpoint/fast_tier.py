@@ -16,8 +16,7 @@ from them, over the hosts' network, and nothing is read from the durable directo
    is kept until the next one has been. If a holder cannot be reached twice in a row, a warning is printed.
 3. Each process serves one TCP port. A `put` stores a copy: under a temporary name, flushed, and renamed as a whole. A
    `get` returns a file of a part or of a copy. A request begins with a token that process 0 draws at the start.
-4. Before a restore, the processes gather which parts and copies they have, with the fingerprints of the states. A part
-   is ignored if a later attempt has resumed from an earlier step: a host that was away may still have such a part. If
+4. Before a restore, the processes gather which parts and copies they have, with the fingerprints of the states. If
    a process lacks its part of a step that can be completed, the restore reads that part from a holder, piece by piece
    into memory, and checks its bytes and its bits like those of any other part. If only some files of its own part are
    missing or damaged, it reads these from a holder: each process finds that out alone, while it reads, and tells the

@@ -148,11 +148,13 @@ def restore_newest(
     # Listings of a shared disk may differ between hosts, so all hosts use the one of process 0.
     durable_steps = hosts.agree(list_steps(store) if hosts.is_main else [])
     parts: dict[int, FastPart] = {}
-    if replicas is not None:
+    if fast_tier is not None:
         limits, newest = hosts.agree(find_limits(store, durable_steps) if hosts.is_main else None)
-        parts = replicas.list_parts(is_own, dict(limits), newest)
-    elif fast_tier is not None:
-        parts = fast_tier.list_parts(is_own, {})
+        last_steps = dict(limits)
+        if replicas is None:
+            parts = fast_tier.list_parts(is_own, last_steps)
+        else:
+            parts = replicas.list_parts(is_own, last_steps, newest)
     listed = hosts.gather([(step, part.manifest.fingerprint) for step, part in parts.items()])
     # Parts of one step with other bits are not parts of one state.
     fast_steps = dict(set.intersection(*({(step, bits) for step, bits in own} for own in listed)))

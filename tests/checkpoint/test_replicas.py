@@ -135,7 +135,7 @@ def read_values(parts: list[dict[int, FastPart]], step: int) -> list[int]:
     return [int(own[step].read(ABSTRACT)["a"][0]) for own in parts]
 
 
-def restore(tmp_path: Path, found: list[Replicas]) -> tuple[list, list[dict]]:
+def restore(tmp_path: Path, found: list[Replicas], with_replicas: bool = True) -> tuple[list, list[dict]]:
     """Return what `restore_newest` returns on each process, and the events that process 0 writes."""
     events: list[dict] = []
 
@@ -150,7 +150,8 @@ def restore(tmp_path: Path, found: list[Replicas]) -> tuple[list, list[dict]]:
             fence=SimpleNamespace(check=lambda: None),
             events=SimpleNamespace(append=append),
         )
-        return restore_newest(attempt, replicas._fast_tier, ABSTRACT, lambda *_: True, lambda _: None, replicas)
+        copies = replicas if with_replicas else None
+        return restore_newest(attempt, replicas._fast_tier, ABSTRACT, lambda *_: True, lambda _: None, copies)
 
     with ThreadPoolExecutor(len(found)) as pool:
         return list(pool.map(restore_one, found)), events
@@ -310,6 +311,24 @@ def test_parts_behind_which_a_later_attempt_has_gone_back_do_not_count(tmp_path)
         assert find_complete(list_parts(found, {1: 50, 2: 50})) == {}
 
 
+def write_ledger(directory: Path, events: list[tuple[int, str, int]]) -> None:
+    """Write `events.jsonl` from (attempt, event, step) of each event."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"attempt": attempt, "event": event, "step": step}) for attempt, event, step in events]
+    (directory / "events.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+@pytest.mark.parametrize("with_replicas", [True, False], ids=["replicas", "own_parts"])
+def test_a_restore_ignores_parts_behind_which_a_later_attempt_has_gone_back(with_replicas, tmp_path):
+    write_ledger(tmp_path / "run", [(1, "init", 0), (2, "restore", 50)])
+    with open_processes(tmp_path) as found:
+        for process in (0, 1):
+            for step, attempt in ((60, 2), (100, 1)):
+                write_state(tmp_path, process, step, attempt=attempt)
+        restored, _ = restore(tmp_path, found, with_replicas)
+    assert [each.manifest.step for each in restored] == [60, 60]
+
+
 def test_the_last_steps_of_attempts_follow_from_the_ledger(tmp_path):
     store = LocalStore(tmp_path)
     events = [
@@ -320,8 +339,7 @@ def test_the_last_steps_of_attempts_follow_from_the_ledger(tmp_path):
         (3, "restore", 70),
         (3, "commit", 80),
     ]
-    lines = [json.dumps({"attempt": attempt, "event": event, "step": step}) for attempt, event, step in events]
-    (tmp_path / "events.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    write_ledger(tmp_path, events)
     for step in (70, 80):
         store.write(f"checkpoints/{step}/manifest.json", Manifest(name=str(step), step=step).encode())
     store.write("checkpoints/90/arrays.1/x", b"1")  # of a save that was interrupted
