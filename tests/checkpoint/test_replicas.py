@@ -97,10 +97,13 @@ def open_processes(tmp_path: Path, num_processes: int = 2, blocks=None):
 ABSTRACT = {"a": jax.ShapeDtypeStruct((8,), np.int32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))}
 
 
-def write_state(tmp_path: Path, process: int, step: int, fingerprint: str = "f", attempt: int = 1) -> None:
-    """Write a part of a state by the fast tier itself."""
+def write_state(
+    tmp_path: Path, process: int, step: int, fingerprint: str = "f", attempt: int = 1, is_corrupt: bool = False
+) -> None:
+    """Write a part of a state by the fast tier itself; if it `is_corrupt`, from memory that was wrong by then."""
     block = np.full(8, 10 * step + process, np.int32)
     digest = compute_leaf_digests({"a": jax.device_put(block, ABSTRACT["a"].sharding)})["a"]
+    block = block + is_corrupt
     leaves = {"a": {"shape": [8], "dtype": "int32", "digest": digest}}
     manifest = Manifest(step=step, name=str(step), attempt=attempt, fingerprint=fingerprint, leaves=leaves)
     FastTier(tmp_path / str(process)).write(manifest, {"a": [([0], block)]}, {"rows": b"1"})
@@ -411,6 +414,28 @@ def test_a_damaged_file_is_read_from_a_replica_if_it_is_intact_there(place, name
         assert [event["rejected"] for event in events] == [7] * (step == 5 and is_listed)
         warnings = re.findall(r"process (\d): 1 files of step 7 .* were damaged", capsys.readouterr().err)
         assert sorted(map(int, warnings)) == fetched * is_listed
+
+
+# By the processes whose part of step 7 was corrupt when it was written, of two that have the same blocks: the restored
+# step, and the processes that read it from the other one.
+CORRUPT_PARTS = {(0,): (7, [0]), (1,): (7, [1]), (0, 1): (5, [])}
+
+
+@pytest.mark.parametrize("corrupt", CORRUPT_PARTS)
+def test_a_part_of_corrupt_memory_is_read_from_a_process_with_the_same_blocks(corrupt, tmp_path, capsys):
+    with open_processes(tmp_path, 2, blocks="xx") as found:
+        for process in (0, 1):
+            for step in (5, 7):
+                # All parts hold the blocks of process 0.
+                write_state(tmp_path / "made", 0, step, is_corrupt=step == 7 and process in corrupt)
+                shutil.move(tmp_path / "made" / "0" / str(step), tmp_path / str(process) / str(step))
+        restored, events = restore(tmp_path, found)
+    step, fetched = CORRUPT_PARTS[corrupt]
+    assert [each.manifest.step for each in restored] == [step] * 2
+    assert [int(each.state["a"][0]) for each in restored] == [10 * step] * 2
+    assert list(restored[0].fetched) == fetched
+    assert [event["rejected"] for event in events] == [7] * (step == 5)
+    assert "the bits of a are not those that were saved" in capsys.readouterr().err
 
 
 def test_any_flipped_bit_of_a_part_is_found(tmp_path):
