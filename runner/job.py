@@ -31,7 +31,7 @@ from runner.checkpoint.fork import (
     validate_parent_place,
 )
 from runner.checkpoint.inspect import keeps_metric
-from runner.checkpoint.leaves import init_sharded, replicate_abstract, validate_leaves
+from runner.checkpoint.leaves import init_sharded, replicate_abstract, validate_leaves, validate_memory
 from runner.checkpoint.manifest import read_newest_manifest
 from runner.checkpoint.policy import SaveKind
 from runner.checkpoint.restore import validate_checkpoints
@@ -55,6 +55,7 @@ from runner.huggingface.load import load_init_from, validate_init_from
 from runner.huggingface.mapping import Family
 from runner.metrics.meta import UnfitMetricsError, parse_metrics
 from runner.metrics.writers import RowLog
+from runner.parallel.mesh import read_device_memory_bytes
 from runner.run.attempt import DRAIN_SECONDS, Attempt, IncidentRecorder, claim_attempt
 from runner.run.compile_cache import CompileCache
 from runner.run.fence import RunIdentity, is_done, validate_directory, validate_owner
@@ -385,6 +386,7 @@ class RestoreableJob:
         identity, abstract = compute_trajectory(self.spec, self.config), self.abstract_state()
         is_new = hosts.run_on_main(lambda: self.validate_checkpoints(abstract))
         validate_leaves(abstract)
+        validate_memory(abstract, read_device_memory_bytes())
         if is_new and self.spec.checkpoint.fork_from is not None:
             with self.document.errors_at("checkpoint.fork_from"):
                 validate_parent_files(hosts, self.spec.checkpoint.fork_from)
