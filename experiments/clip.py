@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
+from experiments.model.config import validate_axes
 from experiments.vit import EncoderLayer, Patterns, VisionTransformer, ViTConfig
 from runner import BaseTrainer
 from runner.config import ModelConfig, TrainerConfig
@@ -40,6 +41,11 @@ class CLIPConfig(ModelConfig):
     image: ViTConfig = Field(description="Encoder of images; `classes` is the width of the shared space.")
     text_layers: PositiveInt = Field(description="Layers of the encoder of captions.")
     group: PositiveInt = Field(description="Examples among which a caption is found; divides a micro-batch.")
+
+    @model_validator(mode="after")
+    def _validate_axes(self) -> "CLIPConfig":
+        validate_axes(self)
+        return self
 
 
 class DualEncoder(nn.Module):

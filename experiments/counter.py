@@ -21,7 +21,7 @@ class CounterConfig(JobConfig):
     """Configuration of the counter."""
 
     total_steps: PositiveInt = Field(description="Step at which the job is done.")
-    width: PositiveInt = Field(default=1024, description="Elements of the array.")
+    width: PositiveInt = Field(default=1024, lt=2**31, description="Elements of the array.")
     step_seconds: NonNegativeFloat = Field(default=0.0, description="Pause after each step, to watch it run.")
 
     @property

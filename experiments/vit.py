@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import DTypeLike
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from experiments.model import with_axes
+from experiments.model.config import validate_axes
 from runner import BaseTrainer
 from runner.config import ModelConfig, TrainerConfig
 from runner.train.step import Batch
@@ -52,6 +53,11 @@ class ViTConfig(ModelConfig):
     heads: PositiveInt = Field(description="Attention heads; divides width.")
     patch: PositiveInt = Field(description="Width of a square patch in pixels; divides the size of an image.")
     classes: PositiveInt = Field(description="Classes.")
+
+    @model_validator(mode="after")
+    def _validate_axes(self) -> "ViTConfig":
+        validate_axes(self)
+        return self
 
 
 class EncoderLayer(nn.Module):

@@ -31,7 +31,7 @@ from runner.checkpoint.fork import (
     validate_parent_place,
 )
 from runner.checkpoint.inspect import keeps_metric
-from runner.checkpoint.leaves import init_sharded, replicate_abstract, validate_leaves
+from runner.checkpoint.leaves import init_sharded, replicate_abstract, validate_leaves, validate_memory
 from runner.checkpoint.manifest import read_newest_manifest
 from runner.checkpoint.policy import SaveKind
 from runner.checkpoint.restore import validate_checkpoints
@@ -55,6 +55,7 @@ from runner.huggingface.load import load_init_from, validate_init_from
 from runner.huggingface.mapping import Family
 from runner.metrics.meta import UnfitMetricsError, parse_metrics
 from runner.metrics.writers import RowLog
+from runner.parallel.mesh import read_device_memory_bytes
 from runner.run.attempt import DRAIN_SECONDS, Attempt, IncidentRecorder, claim_attempt
 from runner.run.compile_cache import CompileCache
 from runner.run.fence import RunIdentity, is_done, validate_directory, validate_owner
@@ -340,12 +341,18 @@ class RestoreableJob:
             InvalidError: the directory cannot be written, or belongs to another job.
             StorageError: it cannot be reached.
         """
-        if self.spec.checkpoint.fork_from is not None:
+        fork = self.spec.checkpoint.fork_from
+        if fork is not None:
             with self.document.errors_at("checkpoint.fork_from"):
-                validate_parent_place(self.spec.checkpoint.fork_from, self.store)
+                validate_parent_place(fork, self.store)
         identity = compute_trajectory(self.spec, self.config)
         run_identity = self.make_run_identity(identity)
         validate_directory(self.store, self.spec.name, run_identity, self.find_newest_step, self.has_output)
+        # A finished run is checked too: it is not the fork of another parent that its spec asks for.
+        newest = None if fork is None else read_newest_manifest(self.store)
+        if fork is not None and newest is not None:
+            with self.document.errors_at("checkpoint.fork_from"):
+                validate_lineage(fork, self.store, newest)
         result = read_result(self.store)
         if result is not None:
             self.validate_total(result.step)
@@ -379,6 +386,7 @@ class RestoreableJob:
         identity, abstract = compute_trajectory(self.spec, self.config), self.abstract_state()
         is_new = hosts.run_on_main(lambda: self.validate_checkpoints(abstract))
         validate_leaves(abstract)
+        validate_memory(abstract, read_device_memory_bytes())
         if is_new and self.spec.checkpoint.fork_from is not None:
             with self.document.errors_at("checkpoint.fork_from"):
                 validate_parent_files(hosts, self.spec.checkpoint.fork_from)
@@ -436,12 +444,9 @@ class RestoreableJob:
         newest = validate_checkpoints(self.store, run_identity)
         if newest is not None:
             self.validate_total(newest.step)
-        if config.fork_from is not None:
+        if newest is None and config.fork_from is not None:
             with self.document.errors_at("checkpoint.fork_from"):
-                if newest is None:
-                    validate_fork(config.fork_from, run_identity, abstract, self.total_steps)
-                else:
-                    validate_lineage(config.fork_from, self.store, newest)
+                validate_fork(config.fork_from, run_identity, abstract, self.total_steps)
         elif newest is None:
             validate_init_from(self.document, config.initial_weights, self.family, lambda: self.weights(abstract))
         return newest is None

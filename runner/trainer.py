@@ -924,7 +924,7 @@ class BaseTrainer(RestoreableJob):
             metric=None if best is None else self.report.metric(best.metric, self.step),
             roll_back_to=None if roll_back is None else find_earliest_begin(self.state, roll_back),
             topology=hardware | {"micro_batch_examples": self.compiled.layout.micro_batch_examples},
-            carry=self.report.window.carry,
+            carry=self.report.carry,
             attachments=self.report.attachments,
             flush=self.report.sync,
             announce=lambda: self.hook_dispatcher.on_checkpoint(self.state, self.step),

@@ -52,6 +52,14 @@ def stop_after(job, step):
         job(stop=StopAfter(job, step))
 
 
+def test_a_state_beyond_the_memory_is_refused_before_the_claim(tmp_path, monkeypatch):
+    monkeypatch.setattr("runner.job.read_device_memory_bytes", lambda: 2**20)
+    with pytest.raises(InvalidError, match=r"the state needs 0\.03 GiB .* they have 0\.01 GiB"):
+        make_counter(tmp_path, **{"config.width": 2**20})()
+    assert not (tmp_path / "attempts").exists()
+    make_counter(tmp_path, **{"config.width": 2**17})()
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     directory = tmp_path_factory.mktemp("undisturbed")

@@ -16,13 +16,13 @@ from them, over the hosts' network, and nothing is read from the durable directo
    is kept until the next one has been. If a holder cannot be reached twice in a row, a warning is printed.
 3. Each process serves one TCP port. A `put` stores a copy: under a temporary name, flushed, and renamed as a whole. A
    `get` returns a file of a part or of a copy. A request begins with a token that process 0 draws at the start.
-4. Before a restore, the processes gather which parts and copies they have, with the fingerprints of the states. A part
-   is ignored if a later attempt has resumed from an earlier step: a host that was away may still have such a part. If
+4. Before a restore, the processes gather which parts and copies they have, with the fingerprints of the states. If
    a process lacks its part of a step that can be completed, the restore reads that part from a holder, piece by piece
    into memory, and checks its bytes and its bits like those of any other part. If only some files of its own part are
    missing or damaged, it reads these from a holder: each process finds that out alone, while it reads, and tells the
-   others in the gather after which they accept or reject the step together. The process has a whole part on its own
-   disk again with the next fast save.
+   others in the gather after which they accept or reject the step together. If the bits are wrong although the bytes
+   are those that were written, the step is read again, from other hosts that have the same blocks. The process has a
+   whole part on its own disk again with the next fast save.
 """
 
 import contextlib
@@ -101,6 +101,20 @@ class FastPart:
             return manifest, list(map(str, record[_ATTACHMENTS]))
 
         self.manifest, self._attachments = self._try_sources(parse)
+
+    def choose_source(self, number: int, own_process: int, reason: str) -> "FastPart":
+        """Return the part as the source with this number has it, by the order of the processes. Raises like `FastPart`.
+
+        Args:
+            number: number of the source, counted from 0, modulo the number of sources.
+            own_process: the process whose disk is `None` in `sources`.
+            reason: reason to read from another source than the own disk.
+        """
+        sources = sorted(self.sources, key=lambda source: own_process if source[0] is None else source[0])
+        number %= len(sources)
+        part = FastPart(self.manifest.step, sources[number:] + sources[:number])
+        part.problems = [] if sources[number][0] is None else [reason]
+        return part
 
     def read(self, leaves: Leaves) -> dict[str, jax.Array]:
         """Return the leaves of this process. Raises `ValueError` if no source has an intact copy of some file."""

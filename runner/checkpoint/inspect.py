@@ -7,6 +7,7 @@ is needed to read the arrays. A copy is verified on both sides: while it is read
 
 import datetime
 import enum
+import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +66,7 @@ Result = TypeVar("Result")
 SPEC, BEST = "spec.yaml", "best"
 _WEIGHTS = (PARAMS, "variables")
 _NUM_COPIERS = 4
+_STAGED_SUFFIX = ".tmp"  # of the directory of a copy that is not complete, whose name begins with a dot
 _CHECKPOINT_ERRORS = (WrongKindError, ForbiddenError)  # of one checkpoint only: another may be good
 
 
@@ -387,7 +389,8 @@ def copy_checkpoint(source: Store, name: str | None, target: Store) -> str:
             # The run deletes its old checkpoints while one of them is copied: then there is a newer one.
             if is_committed(source, newest.name):
                 raise
-            target.remove_tree(f"{CHECKPOINTS}/{newest.name}")
+            if not is_committed(target, newest.name):
+                target.remove_tree(f"{CHECKPOINTS}/{newest.name}")
     raise StorageError(f"{source.url}: {MAX_LISTINGS} times a checkpoint was deleted while it was copied")
 
 
@@ -397,25 +400,43 @@ def _copy_named(source: Store, name: str, target: Store) -> str:
         manifest = read_manifest(source, directory)
     except (FileNotFoundError, ValueError) as error:
         raise InvalidError(f"{source.url}/{directory}: {error}") from error
+    taken = f"{target.url}/{directory} is there already; nothing is overwritten"
     if target.exists(f"{directory}/{MANIFEST}"):
-        raise InvalidError(f"{target.url}/{directory} is there already; nothing is overwritten")
+        raise InvalidError(taken)
+    # On a disk the copy has another name, which is none of a checkpoint, until it is complete: what a copy that was
+    # killed has left is replaced by the next one. In a bucket, and where a save that was not committed has the name,
+    # the manifest alone makes it a checkpoint.
+    is_staged = target.root is not None and not target.exists(directory)
+    place = f"{CHECKPOINTS}/.{name}{_STAGED_SUFFIX}" if is_staged else directory
 
     def copy_file(file: str) -> None:
         content = source.read(f"{directory}/{file}")
         if [len(content), compute_crc32c(content)] != list(manifest.files[file]):
             raise InvalidError(f"{source.url}/{directory}: {file} is not what its manifest says; nothing was committed")
-        target.write(f"{directory}/{file}", content)
+        target.write(f"{place}/{file}", content)
 
-    with ThreadPoolExecutor(_NUM_COPIERS, thread_name_prefix="copy") as pool:
-        list(pool.map(copy_file, manifest.files))
-    problems = find_file_problems(target, directory, manifest.files)
-    if problems:
-        raise InvalidError(f"{target.url}/{directory}: {problems[0]}; nothing was committed")
-    # As in a save, the manifest comes last and commits the copy.
     try:
-        create_file(target, f"{directory}/{MANIFEST}", manifest.encode())
+        if is_staged:
+            target.remove_tree(place)
+        with ThreadPoolExecutor(_NUM_COPIERS, thread_name_prefix="copy") as pool:
+            list(pool.map(copy_file, manifest.files))
+        problems = find_file_problems(target, place, manifest.files)
+        if problems:
+            raise InvalidError(f"{target.url}/{directory}: {problems[0]}; nothing was committed")
+        # As in a save, the manifest comes last and commits the copy.
+        create_file(target, f"{place}/{MANIFEST}", manifest.encode())
+        if is_staged:
+            # The rename fails if the name was taken meanwhile.
+            target.move_tree(place, directory)
     except FileExistsError as error:
-        raise InvalidError(f"{target.url}/{directory} is there already; nothing is overwritten") from error
+        raise InvalidError(taken) from error
+    except OSError as error:
+        if error.errno == errno.ENOTEMPTY:
+            raise InvalidError(taken) from error
+        raise
+    finally:
+        if is_staged:
+            target.remove_tree(place)
     return name
 
 
@@ -467,6 +488,9 @@ def _list_unseen(store: Store, depth: VerifyDepth, seen: set[str]) -> Iterator[C
     names = set(store.list_names(CHECKPOINTS)) - seen
     for name in sorted(names, key=lambda name: (not name.isdecimal(), name.zfill(20))):
         directory = f"{CHECKPOINTS}/{name}"
+        if name.startswith(".") and name.endswith(_STAGED_SUFFIX):
+            yield CheckpointEntry(name, None, ("a copy that is not complete",), is_committed=False)
+            continue
         try:
             manifest = read_manifest(store, directory)
         except NotCommittedError as error:

@@ -18,6 +18,7 @@ own.
 
 import collections
 import functools
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -118,6 +119,21 @@ def validate_leaves(abstract: Any) -> None:
             problems.append(f"{name[:_MAX_NAME_BYTES]}: {problem}")
     if problems:
         raise InvalidError("the state cannot be saved" + format_problems(problems))
+
+
+def validate_memory(abstract: Any, device_bytes: int) -> None:
+    """Raise `InvalidError` if the devices of this process, each with `device_bytes`, cannot hold an abstract state."""
+    needed_bytes = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize * len(leaf.sharding.addressable_devices)
+        for leaf in jax.tree.leaves(abstract)
+        if leaf.sharding is not None and not is_on_host(leaf)
+    )
+    limit_bytes = device_bytes * jax.local_device_count()
+    if needed_bytes > limit_bytes:
+        raise InvalidError(
+            f"the state needs {needed_bytes / 2**30:,.2f} GiB on the devices of a process, and they have "
+            f"{limit_bytes / 2**30:,.2f} GiB; make it smaller, or shard it over more devices"
+        )
 
 
 def _find_dtype_problem(dtype: Any) -> str | None:

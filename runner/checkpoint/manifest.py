@@ -73,7 +73,8 @@ MANIFEST_KEYS = (
     Key(
         "carry",
         dict,
-        "Sums over the steps since the last row, for the next row; trainers only, if the step has no row.",
+        "Sums over the steps since the last row, for the next row; trainers only, if the step has no row, or has it "
+        "(or an evaluation in it) only because the run ended there.",
     ),
     Key(
         "carry.loss_sum",
@@ -81,6 +82,11 @@ MANIFEST_KEYS = (
         "Sum of their losses, each weighted by its number of real target tokens (by 1 if all have the same).",
     ),
     Key("carry.weight", float, "Sum of these weights."),
+    Key(
+        "carry.end",
+        str,
+        "What the step has only because the run ended there, and loses if the run is extended: `row` or `evaluation`.",
+    ),
     Key("environment", dict, "Software and settings of the attempt that saved it."),
     *(replace(key, name=f"environment.{key.name}") for key in ENVIRONMENT_KEYS),
     Key("metric", float | None, "Value that `checkpoint.keep_best` compares; only if that key is set."),

@@ -16,6 +16,7 @@ changed and the job refuses to start.
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -63,6 +64,7 @@ Found = TypeVar("Found", "RestoredState", Manifest)
 AttachmentCheck = Callable[[dict[str, bytes]], str | None]  # returns the reason why a job cannot continue
 QUARANTINE = "quarantine"
 _MAX_NAMES = 20  # of checkpoints in a message
+_MAX_SOURCES = 3  # of a part whose bits are wrong
 _RESUMING_EVENTS = ("init", "fork", "restore", "load")  # after which an attempt goes on from `step`
 
 
@@ -148,11 +150,13 @@ def restore_newest(
     # Listings of a shared disk may differ between hosts, so all hosts use the one of process 0.
     durable_steps = hosts.agree(list_steps(store) if hosts.is_main else [])
     parts: dict[int, FastPart] = {}
-    if replicas is not None:
+    if fast_tier is not None:
         limits, newest = hosts.agree(find_limits(store, durable_steps) if hosts.is_main else None)
-        parts = replicas.list_parts(is_own, dict(limits), newest)
-    elif fast_tier is not None:
-        parts = fast_tier.list_parts(is_own, {})
+        last_steps = dict(limits)
+        if replicas is None:
+            parts = fast_tier.list_parts(is_own, last_steps)
+        else:
+            parts = replicas.list_parts(is_own, last_steps, newest)
     listed = hosts.gather([(step, part.manifest.fingerprint) for step, part in parts.items()])
     # Parts of one step with other bits are not parts of one state.
     fast_steps = dict(set.intersection(*({(step, bits) for step, bits in own} for own in listed)))
@@ -234,37 +238,48 @@ def load_checkpoint(attempt: Attempt, name: str, abstract: Any) -> RestoredState
 def _try_fast(
     hosts: Hosts, part: FastPart, abstract: Any, find_attachment_problem: AttachmentCheck
 ) -> RestoredState | RejectedCheckpoint:
-    problem, step = None, part.manifest.step
-    arrays: dict[str, jax.Array] = {}
-    attachments: dict[str, bytes] = {}
-    try:
-        arrays = part.read(encode_leaves(flatten_with_names(abstract)))
-        validate_manifest_leaves(part.manifest, abstract)
-        attachments = part.read_attachments()
-        reason = find_attachment_problem(attachments) if hosts.is_main else None
-        problem = None if reason is None else RestoreProblem(reason)
-    except (ValueError, OSError, KeyError) as error:
-        problem = RestoreProblem(f"process {hosts.process_id}: {error}")
-    # A fingerprint is a collective, so no host may compute it before all hosts have their arrays.
-    problem = _gather_first_problem(hosts, problem)
-    if problem is not None:
-        return RejectedCheckpoint(str(step), problem.reason, "fast")
-    state = _unflatten(abstract, arrays)
-    try:
-        bits_problem = _find_bits_problem(state, part.manifest)
-    except fingerprint.ReplicaError as error:  # on every host
-        bits_problem = str(error)
-    # Each host compares with the digests of its own part, so one may find a problem that the others do not.
-    results = hosts.gather([bits_problem, part.is_fetched])
-    bits_problem = next((reason for reason, _ in results if reason is not None), None)
-    if bits_problem is not None:
-        return RejectedCheckpoint(str(step), bits_problem, "fast")
+    step = part.manifest.step
+    bits_problem: str | None = None
+    for number in itertools.count():
+        problem = None
+        arrays: dict[str, jax.Array] = {}
+        attachments: dict[str, bytes] = {}
+        try:
+            if bits_problem is not None:
+                part = part.choose_source(number - 1, hosts.process_id, bits_problem)
+            arrays = part.read(encode_leaves(flatten_with_names(abstract)))
+            validate_manifest_leaves(part.manifest, abstract)
+            attachments = part.read_attachments()
+            reason = find_attachment_problem(attachments) if hosts.is_main else None
+            problem = None if reason is None else RestoreProblem(reason)
+        except (ValueError, OSError, KeyError) as error:
+            problem = RestoreProblem(f"process {hosts.process_id}: {error}")
+        # A fingerprint is a collective, so no host may compute it before all hosts have their arrays.
+        problem = _gather_first_problem(hosts, problem)
+        if problem is not None:
+            return RejectedCheckpoint(str(step), problem.reason, "fast")
+        state = _unflatten(abstract, arrays)
+        try:
+            bits_problem = _find_bits_problem(state, part.manifest)
+        except fingerprint.ReplicaError as error:  # on every host
+            bits_problem = str(error)
+        # Each host compares with the digests of its own part, so one may find a problem that the others do not.
+        results = hosts.gather([bits_problem, part.is_fetched, len(part.sources)])
+        bits_problem = next((reason for reason, *_ in results if reason is not None), None)
+        if bits_problem is None:
+            break
+        # The bytes are those that were written, but the memory of a host may have been wrong when it wrote them. Other
+        # processes with the same blocks have copied these from their own devices. The digests do not tell whose part is
+        # wrong, so all processes read from the first source of their blocks, then all from the second.
+        num_sources = max(count for *_, count in results)
+        if num_sources == 1 or number == min(num_sources, _MAX_SOURCES):
+            return RejectedCheckpoint(str(step), bits_problem, "fast")
     if part.problems:
         warn(
             f"process {hosts.process_id}: {len(part.problems)} files of step {step} of the fast tier were damaged, "
             f"read from a replica: {part.problems[0]}"
         )
-    fetched = [process for process, (_, is_fetched) in enumerate(results) if is_fetched]
+    fetched = [process for process, (_, is_fetched, _) in enumerate(results) if is_fetched]
     return RestoredState(state, part.manifest, "fast", attachments, fetched)
 
 

@@ -99,6 +99,7 @@ class StepTimer:
 
 
 _LOSS_SUM, _WEIGHT = "loss_sum", "weight"
+NO_SUMS = {_LOSS_SUM: 0.0, _WEIGHT: 0.0}  # the carry of no steps
 
 
 class _StepResult(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from runner.accelerator import Accelerator, parse_accelerator
+from runner.checkpoint.leaves import validate_memory
 from runner.console import finish_output, warn
 from runner.distributed.agreement import Hosts
 from runner.errors import EXIT_DONE, EXIT_INVALID, InvalidError
@@ -131,6 +132,8 @@ def _make_sections(
         return sections
     abstract_state = job.abstract_state()
     checks.check_weights(job, abstract_state, findings)
+    with findings.collect():
+        validate_memory(abstract_state, machine.hbm_bytes)
     sections.append(report.make_state_section(abstract_state))
     return [*sections, _make_checkpoint_section(job, abstract_state, machine, None, findings)]
 

@@ -77,17 +77,24 @@ class EvaluatorSchedule:
         """True if there is an evaluator."""
         return bool(self._evaluators)
 
-    def list_due(self, step: int) -> list[Evaluator]:
-        """Return the evaluators that are due: all at step 0 with `at_start`, all at the last step with `at_end`."""
+    def list_due(self, step: int, has_end: bool = True) -> list[Evaluator]:
+        """Return the evaluators that are due: all at step 0 with `at_start`, all at the last step with `at_end`.
+
+        Without `has_end` the last step counts as any other.
+        """
         if step == 0:
             return self._evaluators if self._config.at_start else []
-        last_step = self._last_step if self._config.at_end else None
+        last_step = self._last_step if self._config.at_end and has_end else None
 
         def get_interval(evaluator: Evaluator) -> int | None:
             own = getattr(evaluator, "every_steps", None)
             return self._config.every_steps if own is None else own
 
         return [each for each in self._evaluators if is_due(step, get_interval(each), last_step)]
+
+    def are_all_due(self, step: int) -> bool:
+        """Return True if all evaluators are due at `step`."""
+        return len(self.list_due(step)) == len(self._evaluators)
 
     def evaluate(self, weights: Any, step: int, is_requested: bool = False) -> Row | None:
         """Return the metrics of all evaluators that are due; None if the job was asked to stop meanwhile.

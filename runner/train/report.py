@@ -15,7 +15,7 @@ from runner.job import JobReport
 from runner.metrics.file import METRICS_FILE, find_tail_problem, open_metrics_file, read_encoded_rows
 from runner.metrics.meta import HIGH_LOSS_STEPS, Meta
 from runner.metrics.rows import Row, RowTail
-from runner.metrics.window import MetricsWindow, StepTimer
+from runner.metrics.window import NO_SUMS, MetricsWindow, StepTimer
 from runner.metrics.writers import RowDisplay, open_displays
 from runner.parallel.mesh import read_peak_memory_bytes
 from runner.run.attempt import Attempt
@@ -25,6 +25,8 @@ from runner.train.evaluators import Evaluator, EvaluatorSchedule
 from runner.train.profiler import Profiler
 
 DISCARDED_MAX = 500  # rows in the record of a roll-back
+# In the carry of the last step: what it has only because the run ends there.
+_END, _END_ROW, _END_EVALUATION = "end", "row", "evaluation"
 DISCARDED_KEYS = ("step", "train/tokens", "train/examples", "perf/time", "train/loss")
 
 
@@ -70,6 +72,7 @@ class Report(JobReport):
         self._displays: list[RowDisplay] = []
         self._profiler = Profiler(attempt, spec.logging.profile)
         self._resumed_row: Row | None = None  # row of the step that was resumed from
+        self._end_carry: JsonObject | None = None  # at the last step, for a run that is extended beyond it
         self._timer: StepTimer | None = None  # on process 0, while rows are displayed
         self.window = MetricsWindow(0, policy=config.stability)
 
@@ -82,17 +85,30 @@ class Report(JobReport):
     def resume(self, step: int, attachments: dict[str, bytes], carry: JsonObject | None = None) -> None:
         """Remove the rows after `step`, and continue the metrics window of the save.
 
-        Called before the first step, and again if the running job loads a checkpoint. Displays then restart with the
-        remaining rows.
+        If the run ended at `step` and is extended, the row of `step` or its evaluation is removed too, if it is there
+        only because the run ended. Called before the first step, and again if the running job loads a checkpoint.
+        Displays then restart with the remaining rows.
 
         Args:
             step: step that the attempt resumes from.
             attachments: rows that were saved with the state; they may be newer than those of the file.
-            carry: sums of the metrics window at the save (`Manifest.carry`); None if `step` has a row.
+            carry: `carry` of the save; None if `step` has a row.
         """
+        end = None if carry is None else carry.get(_END)
+        is_extended = end is not None and step < self._config.total_steps
+        # Where the present spec logs the step, the row stays.
+        drops_row = is_extended and end == _END_ROW and not self.is_row_due(step)
         if self._attempt.hosts.is_main:
             tail = RowTail.decode(attachments[METRICS_FILE]) if METRICS_FILE in attachments else None
-            self._resumed_row = self._metrics.rewind(step, tail)
+            row = self._metrics.rewind(step - drops_row, tail)
+            self._resumed_row = None if drops_row else row
+            if is_extended and row is not None and not drops_row and not self._evaluations.are_all_due(step):
+                # Those that are due are called again (`complete_row`).
+                self._resumed_row = {key: value for key, value in row.items() if not key.startswith("val/")}
+                self._metrics.replace_last(self._resumed_row)
+        self._end_carry = carry if end is not None and not is_extended else None
+        if end is not None and not drops_row:
+            carry = {}  # the row of the step contains these sums
         # Without carry the means of the next row would lack the steps before the save.
         is_whole = carry is not None or step == 0 or self._resumed_row is not None
         self.window = MetricsWindow(step, carry, is_whole, self._config.stability)
@@ -163,6 +179,14 @@ class Report(JobReport):
         is_logged = is_due(step, self._spec.logging.every_steps, self._config.total_steps)
         return is_logged or bool(self._evaluations.list_due(step))
 
+    @property
+    def carry(self) -> JsonObject | None:
+        """Contribution of the steps since the last row to the next one, for a save; None if there is none.
+
+        At the last step, whose row may be there only because the run ends, it is that without this row.
+        """
+        return self.window.carry if self._end_carry is None else self._end_carry
+
     def add_row(self, weights: Any, step: int) -> None:
         """Write the row of `step`, with an evaluation if it is due. Waits for the device.
 
@@ -170,6 +194,13 @@ class Report(JobReport):
         """
         # Closing the window fetches losses and meta, which waits for the device.
         unit = self._config.data.unit
+        if step == self._config.total_steps:
+            self.window.fetch()
+            sums, due_anyway = self.window.carry, self._evaluations.list_due(step, has_end=False)
+            if not due_anyway and not is_due(step, self._spec.logging.every_steps):
+                self._end_carry = None if sums is None else sums | {_END: _END_ROW}
+            elif len(due_anyway) < len(self._evaluations.list_due(step)):
+                self._end_carry = NO_SUMS | {_END: _END_EVALUATION}
         row = self.window.close(self._config.count_units, unit) | self._get_data_metrics(step)
         if self._mfu_per_token_rate:
             row["perf/mfu"] = row[f"perf/{unit}_per_second"] * self._mfu_per_token_rate

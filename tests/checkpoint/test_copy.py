@@ -2,15 +2,30 @@
 
 import contextlib
 import itertools
+import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from runner.checkpoint.inspect import VerifyDepth, list_entries
+from runner.cli.app import run_command
+from runner.errors import InvalidError
+from runner.storage import LocalStore
 from tests.support import job_process
 from tests.support.cloud_job import CloudJob, make_unique_name
-from tests.support.job_process import SMALL_GPT_OPTIONS, Job, make_killed_run, make_uninterrupted_run
+from tests.support.job_process import (
+    SMALL_GPT_OPTIONS,
+    Job,
+    hash_tree,
+    make_killed_run,
+    make_uninterrupted_run,
+)
 from tests.support.object_stores import BACKENDS, Backend, start_backend
+from tests.support.tiny_jobs import make_counter
 
 SPEC = "specs/gpt_nano.yaml"
 OPTIONS = (
@@ -121,3 +136,88 @@ def test_a_damaged_step_is_not_copied_and_an_existing_one_not_replaced(
     code, output = run_checkpoints_command(backends, "copy", str(origin.directory), target)
     assert (code, "is there already" in output, len(output.splitlines())) == (2, True, 1), output
     assert run_checkpoints_command(backends, target, "--verify")[0] == 0
+
+
+# Copies on a disk that are cut off.
+
+NAME = "40"
+# Runs a copy that gets a signal at a call of a method of the target's store, before or after its effect.
+CUT_OFF = """
+import os, sys
+from runner.cli.app import run_command
+from runner.storage import LocalStore
+method, is_after, number, source, target = sys.argv[1:]
+original = getattr(LocalStore, method)
+
+def call(store, *arguments):
+    if store.url == target and is_after == "":
+        os.kill(os.getpid(), int(number))
+    result = original(store, *arguments)
+    if store.url == target:
+        os.kill(os.getpid(), int(number))
+    return result
+
+setattr(LocalStore, method, call)
+run_command(["checkpoints", "copy", source, target])
+"""
+# Method, whether the signal comes after its effect, the signal, and whether the copy is complete then.
+CUTS = {
+    "first file": ("write", True, signal.SIGKILL, False),
+    "terminated": ("write", True, signal.SIGTERM, False),
+    "before the manifest": ("write_if", False, signal.SIGKILL, False),
+    "after the manifest": ("write_if", True, signal.SIGKILL, False),
+    "after the rename": ("move_tree", True, signal.SIGKILL, True),
+}
+DAILY_CUTS = ("first file", "after the manifest")
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("copy") / "counted"
+    make_counter(directory, **{"checkpoint.keep_last": 1})()
+    return directory
+
+
+def list_good(directory: Path) -> list[str]:
+    """Return the names of the committed checkpoints, all of which are good."""
+    entries = [entry for entry in list_entries(LocalStore(directory), VerifyDepth.BITS) if entry.is_committed]
+    assert not any(entry.problems for entry in entries), entries
+    return [entry.name for entry in entries]
+
+
+@pytest.mark.parametrize(
+    ("method", "is_after", "number", "is_complete"),
+    [pytest.param(*cut, marks=() if name in DAILY_CUTS else pytest.mark.soak, id=name) for name, cut in CUTS.items()],
+)
+def test_a_copy_that_is_cut_off_is_no_checkpoint_and_can_be_repeated(
+    counted: Path, tmp_path: Path, method: str, is_after: bool, number: signal.Signals, is_complete: bool
+) -> None:
+    target = tmp_path / "target"
+    arguments = [method, "after" if is_after else "", str(number.value), str(counted), str(target)]
+    result = subprocess.run([sys.executable, "-c", CUT_OFF, *arguments], env=job_process.environment(1), timeout=120)
+    assert result.returncode == -number
+    assert (target / "checkpoints" / NAME).exists() == is_complete
+    assert list_good(target) == [NAME] * is_complete
+    if is_complete:
+        with pytest.raises(InvalidError, match="is there already"):
+            run_command(["checkpoints", "copy", str(counted), str(target)])
+    else:
+        assert run_command(["checkpoints", "copy", str(counted), str(target)]) == 0
+    assert [path.name for path in (target / "checkpoints").iterdir()] == [NAME]
+    assert hash_tree(target / "checkpoints" / NAME) == hash_tree(counted / "checkpoints" / NAME)
+
+
+def test_a_copy_that_fails_leaves_nothing(counted: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(counted, tmp_path / "source"))
+    next(path for path in (source / "checkpoints" / NAME).glob("arrays*/**/*") if path.is_file()).write_bytes(b"")
+    with pytest.raises(InvalidError, match="is not what its manifest says"):
+        run_command(["checkpoints", "copy", str(source), str(tmp_path / "target")])
+    assert list((tmp_path / "target" / "checkpoints").iterdir()) == []
+
+
+def test_a_copy_completes_a_directory_without_a_manifest(counted: Path, tmp_path: Path) -> None:
+    left = tmp_path / "target" / "checkpoints" / NAME
+    shutil.copytree(counted / "checkpoints" / NAME, left)
+    (left / "manifest.json").unlink()
+    assert run_command(["checkpoints", "copy", str(counted), str(tmp_path / "target")]) == 0
+    assert list_good(tmp_path / "target") == [NAME]

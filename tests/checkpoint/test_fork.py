@@ -331,6 +331,7 @@ def test_a_fork_takes_the_best_step_with_its_metric(parent: Path, tmp_path: Path
 # A directory is forked once.
 
 
+@pytest.mark.parametrize("is_finished", [False, True], ids=["stopped", "finished"])
 @pytest.mark.parametrize(
     ("fork", "is_good"),
     [
@@ -343,10 +344,14 @@ def test_a_fork_takes_the_best_step_with_its_metric(parent: Path, tmp_path: Path
     ],
 )
 def test_a_started_fork_resumes_or_is_rejected(
-    counted: Path, tmp_path: Path, fork: dict[str, Any], is_good: bool
+    counted: Path, tmp_path: Path, fork: dict[str, Any], is_good: bool, is_finished: bool
 ) -> None:
     longer = {"config.total_steps": 60}
-    stop_after(make_counter(tmp_path / "fork", **longer, **fork_of(counted, "newest")), 45)
+    first = make_counter(tmp_path / "fork", **longer, **fork_of(counted, "newest"))
+    if is_finished:
+        first()
+    else:
+        stop_after(first, 45)
     shutil.rmtree(counted)
     given = {"run": str(counted), **fork}
     given["run"] = given["run"].format(run=counted)
@@ -359,9 +364,14 @@ def test_a_started_fork_resumes_or_is_rejected(
             again()
 
 
-def test_a_started_run_cannot_become_a_fork(counted: Path, tmp_path: Path) -> None:
-    stop_after(make_counter(tmp_path / "own", **{"config.total_steps": 60}), 5)
-    with pytest.raises(InvalidError, match="has a run that is no fork, at step 5"):
+@pytest.mark.parametrize("step", [5, 60])
+def test_a_started_run_cannot_become_a_fork(counted: Path, tmp_path: Path, step: int) -> None:
+    own = make_counter(tmp_path / "own", **{"config.total_steps": 60})
+    if step == 60:
+        own()
+    else:
+        stop_after(own, step)
+    with pytest.raises(InvalidError, match=f"has a run that is no fork, at step {step}"):
         make_counter(tmp_path / "own", **{"config.total_steps": 60}, **fork_of(counted, 40))()
 
 

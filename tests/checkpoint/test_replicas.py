@@ -97,10 +97,13 @@ def open_processes(tmp_path: Path, num_processes: int = 2, blocks=None):
 ABSTRACT = {"a": jax.ShapeDtypeStruct((8,), np.int32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))}
 
 
-def write_state(tmp_path: Path, process: int, step: int, fingerprint: str = "f", attempt: int = 1) -> None:
-    """Write a part of a state by the fast tier itself."""
+def write_state(
+    tmp_path: Path, process: int, step: int, fingerprint: str = "f", attempt: int = 1, is_corrupt: bool = False
+) -> None:
+    """Write a part of a state by the fast tier itself; if it `is_corrupt`, from memory that was wrong by then."""
     block = np.full(8, 10 * step + process, np.int32)
     digest = compute_leaf_digests({"a": jax.device_put(block, ABSTRACT["a"].sharding)})["a"]
+    block = block + is_corrupt
     leaves = {"a": {"shape": [8], "dtype": "int32", "digest": digest}}
     manifest = Manifest(step=step, name=str(step), attempt=attempt, fingerprint=fingerprint, leaves=leaves)
     FastTier(tmp_path / str(process)).write(manifest, {"a": [([0], block)]}, {"rows": b"1"})
@@ -135,7 +138,7 @@ def read_values(parts: list[dict[int, FastPart]], step: int) -> list[int]:
     return [int(own[step].read(ABSTRACT)["a"][0]) for own in parts]
 
 
-def restore(tmp_path: Path, found: list[Replicas]) -> tuple[list, list[dict]]:
+def restore(tmp_path: Path, found: list[Replicas], with_replicas: bool = True) -> tuple[list, list[dict]]:
     """Return what `restore_newest` returns on each process, and the events that process 0 writes."""
     events: list[dict] = []
 
@@ -150,7 +153,8 @@ def restore(tmp_path: Path, found: list[Replicas]) -> tuple[list, list[dict]]:
             fence=SimpleNamespace(check=lambda: None),
             events=SimpleNamespace(append=append),
         )
-        return restore_newest(attempt, replicas._fast_tier, ABSTRACT, lambda *_: True, lambda _: None, replicas)
+        copies = replicas if with_replicas else None
+        return restore_newest(attempt, replicas._fast_tier, ABSTRACT, lambda *_: True, lambda _: None, copies)
 
     with ThreadPoolExecutor(len(found)) as pool:
         return list(pool.map(restore_one, found)), events
@@ -310,6 +314,24 @@ def test_parts_behind_which_a_later_attempt_has_gone_back_do_not_count(tmp_path)
         assert find_complete(list_parts(found, {1: 50, 2: 50})) == {}
 
 
+def write_ledger(directory: Path, events: list[tuple[int, str, int]]) -> None:
+    """Write `events.jsonl` from (attempt, event, step) of each event."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"attempt": attempt, "event": event, "step": step}) for attempt, event, step in events]
+    (directory / "events.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+@pytest.mark.parametrize("with_replicas", [True, False], ids=["replicas", "own_parts"])
+def test_a_restore_ignores_parts_behind_which_a_later_attempt_has_gone_back(with_replicas, tmp_path):
+    write_ledger(tmp_path / "run", [(1, "init", 0), (2, "restore", 50)])
+    with open_processes(tmp_path) as found:
+        for process in (0, 1):
+            for step, attempt in ((60, 2), (100, 1)):
+                write_state(tmp_path, process, step, attempt=attempt)
+        restored, _ = restore(tmp_path, found, with_replicas)
+    assert [each.manifest.step for each in restored] == [60, 60]
+
+
 def test_the_last_steps_of_attempts_follow_from_the_ledger(tmp_path):
     store = LocalStore(tmp_path)
     events = [
@@ -320,8 +342,7 @@ def test_the_last_steps_of_attempts_follow_from_the_ledger(tmp_path):
         (3, "restore", 70),
         (3, "commit", 80),
     ]
-    lines = [json.dumps({"attempt": attempt, "event": event, "step": step}) for attempt, event, step in events]
-    (tmp_path / "events.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    write_ledger(tmp_path, events)
     for step in (70, 80):
         store.write(f"checkpoints/{step}/manifest.json", Manifest(name=str(step), step=step).encode())
     store.write("checkpoints/90/arrays.1/x", b"1")  # of a save that was interrupted
@@ -393,6 +414,28 @@ def test_a_damaged_file_is_read_from_a_replica_if_it_is_intact_there(place, name
         assert [event["rejected"] for event in events] == [7] * (step == 5 and is_listed)
         warnings = re.findall(r"process (\d): 1 files of step 7 .* were damaged", capsys.readouterr().err)
         assert sorted(map(int, warnings)) == fetched * is_listed
+
+
+# By the processes whose part of step 7 was corrupt when it was written, of two that have the same blocks: the restored
+# step, and the processes that read it from the other one.
+CORRUPT_PARTS = {(0,): (7, [0]), (1,): (7, [1]), (0, 1): (5, [])}
+
+
+@pytest.mark.parametrize("corrupt", CORRUPT_PARTS)
+def test_a_part_of_corrupt_memory_is_read_from_a_process_with_the_same_blocks(corrupt, tmp_path, capsys):
+    with open_processes(tmp_path, 2, blocks="xx") as found:
+        for process in (0, 1):
+            for step in (5, 7):
+                # All parts hold the blocks of process 0.
+                write_state(tmp_path / "made", 0, step, is_corrupt=step == 7 and process in corrupt)
+                shutil.move(tmp_path / "made" / "0" / str(step), tmp_path / str(process) / str(step))
+        restored, events = restore(tmp_path, found)
+    step, fetched = CORRUPT_PARTS[corrupt]
+    assert [each.manifest.step for each in restored] == [step] * 2
+    assert [int(each.state["a"][0]) for each in restored] == [10 * step] * 2
+    assert list(restored[0].fetched) == fetched
+    assert [event["rejected"] for event in events] == [7] * (step == 5)
+    assert "the bits of a are not those that were saved" in capsys.readouterr().err
 
 
 def test_any_flipped_bit_of_a_part_is_found(tmp_path):

@@ -276,6 +276,28 @@ def test_a_missing_spec_ends_with_2_and_one_line():
     assert result.stderr.splitlines() == ["specs/none.yaml: cannot read the spec: No such file or directory"]
 
 
+# Environment variable of JAX with which nothing works -> part of the line that says so.
+BAD_VARIABLES = {
+    "JAX_DISABLE_JIT=1": "JAX_DISABLE_JIT is set",
+    "JAX_DEFAULT_MATMUL_PRECISION=nonsense": '"nonsense" for JAX flag jax_default_matmul_precision',
+    "JAX_ENABLE_X64=nonsense": "'nonsense' for environment 'jax_enable_x64'",
+    "JAX_NUM_CPU_DEVICES=nonsense": '"nonsense" for JAX flag jax_num_cpu_devices',
+    "JAX_PLATFORMS=nonsense": "initialize backend 'nonsense'",
+    "XLA_FLAGS=--nonsense=1": "in XLA_FLAGS: --nonsense=1",
+    "XLA_FLAGS=--xla_force_host_platform_device_count=x": "value x for flag",
+}
+
+
+@pytest.mark.parametrize("variable", BAD_VARIABLES)
+def test_a_variable_with_which_jax_does_not_work_ends_with_2_and_one_line(variable, tmp_path):
+    name, value = variable.split("=", 1)
+    result = run("specs/counter.yaml", "--set", f"directory={tmp_path / 'run'}", env=os.environ | {name: value})
+    lines = result.stderr.splitlines()
+    assert (result.returncode, len(lines)) == (2, 1), result.stderr
+    assert BAD_VARIABLES[variable].lower() in lines[0].lower()
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_trainer_without_topology_ends_with_2_and_one_line(tmp_path):
     text = (ROOT / "specs" / "gpt_nano.yaml").read_text().splitlines()
     start = text.index("topology:")

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runner import BaseTrainer
+from runner import BaseTrainer, RestoreableJob
 from runner.errors import InvalidError
 from runner.spec import load_document, load_job_class, validate_spec
 from tests.support.tiny_jobs import ROOT, read_rows
@@ -53,6 +53,23 @@ def test_padding_changes_no_metric(tmp_path: Path) -> None:
         found.append(read_rows(tmp_path / f"{size}")[-1])
     np.testing.assert_allclose(found[0]["val/loss"], found[1]["val/loss"], rtol=1e-5)
     assert found[0]["val/accuracy"] == pytest.approx(found[1]["val/accuracy"], rel=1e-6)
+
+
+# Keys that size an axis of an array, for the jobs that have no such test of their own.
+AXES = [
+    *(("vit_nano", f"config.model.{key}") for key in ("layers", "width", "heads", "patch", "classes")),
+    *(("mae_nano", f"config.model.{key}") for key in ("decoder_layers", "width", "patch", "visible_patches")),
+    *(("clip_nano", f"config.model.{key}") for key in ("image.width", "image.classes", "text_layers", "group")),
+    ("counter", "config.width"),
+]
+
+
+@pytest.mark.parametrize(("name", "key"), AXES)
+def test_a_size_that_no_axis_can_have_is_refused_with_its_key(name: str, key: str) -> None:
+    document = load_document(ROOT / "specs" / f"{name}.yaml", (f"{key}={10**12}",))
+    with pytest.raises(InvalidError, match="2147483648") as caught:
+        load_job_class(document, RestoreableJob)(validate_spec(document), document)
+    assert key.rpartition(".")[2] in str(caught.value)
 
 
 @pytest.mark.parametrize("group", [3, 8])

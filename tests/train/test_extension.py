@@ -1,5 +1,6 @@
 """A spec may change while a run is stopped, as long as no update up to the newest committed step changes."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,45 @@ def test_a_finished_run_is_extended_only_where_its_last_steps_stay(tmp_path: Pat
     job(tmp_path / "wsd")()
     with pytest.raises(InvalidError, match=r"from step 9 on, and step 12 is committed.*wsd before its decay begins"):
         job(tmp_path / "wsd", LONG)()
+
+
+# Steps between two rows, and between two evaluations, of a run that has first ended at step 12.
+CADENCES = {"row at the end": (5, 5), "evaluation at the end": (4, 5), "evaluated": (5, 6), "logged, evaluated": (4, 4)}
+DAILY_CADENCES = ("row at the end", "evaluation at the end")
+
+
+@pytest.mark.parametrize(
+    ("row_steps", "evaluation_steps"),
+    [
+        pytest.param(*cadence, id=name, marks=() if name in DAILY_CADENCES else pytest.mark.soak)
+        for name, cadence in CADENCES.items()
+    ],
+)
+def test_an_extended_run_has_the_rows_of_one_that_had_the_length_from_the_start(
+    tmp_path: Path, row_steps: int, evaluation_steps: int
+) -> None:
+    write_bin(tmp_path / "data.bin", np.random.default_rng(0).integers(256, size=4000))
+    data = {"source": str(tmp_path / "data.bin"), "sequence_length": 16, "validation_fraction": 0.2}
+    changes: dict[str, Any] = {
+        "config.schedule": {"name": "constant"},
+        "config.data": data,
+        "config.eval": {"every_steps": evaluation_steps, "batches": 1},
+        "logging.every_steps": row_steps,
+        "checkpoint.keep_last": 100,
+    }
+    job(tmp_path / "whole", LONG, **changes)()
+    job(tmp_path / "run", **changes)()
+    last = read_trajectory(tmp_path / "run")[-1]
+    assert last["step"] == SHORT
+    assert "val/loss" in last
+    shutil.copytree(tmp_path / "run", tmp_path / "parent")
+    stop_after(job(tmp_path / "run", LONG, **changes), SHORT + 1)
+    job(tmp_path / "run", LONG, **changes)()
+    rows, result = read_outcome(tmp_path / "whole")
+    assert read_outcome(tmp_path / "run") == (rows, result)
+    fork = {"checkpoint.fork_from": {"run": str(tmp_path / "parent"), "step": SHORT}}
+    job(tmp_path / "fork", LONG, **changes, **fork)()
+    assert read_outcome(tmp_path / "fork") == ([row for row in rows if row["step"] > SHORT], result)
 
 
 # Schedule of the saved run, present schedule and total, first step with another learning rate (None: no such step).
