@@ -246,7 +246,6 @@ _OTHER_NAMES = {"v5litepod": "v5e", "trillium": "v6e", "ironwood": "tpu7x", "v7x
 # docs/determinism.md). CPUs and TPUs have no such choice.
 DETERMINISTIC_FLAGS: dict[str, tuple[str, ...]] = {"cpu": (), "tpu": (), "gpu": ("--xla_gpu_deterministic_ops=true",)}
 _GPU_DETERMINISM = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")  # either has XLA do it
-_TPU_FILES = ("accel*", "vfio/*")  # below /dev
 _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # drivers of NVIDIA, of AMD, and of either under WSL
 
 
@@ -262,17 +261,10 @@ def has_gpu(variables: Mapping[str, str]) -> bool:
     return any(Path(file).exists() for file in _GPU_FILES)
 
 
-def has_accelerator(variables: Mapping[str, str]) -> bool:
-    """Return True if JAX might run on a TPU or GPU here, as far as that is known without starting it."""
-    if variables.get("JAX_PLATFORMS") == "cpu":
-        return False
-    return has_gpu(variables) or any(next(Path("/dev").glob(name), None) for name in _TPU_FILES)
-
-
-def explain_backend_error(error: RuntimeError) -> str | None:
-    """Return one line about a platform in `JAX_PLATFORMS` that JAX cannot start; None for any other error."""
+def explain_unknown_platform(error: RuntimeError) -> str | None:
+    """Return one line about a platform in `JAX_PLATFORMS` that JAX does not know; None for any other error."""
     line = str(error).split("\n", 1)[0]
-    return f"environment: {line[:500]}" if line.startswith("Unable to initialize backend") else None
+    return f"environment: {line[:500]}" if "is not in the list of known backends" in line else None
 
 
 def add_deterministic_flags(variables: MutableMapping[str, str]) -> None:

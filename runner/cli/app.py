@@ -1,18 +1,15 @@
 """The command line of `python -m runner`: its commands, their help and exit codes, and `main`."""
 
 import contextlib
-import functools
 import importlib
 import os
-import re
 import signal
-import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from runner.accelerator import explain_backend_error, has_accelerator
+from runner.accelerator import explain_unknown_platform
 from runner.cli import arguments as declared
 from runner.command_line import CommandLine
 from runner.console import finish_output, protect_streams, warn
@@ -29,9 +26,6 @@ from runner.errors import (
 )
 from runner.process import STANDBY_VARIABLE
 
-# Flags of `XLA_FLAGS` that every XLA knows.
-_KNOWN_FLAGS = re.compile(r"--xla_force_host_platform_device_count=\d+|--xla_dump_to=.*")
-_FLAG_PROBLEM = re.compile(r"Unknown flags? in XLA_FLAGS: .*|Couldn't interpret value .*")
 _RUN = "SPEC"  # placeholder in the list of commands: a command line that names no command names a spec
 _READ_EXIT_CODES = (
     "0 done; 2 invalid command line or spec, or no such run; 76 the storage cannot be reached, or the output "
@@ -227,7 +221,7 @@ def main(words: Sequence[str], clock: Clock | None = None) -> int:
         warn(str(error_from_exit(error)))
         return EXIT_FAILED
     except RuntimeError as error:
-        if (reason := explain_backend_error(error)) is None:
+        if (reason := explain_unknown_platform(error)) is None:
             raise
         warn(reason)
         return EXIT_INVALID
@@ -261,25 +255,8 @@ def _import(module: str) -> Any:
         if not str(frame.f_globals.get("__name__")).startswith("jax."):
             raise
         raise InvalidError(f"environment: {error}; correct that variable, or unset it") from error
-    if "jax" in sys.modules:
-        validate_jax_variables()
-    return found
-
-
-@functools.cache
-def validate_jax_variables() -> None:
-    """Raise `InvalidError` for environment variables with which nothing works. Called once jax is imported."""
-    if sys.modules["jax"].config.jax_disable_jit:
+    if "jax" in sys.modules and sys.modules["jax"].config.jax_disable_jit:
         raise InvalidError(
             "environment: JAX_DISABLE_JIT is set, and the runner compiles its programs ahead of time; unset it"
         )
-    # An unknown flag would end the process when JAX starts, with 1, and with a list of all flags if a value is wrong.
-    # XLA tells only in this way what it knows. It is tried on a CPU alone: a device may belong to one process.
-    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not _KNOWN_FLAGS.fullmatch(flag)]
-    if not flags or has_accelerator(os.environ):
-        return
-    program = [sys.executable, "-c", "import jax; jax.devices()"]
-    variables = os.environ | {"JAX_PLATFORMS": "cpu"}
-    result = subprocess.run(program, env=variables, capture_output=True, text=True, errors="replace", check=False)
-    if result.returncode and (reason := _FLAG_PROBLEM.search(result.stderr)):
-        raise InvalidError(f"environment: XLA_FLAGS: {reason[0].strip()}; correct it, or unset XLA_FLAGS")
+    return found

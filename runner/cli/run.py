@@ -14,7 +14,7 @@ import sys
 import traceback
 from types import TracebackType
 
-from runner.accelerator import add_deterministic_flags, explain_backend_error
+from runner.accelerator import add_deterministic_flags, explain_unknown_platform
 from runner.cli.arguments import JobArguments
 from runner.console import configure_console, warn
 from runner.distributed import preemption
@@ -95,7 +95,7 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
             end_process(code)
     except RuntimeError as error:
         # The first use of a device is in the job. Any other error is a bug.
-        if (reason := explain_backend_error(error)) is None:
+        if (reason := explain_unknown_platform(error)) is None:
             raise
         warn(reason)
         code = EXIT_INVALID
