@@ -410,7 +410,8 @@ class PretrainGPT(BaseTrainer):
         """Return the summed cross entropy; with a key each example has its own dropout and noise."""
         # Validation passes no key, and so has neither dropout nor noise, but the accuracy.
         is_training = key is not None
-        rngs = make_rounding_keys(cls.config.precision, key)
+        # A class that belongs to no job, as in a program that only calls this method, has no configuration.
+        rngs = make_rounding_keys(cls.config.precision, key) if hasattr(cls, "config") else {}
         if key is not None:
             rngs["dropout"] = key
         targets = batch["y"], target_weights(batch)
