@@ -317,7 +317,7 @@ def open_fast_tier(
     try:
         copied_bytes = sum(gathered[owner][0] for owner in owners)
         problem = fast_tier.find_space_problem(part_bytes, copied_bytes, bool(holders[hosts.process_id]))
-        (directory / _HOST_FILE).write_text(host)
+        LocalStore(directory).write(_HOST_FILE, host.encode())
     except OSError as error:
         problem = f"cannot be written: {error}"
     # The message is gathered, so that all hosts end together and none waits for one that has gone.
@@ -347,7 +347,7 @@ def _clear_former_parts(directory: Path, host: str, own: set[str], copies: Path 
             if parse_number(path.name) is None or path.name in own:
                 continue
             with contextlib.suppress(OSError, ValueError):
-                if (path / _HOST_FILE).read_text() != host:
+                if LocalStore(path).read(_HOST_FILE).decode() != host:
                     continue
                 if copies is not None:
                     former = path / _COPIES

@@ -3,9 +3,11 @@
 import contextlib
 import io
 import json
+import os
 import re
 import shutil
 import socket
+import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -594,3 +596,16 @@ def test_a_host_offers_the_parts_that_it_had_under_another_number(tmp_path):
     # Without replicas copies would only take space.
     open_fast_tier(tmp_path / "0", Hosts.single_process(), {})
     assert not copies.exists()
+
+
+def test_a_pipe_in_the_place_of_the_file_with_the_host_keeps_no_start_waiting(tmp_path):
+    for process in ("0", "1"):
+        (tmp_path / process).mkdir()
+        os.mkfifo(tmp_path / process / "host")
+    arguments = (tmp_path / "0", Hosts.single_process(), {})
+    thread = threading.Thread(target=open_fast_tier, args=arguments, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert (tmp_path / "0" / "host").read_text() == socket.gethostname()
+    assert (tmp_path / "1" / "host").exists()
