@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
-from experiments.model.config import validate_axes
+from experiments.model.config import SizedConfig
 from experiments.vit import EncoderLayer, Patterns, VisionTransformer, ViTConfig
 from runner import BaseTrainer
-from runner.config import ModelConfig, TrainerConfig
+from runner.config import TrainerConfig
 from runner.errors import InvalidError
 from runner.train.step import Batch
 
@@ -35,17 +35,12 @@ class CaptionedPatterns(Patterns):
         return {"image": found["image"], "caption": np.frombuffer(text, np.uint8)}
 
 
-class CLIPConfig(ModelConfig):
+class CLIPConfig(SizedConfig):
     """Architecture of the two encoders."""
 
     image: ViTConfig = Field(description="Encoder of images; `classes` is the width of the shared space.")
     text_layers: PositiveInt = Field(description="Layers of the encoder of captions.")
     group: PositiveInt = Field(description="Examples among which a caption is found; divides a micro-batch.")
-
-    @model_validator(mode="after")
-    def _validate_axes(self) -> "CLIPConfig":
-        validate_axes(self)
-        return self
 
 
 class DualEncoder(nn.Module):

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
-from experiments.model.config import validate_axes
+from experiments.model.config import SizedConfig
 from experiments.vit import EncoderLayer, Patterns
 from runner import BaseTrainer
-from runner.config import ModelConfig, TrainerConfig
+from runner.config import TrainerConfig
 from runner.train.step import Batch
 
 
@@ -27,7 +27,7 @@ class UnlabelledPatterns(Patterns):
         return {"image": super().__getitem__(index)["image"]}
 
 
-class MAEConfig(ModelConfig):
+class MAEConfig(SizedConfig):
     """Architecture of a masked autoencoder."""
 
     layers: PositiveInt = Field(description="Layers of the encoder.")
@@ -36,11 +36,6 @@ class MAEConfig(ModelConfig):
     heads: PositiveInt = Field(description="Attention heads; divides width.")
     patch: PositiveInt = Field(description="Width of a square patch in pixels; divides the size of an image.")
     visible_patches: PositiveInt = Field(description="Patches of an image that the encoder sees.")
-
-    @model_validator(mode="after")
-    def _validate_axes(self) -> "MAEConfig":
-        validate_axes(self)
-        return self
 
 
 def split_patches(image_BxHxWx1: jax.Array, patch: int) -> jax.Array:

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import DTypeLike
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 from experiments.model import with_axes
-from experiments.model.config import validate_axes
+from experiments.model.config import SizedConfig
 from runner import BaseTrainer
-from runner.config import ModelConfig, TrainerConfig
+from runner.config import TrainerConfig
 from runner.train.step import Batch
 
 
@@ -45,7 +45,7 @@ class Patterns:
         return {"image": image[..., None].astype(np.float32), "label": label}
 
 
-class ViTConfig(ModelConfig):
+class ViTConfig(SizedConfig):
     """Architecture of a vision transformer."""
 
     layers: PositiveInt = Field(description="Transformer layers.")
@@ -53,11 +53,6 @@ class ViTConfig(ModelConfig):
     heads: PositiveInt = Field(description="Attention heads; divides width.")
     patch: PositiveInt = Field(description="Width of a square patch in pixels; divides the size of an image.")
     classes: PositiveInt = Field(description="Classes.")
-
-    @model_validator(mode="after")
-    def _validate_axes(self) -> "ViTConfig":
-        validate_axes(self)
-        return self
 
 
 class EncoderLayer(nn.Module):

@@ -20,7 +20,7 @@ A step of weight decay on a hidden matrix is not divided by m, as in the paper's
 
 import math
 from collections import Counter
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
     ConfigDict,
@@ -61,6 +61,15 @@ def validate_axes(section: FrozenModel, prefix: str = "") -> None:
             validate_axes(value, f"{prefix}{key}.")
         elif isinstance(value, int) and value >= AXIS_LIMIT:
             raise ValueError(f"{prefix}{key}={value} is too large; needs less than {AXIS_LIMIT}")
+
+
+class SizedConfig(ModelConfig):
+    """Keys of a model whose numbers are all sizes of axes."""
+
+    @model_validator(mode="after")
+    def _validate_axes(self) -> Self:
+        validate_axes(self)
+        return self
 
 
 class WidthScaledConfig(ModelConfig):
