@@ -11,8 +11,9 @@ tpu7x; v4 multiplies int8 as fast as bfloat16, so it has none here. Names are th
 versions" (same documentation) and libtpu.
 """
 
+import contextlib
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -261,10 +262,16 @@ def has_gpu(variables: Mapping[str, str]) -> bool:
     return any(Path(file).exists() for file in _GPU_FILES)
 
 
-def explain_unknown_platform(error: RuntimeError) -> str | None:
-    """Return one line about a platform in `JAX_PLATFORMS` that JAX does not know; None for any other error."""
-    line = str(error).split("\n", 1)[0]
-    return f"environment: {line[:500]}" if "is not in the list of known backends" in line else None
+@contextlib.contextmanager
+def platform_errors() -> Iterator[None]:
+    """Raise `InvalidError` instead of JAX's error about a platform in `JAX_PLATFORMS` that it does not know."""
+    try:
+        yield
+    except RuntimeError as error:
+        line = str(error).split("\n", 1)[0]
+        if "is not in the list of known backends" not in line:
+            raise
+        raise InvalidError(f"environment: {line[:500]}") from error
 
 
 def add_deterministic_flags(variables: MutableMapping[str, str]) -> None:

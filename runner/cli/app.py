@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from runner.accelerator import explain_unknown_platform
+from runner.accelerator import platform_errors
 from runner.cli import arguments as declared
 from runner.command_line import CommandLine
 from runner.console import finish_output, protect_streams, warn
@@ -206,11 +206,12 @@ def main(words: Sequence[str], clock: Clock | None = None) -> int:
         warn(str(error))
         return error.exit_code
     try:
-        if isinstance(arguments, declared.JobArguments):
-            _run_job(arguments, stop, clock)
-            return EXIT_DONE
-        stop.interrupt_command()
-        return _carry_out(arguments)
+        with platform_errors():
+            if isinstance(arguments, declared.JobArguments):
+                _run_job(arguments, stop, clock)
+                return EXIT_DONE
+            stop.interrupt_command()
+            return _carry_out(arguments)
     except KeyboardInterrupt as interrupt:
         # At once, since threads of libraries may still be at work.
         end_process(EXIT_PREEMPTED, str(interrupt))
@@ -220,11 +221,6 @@ def main(words: Sequence[str], clock: Clock | None = None) -> int:
     except SystemExit as error:  # raised by the job's own code
         warn(str(error_from_exit(error)))
         return EXIT_FAILED
-    except RuntimeError as error:
-        if (reason := explain_unknown_platform(error)) is None:
-            raise
-        warn(reason)
-        return EXIT_INVALID
 
 
 def _carry_out(arguments: object) -> int:

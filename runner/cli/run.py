@@ -14,22 +14,14 @@ import sys
 import traceback
 from types import TracebackType
 
-from runner.accelerator import add_deterministic_flags, explain_unknown_platform
+from runner.accelerator import add_deterministic_flags, platform_errors
 from runner.cli.arguments import JobArguments
 from runner.console import configure_console, warn
 from runner.distributed import preemption
 from runner.distributed.clock import Clock, TimeCategory
 from runner.distributed.preemption import StopNotice, end_process
 from runner.distributed.rendezvous import Placement, detect_placement, join_job
-from runner.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_INVALID,
-    EXIT_RETRYABLE,
-    PeerLostError,
-    RunnerError,
-    error_from_exit,
-)
+from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_RETRYABLE, PeerLostError, RunnerError, error_from_exit
 from runner.job import RestoreableJob
 from runner.run.logs import drain_log_file, install_log_file
 from runner.run.membership import Membership
@@ -85,7 +77,8 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
     # From here on every way out must name a code to the peers, which otherwise wait for this process.
     code = EXIT_DONE
     try:
-        job(hosts, stop, clock)
+        with platform_errors():  # the first use of a device is in the job
+            job(hosts, stop, clock)
     except RunnerError as error:
         warn(str(error))
         code = error.exit_code
@@ -93,12 +86,6 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
             # `hosts.leave` would wait for the lost peer.
             drain_log_file()
             end_process(code)
-    except RuntimeError as error:
-        # The first use of a device is in the job. Any other error is a bug.
-        if (reason := explain_unknown_platform(error)) is None:
-            raise
-        warn(reason)
-        code = EXIT_INVALID
     except SystemExit as error:
         # `sys.exit` in the job's own code is a failure, whatever its code: a scheduler would take the code for the
         # job's.
