@@ -477,8 +477,7 @@ def _attend_on_tpu(
         )
 
         # Arrays that are head-major in memory already are not moved by this transpose; for others it becomes a part of
-        # the matmul that makes them.
-        # The reshape of packed heads moves nothing either.
+        # the matmul that makes them. The reshape of packed heads moves nothing either.
         def reorder(x: jax.Array) -> jax.Array:
             return x.transpose(0, 2, 1, 3) if packed_head is None else x.reshape(*x.shape[:2], -1)
 

@@ -132,9 +132,8 @@ class Attention(nn.Module):
         config, (B, T, D) = self.config, x_BxTxD.shape
         N, K = config.heads, config.get_key_heads(self.kind)
         validate_head_sharding(N)
-        # A norm of each head, or a sink, needs heads in an axis of their own.
-        needs_heads = config.query_key_norm == "head" or config.attention_sinks
-        is_packed = not needs_heads and packs_heads(N, K, config.get_head_size(self.kind))
+        # The condition of `fused_attention`: other arrays would be copied before its kernel and after it.
+        is_packed = not config.attention_sinks and packs_heads(N, K, config.get_head_size(self.kind))
         # Flattened once for the three projections, so that the backward pass keeps one copy and not three.
         x_BTxD = flatten_tokens(gather_stream(x_BxTxD))
         q_BxTxNxH, gate_BxTxNxH = self._heads("query", N, x_BTxD, (B, T), is_packed)
