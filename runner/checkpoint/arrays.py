@@ -1,20 +1,26 @@
-"""Writers and readers of the arrays of a checkpoint: through Orbax on a disk, as pieces (`blocks`) in a bucket.
+"""Writer and reader of the arrays of a checkpoint.
 
-A writer copies the arrays off the device and returns a function that finishes the write in the background. Orbax writes
-to a disk that all hosts share. For a bucket, each process writes its pieces to its own disk and then uploads them, in
-parallel. The manifest of a checkpoint that was written as pieces has the key `shards`; any other was written by Orbax.
+Every process writes its shards into files of its own (`blocks.write_packs`): `<arrays>/<process>.<n>.bin`, and the
+table of what is in them, `<arrays>/<process>.json`. On a disk that all hosts share it writes them in place; for a
+bucket it writes them to its own disk and uploads them, in parallel. The arrays are copied off the device first, and
+the rest happens in the background.
 
-Readers load whole states, single leaves, or what a first save reads back. They claim no attempt and change no file.
+Nothing is committed before it was read back. When the parts of all processes are durable, each process reads the files
+of another one, so that a directory which the hosts do not share is found. On a disk it reads every byte. In a bucket
+it compares the digest that the service reports, and reads a rotating share of the files in full. In the first save of
+an attempt each process also reads all that it would need for a restore, and compares the bits with those on its
+devices.
+
+Before format 2 a checkpoint on a disk was written by Orbax, as zarr arrays in an OCDBT database, and one in a bucket
+as one file for each piece of a shard. Both are still read. Readers claim no attempt and change no file.
 """
 
 import contextlib
-import functools
-import re
 import shutil
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,41 +28,76 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import tensorstore
 from jax.sharding import SingleDeviceSharding
 
 from runner.checkpoint import blocks, fingerprint
-from runner.checkpoint.blocks import Blocks, BlockTable, copy_to_host, write_blocks
+from runner.checkpoint.blocks import Blocks, BlockTable, Index, Shards, copy_to_host, write_packs
 from runner.checkpoint.leaves import Leaves, decode_leaves, encode_leaves, parse_dtype
-from runner.checkpoint.manifest import Files, Manifest, ShardRecord
+from runner.checkpoint.manifest import FORMAT, INDEX_KEYS, Files, Manifest, parse_manifest, seal, validate_files
 from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
 from runner.errors import PeerLostError, format_error
-from runner.storage import JsonObject, LocalStore, Store, default_cache_directory
-from runner.storage.store import translate_errors
+from runner.storage import (
+    JsonObject,
+    LocalStore,
+    Store,
+    as_local,
+    compute_crc32c,
+    default_cache_directory,
+    validate_record,
+)
+from runner.storage.store import make_directory, translate_errors
 
 NUM_UPLOADS = 8
 GROUP_BYTES = 1 << 30  # of the leaves that are read at a time
+READ_BACK_SHARE = 8  # of so many files in a bucket, one is read in full before a commit, another one each time
 # Errors of a write that fails. They cost one save; anything else is a bug and ends the run.
 WRITE_ERRORS = (OSError, ValueError, RuntimeError)
 _CACHE_BYTES = 64 << 20  # without a cache, the table of contents is read again for every block
+_EXTRA_SECONDS = 10.0  # for which process 0 outlasts the deadline of the slowest write, to report that failure
 
 
 @dataclass(frozen=True)
 class WriteResult:
-    """Values of the manifest's keys `files` and `shards` for the arrays that a writer has written."""
+    """Values of keys of the manifest for the arrays that a writer has written. They count on process 0 only."""
 
     files: Files = field(default_factory=dict)
-    shards: dict[str, list[ShardRecord]] | None = None
+    indexes: list[str] = field(default_factory=list)
+    read_back: bool = False
 
 
-class ArrayWriter(Protocol):
-    """Writer of arrays below one name of a store. Made and called on every host."""
+# Checks the bits of a checkpoint that can be read but is not committed. Raises `ValueError` or `OSError`.
+BitsCheck = Callable[["ArrayReader"], None]
 
-    def start(
-        self, target: str, leaves: dict[str, jax.Array], error: Exception | None = None
-    ) -> Callable[[float], WriteResult]:
+
+class FinishWrite(Protocol):
+    """Function that finishes a write. Called on every host, on any thread."""
+
+    def __call__(self, deadline_seconds: float, check: BitsCheck | None = None) -> WriteResult:
+        """Block until the parts of all hosts are durable and were read back. May raise one of `WRITE_ERRORS`.
+
+        Args:
+            deadline_seconds: time for the parts to be durable.
+            check: check of the bits, in the first save of an attempt.
+        """
+
+
+class ArrayWriter:
+    """Writer of arrays below one name of a store. Made and called on every host.
+
+    Args:
+        store: the run's directory.
+        hosts: processes of this job.
+        staging: directory on this host's own disk for files that are uploaded; it is deleted in the end.
+    """
+
+    def __init__(self, store: Store, hosts: Hosts, staging: Path):
+        self._store, self._hosts, self._staging = store, hosts, staging
+        self._num_saves = 0
+        self._failed: set[str] = set()  # targets of failed writes that were not written since
+
+    def start(self, target: str, leaves: dict[str, jax.Array], error: Exception | None = None) -> FinishWrite:
         """Start writing `leaves` below `target`. The arrays may be donated when this returns. Any thread.
 
         Raises none of `WRITE_ERRORS`: process 0 waits for the part of every host, and must learn that there is none.
@@ -65,156 +106,158 @@ class ArrayWriter(Protocol):
             target: name of a directory.
             leaves: the arrays by name.
             error: one of `WRITE_ERRORS`, with which this host has failed already; then nothing is written.
-
-        Returns:
-            A function of a deadline in seconds that blocks until the parts of all hosts are durable. Called on every
-            host, on any thread. Its result counts on process 0 only. It may raise one of `WRITE_ERRORS`.
         """
-
-    def discard(self, target: str) -> None:
-        """Delete what a failed write has left. Called on every host; only process 0 touches shared files."""
-
-    def close(self) -> None:
-        """Stop the background threads, and delete temporary files."""
-
-
-class OrbaxWriter:
-    """Writer through Orbax, on a disk that all hosts share."""
-
-    def __init__(self, store: Store, hosts: Hosts):
-        assert isinstance(store, LocalStore), "orbax writes to a disk"
-        self._store, self._root, self._hosts = store, store.root, hosts
-        self._orbax = _make_orbax(hosts)
-        self._num_saves = 0
-        self._failed: set[str] = set()  # targets of failed writes that were not written since
-
-    def start(
-        self, target: str, leaves: dict[str, jax.Array], error: Exception | None = None
-    ) -> Callable[[float], WriteResult]:
-        """Copy the arrays out of the devices; Orbax writes them in the background."""
-        self._delete_failed()
+        # All hosts save the same steps in the same order, so the number of the save gives them the same keys.
+        self._num_saves += 1
+        number, blocks = self._num_saves, Blocks()
         self._failed.discard(target)
-        self._num_saves += 1
-        key = key_value.save_folder(self._num_saves)
-        try:
-            if error is None:
-                self._orbax.save(self._root / target, args=ocp.args.PyTreeSave(leaves), force=True)
-        except WRITE_ERRORS as caught:
-            error = caught
-        return lambda deadline_seconds: self._finish(target, key, deadline_seconds, error)
-
-    def _finish(self, target: str, key: str, deadline_seconds: float, error: Exception | None) -> WriteResult:
-        started = time.monotonic()
-        try:
-            if error is not None:
-                raise error
-            self._orbax.wait_until_finished()
-            # Orbax flushes the data files and not the small ones beside them, such as `_METADATA`, nor the directories.
-            # On a network disk a host can flush only what it has written itself.
-            if not self._hosts.is_main:
-                own = re.compile(rf"(.*\.)?process_{self._hosts.process_id}")
-                self._store.flush_tree(target, lambda name: any(map(own.fullmatch, name.split("/"))))
-        except WRITE_ERRORS as caught:
-            error = caught
-        _collect_parts(self._hosts, key, {}, error, deadline_seconds - (time.monotonic() - started))
-        if not self._hosts.is_main:
-            return WriteResult()
-        self._store.flush_tree(target)
-        # Orbax reports no sizes or digests, so process 0 reads all files once. They are still in the page cache.
-        arrays = target.rpartition("/")[2]
-        sizes = self._store.list_sizes(target)
-        return WriteResult(
-            {f"{arrays}/{name}": [size, self._store.compute_digest(f"{target}/{name}")] for name, size in sizes.items()}
-        )
-
-    def discard(self, target: str) -> None:
-        """Delete what a failed write has left, now and again before the next write."""
-        self._orbax = _make_orbax(self._hosts)  # the old one would raise the same error again at the next save
-        self._failed.add(target)
-        self._delete_failed()
-
-    def _delete_failed(self) -> None:
-        # After its first failure Orbax returns while other threads of it still write. The files that they leave are
-        # deleted when the next save starts, or in `close`.
-        if not self._hosts.is_main:
-            return
-        for path in (self._root / target for target in self._failed):
-            with contextlib.suppress(OSError):  # a directory that cannot be deleted stays until the next attempt
-                for leftover in path.parent.glob(f"{path.name}*"):
-                    shutil.rmtree(leftover, ignore_errors=True)
-                path.parent.rmdir()
-
-    def close(self) -> None:
-        """Stop the threads of Orbax."""
-        self._orbax.close()
-        self._delete_failed()
-
-
-def _make_orbax(hosts: Hosts) -> ocp.AsyncCheckpointer:
-    # With explicit `active_processes` Orbax synchronizes through the coordinator. By default it uses collectives, which
-    # a background thread would interleave with those of the train step.
-    processes = ocp.options.MultiprocessingOptions(active_processes=set(range(hosts.num_processes)))
-    # Compression takes seconds of CPU time that training needs, and weights hardly compress.
-    handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=processes)
-    return ocp.AsyncCheckpointer(handler, multiprocessing_options=processes)
-
-
-class BlockWriter:
-    """Writer of pieces into a bucket, by way of files on this host's own disk."""
-
-    def __init__(self, store: Store, hosts: Hosts, staging: Path):
-        self._store, self._hosts = store, hosts
-        self._staging = staging
-        self._num_saves = 0
-
-    def start(
-        self, target: str, leaves: dict[str, jax.Array], error: Exception | None = None
-    ) -> Callable[[float], WriteResult]:
-        """Copy this process's shards to host memory; they are written and uploaded in the background."""
-        # All hosts save the same steps in the same order, so the number of the save gives them the same key.
-        self._num_saves += 1
-        key, blocks = key_value.save_folder(self._num_saves), Blocks()
         try:
             if error is None:
                 blocks = copy_to_host(leaves)
         except WRITE_ERRORS as caught:
             error = caught
-        return lambda deadline_seconds: self._finish(target, blocks, key, deadline_seconds, error)
+        sizes = {name: leaf.size for name, leaf in leaves.items()}
 
-    def _finish(
-        self, target: str, blocks: Blocks, key: str, deadline_seconds: float, error: Exception | None
-    ) -> WriteResult:
-        started = time.monotonic()
-        directory, _, arrays = target.rpartition("/")
-        table = BlockTable()
+        def finish(deadline_seconds: float, check: BitsCheck | None = None) -> WriteResult:
+            deadline = time.monotonic() + deadline_seconds
+            parts = self._finish_part(number, target, blocks, sizes, deadline, error)
+            return self._read_back(number, target, parts, deadline, check)
+
+        return finish
+
+    def _finish_part(
+        self,
+        number: int,
+        target: str,
+        blocks: Blocks,
+        sizes: Mapping[str, int],
+        deadline: float,
+        error: Exception | None,
+    ) -> list[JsonObject]:
+        """Write the part of this process, and wait until all parts are durable; return all of them on process 0."""
+        message: JsonObject = {}
         try:
             if error is not None:
                 raise error
-            self._staging.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self._staging) as temporary:
-                table = write_blocks(Path(temporary), f"{arrays}/{self._hosts.process_id}", blocks)
-                blocks.clear()  # frees the host's memory before the upload, which may take minutes
-                _upload(self._store, Path(temporary), directory, table, deadline_seconds)
+            message = self._write_part(target, blocks, deadline)
         except WRITE_ERRORS as caught:
             error = caught
-        message = {"files": table.files, "shards": table.shards}
-        left_seconds = deadline_seconds - (time.monotonic() - started)
-        messages = _collect_parts(self._hosts, key, message, error, left_seconds)
-        merged = BlockTable()
-        for part in messages:
-            merged.add(BlockTable(part["files"], part["shards"]))
-        return WriteResult(merged.files, merged.shards)
+        blocks.clear()  # frees the host's memory
+        folder = key_value.save_folder(number, "written")
+        parts: list[JsonObject] = []
+        try:
+            parts = _collect(self._hosts, folder, message, error, deadline)
+            if self._hosts.is_main:
+                _validate_coverage(parts, sizes)
+        except WRITE_ERRORS as caught:
+            error = caught
+        # The others read what all have written, so they must know that all is there.
+        if self._hosts.num_processes > 1 and (self._hosts.is_main or error is None):
+            reason = self._announce(number, None if error is None else format_error(error), deadline)
+            error = error or (None if reason is None else OSError(reason))
+        if error is not None:
+            raise error
+        return parts
+
+    def _announce(self, number: int, reason: str | None, deadline: float) -> str | None:
+        """Return on every process the reason of process 0 why a save has failed; None if it goes on."""
+        store = self._hosts.store
+        if self._hosts.is_main:
+            store.set(key_value.save_outcome_key(number), reason)
+            # Every process has passed that save: it takes part in the steps between two saves.
+            store.delete(key_value.save_outcome_key(number - 2))
+            return reason
+        left_seconds = max(deadline - time.monotonic(), 1.0) + 2 * _EXTRA_SECONDS
+        found: str | None = store.get(key_value.save_outcome_key(number), left_seconds, "the parts of all processes")
+        return found
+
+    def _write_part(self, target: str, blocks: Blocks, deadline: float) -> JsonObject:
+        """Write this process's files durably; return the message about them for process 0."""
+        directory, _, arrays = target.rpartition("/")
+        process = self._hosts.process_id
+        index = f"{arrays}/{process}.json"
+        elements = {name: sum(block.size for _, block in own) for name, own in blocks.items()}
+
+        def write(top: Path) -> BlockTable:
+            with translate_errors(top / arrays):
+                # The directory is made before anything is written and never again: when a newer attempt has renamed it,
+                # what follows must fail.
+                make_directory(top / arrays)
+                table = write_packs(top, f"{arrays}/{process}", blocks)
+                blocks.clear()
+                content = encode_index(table)
+                (top / index).unlink(missing_ok=True)
+                with (top / index).open("xb") as file:
+                    file.write(content)
+                table.files[index] = [len(content), compute_crc32c(content)]
+                return table
+
+        if isinstance(self._store, LocalStore):
+            table = write(self._store.root / directory)
+            # On a network disk a host can flush only what it has written itself.
+            self._store.flush_tree(target, lambda name: name.partition(".")[0] == str(process))
+        else:
+            self._staging.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self._staging) as temporary:
+                table = write(Path(temporary))
+                _upload(self._store, Path(temporary), directory, table.files, deadline)
+        return {"index": index, "files": table.files, "elements": elements}
+
+    def _read_back(
+        self, number: int, target: str, parts: list[JsonObject], deadline: float, check: BitsCheck | None
+    ) -> WriteResult:
+        """Read the files of another process back, and on process 0 wait until all processes have done so."""
+        hosts, (directory, _, arrays) = self._hosts, target.rpartition("/")
+        indexes = [f"{arrays}/{process}.json" for process in range(hosts.num_processes)]
+        error: Exception | None = None
+        try:
+            # Another process each time, and itself only if it is alone.
+            other = (hosts.process_id + 1 + number % max(hosts.num_processes - 1, 1)) % hosts.num_processes
+            is_full = check is not None or self._store.root is not None
+            for problem in find_read_back_problems(self._store, directory, indexes[other], number, is_full):
+                hint = "" if other == hosts.process_id else f", which process {other} has written"
+                shared = "" if not hint or self._store.root is None else "; all hosts must share `directory`"
+                raise OSError(f"process {hosts.process_id} cannot read back {problem}{hint}{shared}")
+            if check is not None:
+                check(ArrayReader(self._store, directory, indexes))
+        except WRITE_ERRORS as caught:
+            error = caught
+        _collect(hosts, key_value.save_folder(number, "read"), {}, error, deadline)
+        files = {name: entry for part in parts for name, entry in part.get("files", {}).items()}
+        return WriteResult(files, indexes, is_full)
 
     def discard(self, target: str) -> None:
-        """Do nothing: uploaded pieces stay until the next attempt or retention deletes them."""
+        """Delete what a failed write has left of this process. Uploaded files stay until the next attempt."""
+        if not isinstance(self._store, LocalStore):
+            return
+        self._failed.add(target)
+        # Other processes may still write, each its own files, which they delete themselves.
+        with contextlib.suppress(OSError):  # what cannot be deleted stays until the next attempt
+            for name in self._store.list_names(target):
+                if name.partition(".")[0] == str(self._hosts.process_id):
+                    self._store.remove(f"{target}/{name}")
+            for path in (self._store.root / target, (self._store.root / target).parent):
+                path.rmdir()
 
     def close(self) -> None:
-        """Delete the temporary files."""
+        """Delete the temporary files, and on process 0 what processes that ended have left of failed writes."""
         shutil.rmtree(self._staging, ignore_errors=True)
+        if self._hosts.is_main and isinstance(self._store, LocalStore):
+            for target in self._failed:
+                with contextlib.suppress(OSError):
+                    self._store.remove_tree(target)
+                    (self._store.root / target).parent.rmdir()
 
 
-def _collect_parts(
-    hosts: Hosts, key: str, message: JsonObject, error: Exception | None, left_seconds: float
+def make_writer(store: Store, hosts: Hosts, run_id: str) -> ArrayWriter:
+    """Return the writer for a store. Called on every host."""
+    staging = default_cache_directory() / "staging" / f"{run_id}.{hosts.process_id}"
+    shutil.rmtree(staging, ignore_errors=True)  # files of an attempt that was killed
+    return ArrayWriter(store, hosts, staging)
+
+
+def _collect(
+    hosts: Hosts, folder: str, message: JsonObject, error: Exception | None, deadline: float
 ) -> list[JsonObject]:
     """Send the message of this process to process 0; return the messages of all there. Called on every host.
 
@@ -225,45 +268,273 @@ def _collect_parts(
         # The others cannot change the outcome, so they are not waited for. Their messages are deleted with those of the
         # next save.
         with contextlib.suppress(PeerLostError):
-            hosts.collect(key, message, 0.0)
+            hosts.collect(folder, message, 0.0)
         raise error
     if error is not None:
         message = {"error": f"process {hosts.process_id}: {format_error(error)}"}
-    # Process 0 must outlast the deadline of the slowest write, to report that failure and not a missing message.
-    messages = hosts.collect(key, message, max(left_seconds, 1.0) + 10)
+    messages = hosts.collect(folder, message, max(deadline - time.monotonic(), 1.0) + _EXTRA_SECONDS)
     for part in messages:
         if "error" in part:
             raise OSError(part["error"]) from error
     return messages
 
 
-def _upload(store: Store, source: Path, directory: str, table: BlockTable, deadline_seconds: float) -> None:
-    """Upload the files of `table` from below `source` to the same names below `directory`, in parallel."""
-    started = time.monotonic()
+def _validate_coverage(parts: list[JsonObject], sizes: Mapping[str, int]) -> None:
+    """Raise `ValueError` unless the shards of all processes hold each element of every leaf once."""
+    for name, size in sizes.items():
+        if (written := sum(part["elements"].get(name, 0) for part in parts)) != size:
+            raise ValueError(f"the processes have written {written} of the {size} elements of {name}")
+
+
+def _upload(store: Store, source: Path, directory: str, names: Iterable[str], deadline: float) -> None:
+    """Upload files from below `source` to the same names below `directory`, in parallel."""
 
     def send(name: str) -> None:
-        left_seconds = deadline_seconds - (time.monotonic() - started)
-        store.upload(source / name, f"{directory}/{name}", max(left_seconds, 0.0))
+        store.upload(source / name, f"{directory}/{name}", max(deadline - time.monotonic(), 0.0))
 
     with ThreadPoolExecutor(NUM_UPLOADS, thread_name_prefix="upload") as pool:
         try:
-            list(pool.map(send, table.files))
+            list(pool.map(send, names))
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def make_writer(store: Store, hosts: Hosts, run_id: str) -> ArrayWriter:
-    """Return the writer for a store. Called on every host."""
-    if store.root is not None:
-        return OrbaxWriter(store, hosts)
-    staging = default_cache_directory() / "staging" / f"{run_id}.{hosts.process_id}"
-    shutil.rmtree(staging, ignore_errors=True)  # files of an attempt that was killed
-    return BlockWriter(store, hosts, staging)
+def encode_index(table: BlockTable) -> bytes:
+    """Return the content of the table of what one process has written (`INDEX_KEYS`)."""
+    shards = {
+        name: [{"start": start, "shape": shape, "pieces": pieces} for start, shape, pieces in own]
+        for name, own in table.shards.items()
+    }
+    return seal({"format": FORMAT, "files": table.files, "shards": shards})
 
 
-def _make_fetch(store: Store, directory: str, manifest: Manifest) -> Callable[[str], bytes]:
-    """Return a function that reads and verifies a file of a checkpoint."""
-    return functools.partial(blocks.fetch_verified, lambda name: store.read(f"{directory}/{name}"), manifest.files)
+def read_index(store: Store, directory: str, name: str, entry: list[Any] | None = None) -> BlockTable:
+    """Return the table of what one process has written.
+
+    Args:
+        store: the run's directory.
+        directory: the checkpoint.
+        name: name of the table.
+        entry: its size and CRC-32C, which a commit has recorded.
+
+    Raises:
+        ValueError: it is missing or damaged.
+        OSError: the store could not read it.
+    """
+    try:
+        content = store.read(f"{directory}/{name}")
+    except FileNotFoundError as error:
+        raise blocks.DamagedBlockError(f"{name} is missing") from error
+    if entry is not None and [len(content), compute_crc32c(content)] != entry:
+        raise blocks.DamagedBlockError(f"{name} does not match its size and CRC-32C in the manifest")
+    record = parse_manifest(content)
+    validate_record(record, INDEX_KEYS, ["files", "shards"])
+    validate_files(record["files"])
+    return BlockTable(record["files"], blocks.parse_shards(record["shards"], record["files"]))
+
+
+def find_read_back_problems(store: Store, directory: str, index: str, number: int, is_full: bool) -> Iterator[str]:
+    """Iterate over what is wrong with the files of one process before a commit.
+
+    Args:
+        store: the run's directory.
+        directory: the checkpoint.
+        index: name of the table of what the process has written.
+        number: number of the save.
+        is_full: read every byte, and not only a share of a bucket's files.
+
+    Raises:
+        ValueError: the table is missing or damaged.
+        OSError: the store could not read a file.
+    """
+    # Files are opened by their names: a listing of a network disk may be old.
+    for place, (name, (size, digest)) in enumerate(sorted(read_index(store, directory, index).files.items())):
+        path = f"{directory}/{name}"
+        is_read = is_full or (place + number) % READ_BACK_SHARE == 0
+        try:
+            if is_read and store.root is None:
+                content = store.read(path)
+                found = [len(content), compute_crc32c(content)]
+            else:
+                # A disk computes the digest from the bytes, which must be as many; a bucket reports it.
+                found = [
+                    (as_local(store).root / path).stat().st_size if store.root is not None else size,
+                    store.compute_digest(path),
+                ]
+        except FileNotFoundError:
+            yield f"{path}: it is not there"
+            continue
+        if found != [size, digest]:
+            yield f"{path}: its bytes are not those that were written"
+
+
+def make_bits_check(layout: fingerprint.LeafLayout, digests: list[jax.Array], leaves: Leaves) -> BitsCheck:
+    """Return a check that what this process would restore has the bits on its devices.
+
+    Args:
+        layout: the leaves of the state.
+        digests: their digests, of `layout.dispatch`.
+        leaves: the leaves as they are stored: shape, dtype, sharding.
+    """
+
+    def check(reader: ArrayReader) -> None:
+        for device in jax.local_devices():
+            own = layout.digests_on(device, digests)
+            for name, leaf in leaves.items():
+                index = leaf.sharding.addressable_devices_indices_map(leaf.shape).get(device)
+                # Replicas have equal digests, so one of them is enough; other leaves are on other devices.
+                if index is None or not _is_first_replica(leaf, device, index):
+                    continue
+                block = reader.read_block(name, leaf, index)
+                start = [part.indices(size)[0] for part, size in zip(index, leaf.shape, strict=True)]
+                is_same = block.dtype == leaf.dtype and np.array_equal(
+                    fingerprint.compute_block_digest(block, leaf.shape, start), own[name]
+                )
+                if not is_same:
+                    raise ValueError(f"what was read back of {name} is not what was saved")
+
+    return check
+
+
+def _is_first_replica(leaf: Any, device: jax.Device, index: Index) -> bool:
+    """Return True if no device before this one has the same block, in the order of the local devices."""
+    indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+    same = [other for other in jax.local_devices() if indices.get(other) == index]
+    return same[0] == device
+
+
+# Readers.
+
+
+class ArrayReader:
+    """Reader of the arrays of one checkpoint, whose tables have been read. Any thread.
+
+    Args:
+        store: the run's directory.
+        directory: the checkpoint.
+        indexes: names of the tables of all processes.
+        files: size and CRC-32C of each file, if the checkpoint is committed.
+        shards: the blocks of each array instead, if there are no such tables.
+
+    Raises:
+        ValueError: a table is missing or damaged.
+        OSError: the store could not read it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        directory: str,
+        indexes: Iterable[str] = (),
+        files: Files | None = None,
+        shards: Shards | None = None,
+    ):
+        self._store, self._directory = store, directory
+        self._shards: Shards = dict(shards or {})
+        known = dict(files or {})
+
+        def read(name: str) -> BlockTable:
+            return read_index(store, directory, name, None if files is None else list(files[name]))
+
+        with ThreadPoolExecutor(blocks.NUM_READERS, thread_name_prefix="read") as pool:
+            for table in pool.map(read, indexes):
+                known |= table.files
+                for leaf, own in table.shards.items():
+                    self._shards.setdefault(leaf, []).extend(own)
+        if store.root is None:
+            # A range that a bucket answers with fewer bytes is asked for again, as after a broken connection, so an
+            # object that is too short must be found before.
+            sizes = store.list_sizes(directory)
+            for name, (size, _) in known.items():
+                if sizes.get(name) != size:
+                    has = f"has {sizes[name]} bytes, the manifest says {size}" if name in sizes else "is missing"
+                    raise blocks.DamagedBlockError(f"{name} {has}")
+
+    def _fetch(self, run: list[blocks.Piece]) -> dict[blocks.Piece, np.ndarray]:
+        def read(name: str, begin: int, end: int) -> bytes:
+            return self._store.read_range(f"{self._directory}/{name}", begin, end, None)
+
+        return blocks.read_pieces(read, run)
+
+    def read(self, leaves: Leaves) -> dict[str, jax.Array]:
+        """Return the arrays that `leaves` describe (shape, dtype, sharding). Called on every host.
+
+        Raises:
+            ValueError: bytes are missing or wrong.
+            OSError: the store could not read them.
+        """
+        return blocks.read_blocks(self._fetch, self._shards, leaves)
+
+    def read_block(self, name: str, leaf: Any, index: Index) -> np.ndarray:
+        """Return one block of the array `name`, which `leaf` describes, in host memory. Raises as `read` does."""
+        return blocks.read_block(self._fetch, self._shards.get(name, []), leaf.dtype, index, leaf.shape)
+
+
+class OrbaxReader:
+    """Reader of arrays that Orbax has written to a disk: zarr arrays in an OCDBT database. Any thread.
+
+    TensorStore reads them, without Orbax: it needs no meeting of all processes, and raises its errors as they are.
+    """
+
+    def __init__(self, path: Path):
+        # TensorStore parses a URL, in which a path must be quoted.
+        self._base = f"file://{urllib.parse.quote(str(path.absolute()))}/"
+        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+
+    def _open(self, name: str, leaf: Any) -> Any:
+        spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": self._base, "path": f"{name}/"}}
+        array = tensorstore.open(spec, open=True, read=True, context=self._context).result()
+        if array.shape != leaf.shape or array.dtype.numpy_dtype != leaf.dtype:
+            raise ValueError(f"{name} is {array.dtype.name}{list(array.shape)}, not {leaf.dtype}{list(leaf.shape)}")
+        return array
+
+    def read(self, leaves: Leaves) -> dict[str, jax.Array]:
+        """Return the arrays that `leaves` describe (shape, dtype, sharding). Raises `ValueError` or `OSError`."""
+        found: dict[str, jax.Array] = {}
+        with _translate_tensorstore():
+            for name, leaf in leaves.items():
+                array = self._open(name, leaf)
+                indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+                # All blocks of an array are read side by side, and each once.
+                reads = {str(index): array[index].read() for index in indices}
+                contents = {key: read.result() for key, read in reads.items()}
+                found[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, _ByIndex(contents))
+        return found
+
+
+class _ByIndex:
+    """Function that returns the block at an index."""
+
+    def __init__(self, blocks: Mapping[str, np.ndarray]):
+        self._blocks = blocks
+
+    def __call__(self, index: Index | None) -> np.ndarray:
+        return self._blocks[str(index)]
+
+
+@contextlib.contextmanager
+def _translate_tensorstore() -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, IndexError, NotImplementedError, RuntimeError, TypeError) as error:
+        raise ValueError(format_error(error)) from error
+
+
+@contextlib.contextmanager
+def open_arrays(store: Store, directory: str, manifest: Manifest) -> Iterator[ArrayReader | OrbaxReader]:
+    """Yield the reader of a committed checkpoint. Called on every host.
+
+    Raises:
+        ValueError: a table of what it holds is missing or damaged.
+        OSError: the store could not read it.
+    """
+    if manifest.indexes is not None:
+        yield ArrayReader(store, directory, manifest.indexes, manifest.files)
+    elif manifest.shards is not None:
+        yield ArrayReader(store, directory, shards=blocks.parse_records(manifest.shards, manifest.files))
+    else:
+        with _fetch_for_orbax(store, directory, manifest) as root:
+            yield OrbaxReader(root / directory / manifest.arrays)
 
 
 def read_arrays(store: Store, directory: str, manifest: Manifest, leaves: Leaves) -> dict[str, jax.Array]:
@@ -273,33 +544,18 @@ def read_arrays(store: Store, directory: str, manifest: Manifest, leaves: Leaves
         ValueError: bytes are missing or wrong.
         OSError: the store could not read them.
     """
-    if manifest.shards is not None:
-        return blocks.read_blocks(_make_fetch(store, directory, manifest), manifest.shards, leaves)
-    with _fetch_for_orbax(store, directory, manifest) as source:
-        assert source.root is not None
-        restore_args = {
-            name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
-            for name, leaf in leaves.items()
-        }
-        # A partial restore, since a caller may want fewer leaves than the checkpoint has.
-        arguments = ocp.args.PyTreeRestore(leaves, restore_args=restore_args, partial_restore=True)
-        try:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                restored = checkpointer.restore(source.root / directory / manifest.arrays, args=arguments)
-        except (KeyError, RuntimeError) as error:
-            # Orbax raises these, among them "Event loop is closed", for files that vanish while it reads.
-            raise ValueError(f"{directory}: {format_error(error)}") from error
-        return {name: restored[name] for name in leaves}
+    with open_arrays(store, directory, manifest) as reader:
+        return reader.read(leaves)
 
 
 @contextlib.contextmanager
-def _fetch_for_orbax(store: Store, directory: str, manifest: Manifest) -> Iterator[Store]:
-    """Yield a store to read from: the store itself, or a copy on this host's disk if Orbax could not read there.
+def _fetch_for_orbax(store: Store, directory: str, manifest: Manifest) -> Iterator[Path]:
+    """Yield a directory on a disk with the checkpoint: the store's own, or a copy on this host's disk.
 
     A checkpoint that Orbax has written comes into a bucket by copying it there.
     """
-    if store.root is not None or manifest.shards is not None:
-        yield store
+    if store.root is not None:
+        yield store.root
         return
     with tempfile.TemporaryDirectory() as temporary:
 
@@ -313,7 +569,7 @@ def _fetch_for_orbax(store: Store, directory: str, manifest: Manifest) -> Iterat
 
         with ThreadPoolExecutor(blocks.NUM_READERS, thread_name_prefix="read") as pool:
             list(pool.map(download, manifest.files))
-        yield LocalStore(Path(temporary))
+        yield Path(temporary)
 
 
 class RestoredLeaf(NamedTuple):
@@ -330,14 +586,14 @@ def read_leaves(store: Store, directory: str, manifest: Manifest, names: Iterabl
     About `GROUP_BYTES` of them are in memory at a time.
 
     Raises:
-        ValueError: bytes are missing or wrong, or a type cannot be read without the job's code.
+        ValueError: bytes are missing or wrong.
         OSError: the store could not read them.
     """
     sharding = SingleDeviceSharding(jax.local_devices()[0])
-    with _fetch_for_orbax(store, directory, manifest) as source:
+    with open_arrays(store, directory, manifest) as reader:
         for group in _group_leaves(manifest, names, sharding):
             with jax.enable_x64(True):  # else types of 64 bits would come back as others
-                arrays = decode_leaves(read_arrays(source, directory, manifest, encode_leaves(group)), group)
+                arrays = decode_leaves(reader.read(encode_leaves(group)), group)
                 digests = fingerprint.compute_leaf_digests(arrays)
             for name, array in arrays.items():
                 is_good = digests[name] == manifest.leaves[name]["digest"]
@@ -362,65 +618,3 @@ def _group_leaves(manifest: Manifest, names: Iterable[str], sharding: SingleDevi
             group, num_bytes = {}, 0
     if group:
         yield group
-
-
-def verify_read_back(
-    store: Store, directory: str, manifest: Manifest, leaves: Leaves, digests: dict[str, np.ndarray]
-) -> None:
-    """Read a checkpoint back before its commit: its files are there, can be read, and have the right bits.
-
-    This is cheap: one process reads, and only what its first device holds of each leaf, block by block into host
-    memory. Process 0 only, any thread.
-
-    Args:
-        store: the run's directory.
-        directory: the checkpoint.
-        manifest: its manifest, not yet written.
-        leaves: the leaves as they are stored: shape, dtype, sharding.
-        digests: digest of every leaf's shard on the first device of this process.
-
-    Raises:
-        ValueError: a leaf does not come back; the message names it.
-        OSError: the store could not read it.
-    """
-    device = jax.local_devices()[0]
-    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
-    for name, leaf in leaves.items():
-        index = leaf.sharding.addressable_devices_indices_map(leaf.shape).get(device)
-        if index is None:  # the leaf is on other devices
-            continue
-        block = read_stored_block(store, directory, manifest, name, leaf, index, context)
-        start = [part.indices(size)[0] for part, size in zip(index, leaf.shape, strict=True)]
-        digest = fingerprint.compute_block_digest(block, leaf.shape, start) if block.dtype == leaf.dtype else None
-        if digest is None or not np.array_equal(digest, digests[name]):
-            raise ValueError(f"what was read back of {name} is not what was saved")
-
-
-def read_stored_block(
-    store: Store,
-    directory: str,
-    manifest: Manifest,
-    name: str,
-    leaf: Any,
-    index: blocks.Index,
-    context: tensorstore.Context,
-) -> np.ndarray:
-    """Return one block of the array `name`, which `leaf` describes, in host memory. Any thread.
-
-    Raises:
-        ValueError: bytes are missing or wrong.
-        OSError: the store could not read them.
-    """
-    if manifest.shards is not None:
-        fetch = _make_fetch(store, directory, manifest)
-        return blocks.read_block(fetch, manifest.shards[name], leaf.dtype, index, leaf.shape)
-    # A restore by Orbax makes all processes meet, but process 0 is here alone. So the file format of Orbax, zarr in an
-    # OCDBT database, is opened directly.
-    assert store.root is not None, "orbax wrote it, on a disk"
-    base = f"file://{urllib.parse.quote(str(store.root / directory / manifest.arrays))}"
-    spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
-    array = tensorstore.open(spec, open=True, read=True, context=context).result()
-    if array.shape != leaf.shape:
-        raise ValueError(f"{name} has the shape {list(array.shape)}, not {list(leaf.shape)}")
-    block: np.ndarray = array[index].read().result()
-    return block

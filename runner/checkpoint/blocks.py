@@ -1,27 +1,35 @@
-"""Arrays stored as pieces: each process writes its own shards, and any process reads the pieces that it needs.
+"""Arrays stored as byte ranges: each process writes its own shards, and any process reads the ranges that it needs.
 
-This is the format for places that Orbax cannot write to: buckets, and disks that belong to one host alone. A shard is
-a block of one global array; of replicated shards the device of lowest rank has the one that counts. Its bytes, in C
-order, are cut into pieces of at most `PIECE_BYTES`, and each piece is one file. One pass writes a piece and computes
-its CRC-32C. The table of pieces goes into the manifest: a reader on any other mesh, or with other processes, finds
-there which pieces hold the elements that it wants. All of it is data, none of it code.
+A shard is a block of one global array; of replicated shards the device of lowest rank has the one that counts. Its
+bytes, in C order, are cut into *pieces* of at most `PIECE_BYTES`, each with its CRC-32C. The table of shards names for
+each piece the file and the range in it: a reader on any other mesh, or with other processes, finds there which ranges
+hold the elements that it wants. All of it is data, none of it code.
+
+A checkpoint has few files: each process writes its pieces one after another into *packs* of at most `PACK_BYTES`, and
+its part of the table beside them (`write_packs`). A part of the fast tier, and a checkpoint in a bucket before
+format 2, has one file for each piece (`write_blocks`).
 """
 
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
+import google_crc32c
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from runner.checkpoint.manifest import Files, ShardRecord
-from runner.storage import compute_crc32c
+from runner.storage import ChangedError, JsonObject, compute_crc32c
 
 PIECE_BYTES = 64 << 20
+PACK_BYTES = 1 << 30  # one object of a bucket; several are uploaded side by side
 NUM_READERS = 8
+_BUFFER_BYTES = 1 << 20
+_DIGEST_BYTES = 4 << 20  # digested at a time, because the training thread waits for the interpreter meanwhile
 
 Index = tuple[slice, ...]
 Blocks = dict[str, list[tuple[list[int], np.ndarray]]]  # leaf -> (start, block) of each shard, in this host's memory
@@ -31,18 +39,90 @@ class DamagedBlockError(ValueError):
     """A piece whose bytes are not those that were written."""
 
 
+class Piece(NamedTuple):
+    """Range of a file, with the CRC-32C of its bytes."""
+
+    file: str
+    begin: int
+    size: int
+    crc32c: str
+
+    @property
+    def end(self) -> int:
+        """Offset of the first byte after the piece."""
+        return self.begin + self.size
+
+
+class Shard(NamedTuple):
+    """Block of an array: its start and size on each axis, and the pieces that hold it, in order."""
+
+    start: list[int]
+    shape: list[int]
+    pieces: list[Piece]
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape))
+
+
+Shards = dict[str, list[Shard]]  # by name of the leaf
+
+
+@dataclass
 class BlockTable:
-    """Files with size and CRC-32C, and shards by leaf, that one process or several have written."""
+    """Files with size and CRC-32C, and shards by leaf, that one process has written."""
 
-    def __init__(self, files: Files | None = None, shards: dict[str, list[ShardRecord]] | None = None):
-        self.files = files or {}
-        self.shards = shards or {}
+    files: Files = field(default_factory=dict)
+    shards: Shards = field(default_factory=dict)
 
-    def add(self, other: "BlockTable") -> None:
-        """Add what another process has written."""
-        self.files |= other.files
-        for name, shards in other.shards.items():
-            self.shards.setdefault(name, []).extend(shards)
+    def to_records(self) -> dict[str, list[ShardRecord]]:
+        """Return the shards as JSON, for a format with one file for each piece; the inverse of `parse_records`."""
+        return {
+            name: [
+                ShardRecord(start=start, shape=shape, pieces=[piece.file for piece in pieces])
+                for start, shape, pieces in shards
+            ]
+            for name, shards in self.shards.items()
+        }
+
+
+def parse_records(records: dict[str, list[ShardRecord]], files: Files) -> Shards:
+    """Return the shards that the key `shards` of a manifest describes, where each piece is a whole file."""
+    return {
+        name: [
+            Shard(each["start"], each["shape"], [Piece(piece, 0, *files[piece]) for piece in each["pieces"]])
+            for each in shards
+        ]
+        for name, shards in records.items()
+    }
+
+
+def parse_shards(records: JsonObject, files: Files) -> Shards:
+    """Return the shards in the table of one process.
+
+    Args:
+        records: the key `shards` of the table, whose keys have been checked.
+        files: size and CRC-32C of each file of the process.
+
+    Raises:
+        ValueError: a piece is not inside a file of the process, or a number is none.
+    """
+    found: Shards = {}
+    for name, shards in records.items():
+        for each in shards:
+            if not all(type(number) is int and number >= 0 for number in (*each["start"], *each["shape"])):
+                raise ValueError(f"a shard of {name} has a start or a shape that is not a list of whole numbers")
+            pieces = []
+            for entry in each["pieces"]:
+                if not isinstance(entry, list) or list(map(type, entry)) != [str, int, int, str]:
+                    raise ValueError(f"a piece of {name} is not [file, begin, size, CRC-32C]")
+                piece = Piece(*entry)
+                if piece.begin < 0 or piece.size < 0 or piece.end > files.get(piece.file, [-1])[0]:
+                    raise ValueError(f"a piece of {name} is outside of the files of its process")
+                pieces.append(piece)
+            found.setdefault(name, []).append(Shard(each["start"], each["shape"], pieces))
+    return found
 
 
 # Write.
@@ -73,7 +153,7 @@ def copy_to_host(leaves: dict[str, jax.Array], share: Literal["own", "all"] = "o
 
 
 def write_blocks(directory: Path, prefix: str, blocks: Blocks) -> BlockTable:
-    """Write every shard below `directory`/`prefix`, without flushing.
+    """Write every shard below `directory`/`prefix`, one file for each piece, without flushing.
 
     Returns:
         The table of what was written, with names relative to `directory`.
@@ -84,31 +164,137 @@ def write_blocks(directory: Path, prefix: str, blocks: Blocks) -> BlockTable:
         for start, block in own:
             # The start on each axis makes names of different processes different; quoting keeps names of leaves apart.
             stem = f"{prefix}/{urllib.parse.quote(leaf, safe='.')}.{'_'.join(map(str, start))}"
-            data = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
-            data.flags.writeable = False  # the digest takes read-only memory without a copy
-            names: list[str] = []
-            for begin in range(0, max(len(data), 1), PIECE_BYTES):
-                piece, name = data[begin : begin + PIECE_BYTES], f"{stem}.{len(names)}"
+            pieces: list[Piece] = []
+            for content in _cut(block):
+                name = f"{stem}.{len(pieces)}"
                 with (directory / name).open("wb", buffering=0) as file:
-                    if file.write(piece.data) != len(piece):
+                    if file.write(content.data) != len(content):
                         raise OSError(f"{name}: the disk is full")
-                table.files[name] = [len(piece), compute_crc32c(piece)]
-                names.append(name)
-            record = ShardRecord(start=start, shape=list(block.shape), pieces=names)
-            table.shards.setdefault(leaf, []).append(record)
+                pieces.append(Piece(name, 0, len(content), compute_crc32c(content)))
+                table.files[name] = [len(content), pieces[-1].crc32c]
+            table.shards.setdefault(leaf, []).append(Shard(start, list(block.shape), pieces))
     return table
+
+
+def write_packs(directory: Path, stem: str, blocks: Blocks) -> BlockTable:
+    """Write every shard of this process into `directory`/`stem`.0.bin, `stem`.1.bin, ..., without flushing.
+
+    The directory must exist and not be replaced meanwhile: what is written there is one process's part of one save.
+
+    Returns:
+        The table of what was written, with names relative to `directory`.
+    """
+    table = BlockTable()
+    pack: _PackFile | None = None
+    try:
+        for leaf, own in blocks.items():
+            for start, block in own:
+                pieces: list[Piece] = []
+                for content in _cut(block):
+                    if pack is None or pack.num_bytes + len(content) > PACK_BYTES:
+                        if pack is not None:
+                            table.files[pack.name] = pack.close()
+                        pack = _PackFile(directory, f"{stem}.{len(table.files)}.bin")
+                    pieces.append(pack.append(content))
+                table.shards.setdefault(leaf, []).append(Shard(start, list(block.shape), pieces))
+        if pack is not None:
+            table.files[pack.name] = pack.close()
+    finally:
+        if pack is not None:
+            pack.file.close()
+    return table
+
+
+class _PackFile:
+    """Pack that is being written."""
+
+    def __init__(self, directory: Path, name: str):
+        self.name, self.num_bytes = name, 0
+        # A new file in any case: to open what lies there could wait for the reader of a pipe, or write through a link.
+        (directory / name).unlink(missing_ok=True)
+        self.file: BinaryIO = (directory / name).open("xb", buffering=_BUFFER_BYTES)
+        self._digest = google_crc32c.Checksum()
+
+    def append(self, content: np.ndarray) -> Piece:
+        digest = google_crc32c.Checksum()
+        for begin in range(0, len(content), _DIGEST_BYTES):
+            chunk = content[begin : begin + _DIGEST_BYTES]
+            digest.update(chunk)
+            self._digest.update(chunk)
+        self.file.write(content.data)
+        piece = Piece(self.name, self.num_bytes, len(content), digest.hexdigest().decode())
+        self.num_bytes += len(content)
+        return piece
+
+    def close(self) -> list[Any]:
+        """Close the file, and return its size and CRC-32C."""
+        self.file.close()
+        return [self.num_bytes, self._digest.hexdigest().decode()]
+
+
+def _cut(block: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the bytes of a block in pieces of at most `PIECE_BYTES`; none for an empty block."""
+    data = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
+    data.flags.writeable = False  # the digest takes read-only memory without a copy
+    for begin in range(0, len(data), PIECE_BYTES):
+        yield data[begin : begin + PIECE_BYTES]
 
 
 # Read.
 
+Fetch = Callable[[list[Piece]], dict[Piece, np.ndarray]]  # reads and verifies a run of pieces
 
-def read_blocks(
-    fetch: Callable[[str], bytes], shards: dict[str, list[ShardRecord]], leaves: dict[str, Any]
-) -> dict[str, jax.Array]:
-    """Return the arrays that `leaves` describe, from the pieces that this process needs.
+
+def plan_reads(pieces: Iterable[Piece]) -> list[list[Piece]]:
+    """Return the pieces in runs, each adjacent in one file and read at once, of at most `PIECE_BYTES` together."""
+    runs: list[list[Piece]] = []
+    for piece in sorted(set(pieces)):
+        last = runs[-1][-1] if runs else None
+        if (
+            last is not None
+            and (last.file, last.end) == (piece.file, piece.begin)
+            and piece.end - runs[-1][0].begin <= PIECE_BYTES
+        ):
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    return runs
+
+
+def read_pieces(read: Callable[[str, int, int], bytes], run: list[Piece]) -> dict[Piece, np.ndarray]:
+    """Return the bytes of each piece of a run, verified: uint8[size].
 
     Args:
-        fetch: reads and verifies a file by its name, as `fetch_verified` does. Called on several threads.
+        read: returns the bytes from one offset of a file to another.
+        run: adjacent pieces, of `plan_reads`.
+
+    Raises:
+        DamagedBlockError: a file is missing, or bytes are wrong; the message names the file.
+    """
+    first, last = run[0], run[-1]
+    try:
+        content = np.frombuffer(read(first.file, first.begin, last.end), np.uint8)
+    except FileNotFoundError as error:
+        raise DamagedBlockError(f"{first.file} is missing") from error
+    except ChangedError as error:
+        raise DamagedBlockError(str(error)) from error
+    if len(content) != last.end - first.begin:
+        raise DamagedBlockError(
+            f"{first.file} has {len(content)} bytes from {first.begin} on, the manifest says {last.end - first.begin}"
+        )
+    found = {}
+    for piece in run:
+        found[piece] = content[piece.begin - first.begin : piece.end - first.begin]
+        if compute_crc32c(found[piece]) != piece.crc32c:
+            raise DamagedBlockError(f"{piece.file} does not match its CRC-32C at {piece.begin}..{piece.end}")
+    return found
+
+
+def read_blocks(fetch: Fetch, shards: Shards, leaves: dict[str, Any]) -> dict[str, jax.Array]:
+    """Return the arrays that `leaves` describe, from the pieces that this process needs, each read once.
+
+    Args:
+        fetch: reads and verifies a run of pieces, as `read_pieces` does. Called on several threads.
         shards: the blocks of every array.
         leaves: shape, dtype and sharding of each array by name.
 
@@ -122,30 +308,31 @@ def read_blocks(
                 indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
                 blocks = [(_get_start(index, leaf.shape), _get_extent(index, leaf.shape)) for index in indices]
                 needed[name] = [
-                    record
-                    for record in shards.get(name, [])
-                    if any(_find_overlap(record, *block) is not None for block in blocks)
+                    shard
+                    for shard in shards.get(name, [])
+                    if any(_find_overlap(shard, *block) is not None for block in blocks)
                 ]
-            futures = {
-                piece: pool.submit(fetch, piece)
-                for records in needed.values()
-                for record in records
-                for piece in record["pieces"]
-            }
+            futures: dict[Piece, Future[dict[Piece, np.ndarray]]] = {}
+            for run in plan_reads(piece for own in needed.values() for shard in own for piece in shard.pieces):
+                futures |= dict.fromkeys(run, pool.submit(fetch, run))
             return {name: _assemble(leaf, needed[name], futures) for name, leaf in leaves.items()}
         finally:
-            # After an error the pieces that are still queued are not needed.
+            # After an error the runs that are still queued are not needed.
             pool.shutdown(cancel_futures=True)
 
 
 def read_block(
-    fetch: Callable[[str], bytes], records: list[ShardRecord], dtype: Any, index: Index, shape: tuple[int, ...]
+    fetch: Fetch,
+    shards: list[Shard],
+    dtype: Any,
+    index: Index,
+    shape: tuple[int, ...],
 ) -> np.ndarray:
     """Return the block at `index` of one array of this shape, in host memory.
 
     Args:
-        fetch: reads and verifies a file by its name.
-        records: the shards of the array.
+        fetch: reads and verifies a run of pieces.
+        shards: the shards of the array.
         dtype: element type of the array.
         index: the wanted block.
         shape: global shape of the array.
@@ -155,29 +342,13 @@ def read_block(
     """
     start, extent = _get_start(index, shape), _get_extent(index, shape)
     blocks = []
-    for record in records:
-        if _find_overlap(record, start, extent) is not None:
-            content = b"".join(map(fetch, record["pieces"]))
-            blocks.append((record, _decode_block(record, dtype, content)))
+    for shard in shards:
+        if _find_overlap(shard, start, extent) is not None:
+            found: dict[Piece, np.ndarray] = {}
+            for run in plan_reads(shard.pieces):
+                found |= fetch(run)
+            blocks.append((shard, _decode_block(shard, dtype, [found[piece] for piece in shard.pieces])))
     return _fill(blocks, dtype, start, extent)
-
-
-def fetch_verified(fetch: Callable[[str], bytes], files: Files, name: str) -> bytes:
-    """Return the content of a file, with the size and the CRC-32C that `files` give.
-
-    Raises:
-        DamagedBlockError: it is missing, or its bytes are wrong; the message names it.
-    """
-    try:
-        content = fetch(name)
-    except FileNotFoundError as error:
-        raise DamagedBlockError(f"{name} is missing") from error
-    size, digest = files[name]
-    if len(content) != size:
-        raise DamagedBlockError(f"{name} has {len(content)} bytes, the manifest says {size}")
-    if compute_crc32c(content) != digest:
-        raise DamagedBlockError(f"{name} does not match its CRC-32C")
-    return content
 
 
 def _get_start(index: Index, shape: tuple[int, ...]) -> list[int]:
@@ -189,10 +360,10 @@ def _get_extent(index: Index, shape: tuple[int, ...]) -> list[int]:
     return [stop - start for start, stop, _ in bounds]
 
 
-def _find_overlap(record: ShardRecord, start: list[int], extent: list[int]) -> list[tuple[slice, slice]] | None:
+def _find_overlap(shard: Shard, start: list[int], extent: list[int]) -> list[tuple[slice, slice]] | None:
     """Return the slices (of the shard, of the block) on each axis where both overlap; None if they do not."""
     overlap = []
-    for own, size, other, length in zip(record["start"], record["shape"], start, extent, strict=True):
+    for own, size, other, length in zip(shard.start, shard.shape, start, extent, strict=True):
         begin, end = max(own, other), min(own + size, other + length)
         if begin >= end:
             return None
@@ -200,13 +371,17 @@ def _find_overlap(record: ShardRecord, start: list[int], extent: list[int]) -> l
     return overlap
 
 
-def _assemble(leaf: Any, records: list[ShardRecord], futures: dict[str, Future[bytes]]) -> jax.Array:
+def _assemble(leaf: Any, shards: list[Shard], futures: dict[Piece, Future[dict[Piece, np.ndarray]]]) -> jax.Array:
     blocks = []
-    for record in records:
-        # Taking the futures out frees each piece once it is used: a state may be as large as this host's memory.
-        pieces = [futures.pop(name).result() for name in record["pieces"]]
-        content = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        blocks.append((record, _decode_block(record, leaf.dtype, content)))
+    for shard in shards:
+        # Taking the futures out frees each run once it is used: a state may be as large as this host's memory.
+        contents = []
+        for piece in shard.pieces:
+            future = futures.pop(piece, None)
+            if future is None:
+                raise DamagedBlockError(f"two shards have the piece of {piece.file} at {piece.begin}")
+            contents.append(future.result()[piece])
+        blocks.append((shard, _decode_block(shard, leaf.dtype, contents)))
 
     def get_block(index: Index | None) -> np.ndarray:
         assert index is not None, "every device has an index"
@@ -215,20 +390,24 @@ def _assemble(leaf: Any, records: list[ShardRecord], futures: dict[str, Future[b
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, get_block)
 
 
-def _decode_block(record: ShardRecord, dtype: Any, content: bytes) -> np.ndarray:
-    return np.frombuffer(content, jnp.dtype(dtype)).reshape(record["shape"])
+def _decode_block(shard: Shard, dtype: Any, contents: list[np.ndarray]) -> np.ndarray:
+    content = contents[0] if len(contents) == 1 else np.concatenate([np.empty(0, np.uint8), *contents])
+    # Checked before numpy sees the bytes: a shape is data, and may be of any size.
+    if len(content) != shard.num_elements * jnp.dtype(dtype).itemsize:
+        raise DamagedBlockError(f"a shard of the shape {shard.shape} has {len(content)} bytes")
+    return content.view(jnp.dtype(dtype)).reshape(shard.shape)
 
 
-def _fill(blocks: list[tuple[ShardRecord, np.ndarray]], dtype: Any, start: list[int], extent: list[int]) -> np.ndarray:
+def _fill(blocks: list[tuple[Shard, np.ndarray]], dtype: Any, start: list[int], extent: list[int]) -> np.ndarray:
     """Return the block of this start and extent, from the shards that overlap it."""
     # In the usual case the mesh is the one that saved, and a shard is the wanted block: nothing is copied.
-    for record, block in blocks:
-        if record["start"] == start and record["shape"] == extent:
+    for shard, block in blocks:
+        if shard.start == start and shard.shape == extent:
             return block
     whole = np.empty(extent, dtype)
     num_filled = 0
-    for record, block in blocks:
-        overlap = _find_overlap(record, start, extent)
+    for shard, block in blocks:
+        overlap = _find_overlap(shard, start, extent)
         if overlap is not None:
             whole[tuple(there for _, there in overlap)] = block[tuple(here for here, _ in overlap)]
             num_filled += int(np.prod([here.stop - here.start for here, _ in overlap]))

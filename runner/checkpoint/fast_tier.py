@@ -45,9 +45,9 @@ from typing import Any, BinaryIO, TypeVar, cast
 import jax
 import numpy as np
 
-from runner.checkpoint.blocks import Blocks, fetch_verified, read_blocks, write_blocks
+from runner.checkpoint.blocks import Blocks, Piece, parse_records, read_blocks, read_pieces, write_blocks
 from runner.checkpoint.leaves import Leaves
-from runner.checkpoint.manifest import FORMAT, Manifest, seal
+from runner.checkpoint.manifest import FORMAT_1, Manifest, seal
 from runner.console import warn
 from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
@@ -92,7 +92,7 @@ class FastPart:
         def parse(fetch: Fetch) -> tuple[Manifest, list[str]]:
             record = parse_json(fetch(PART_FILE))
             # Parts of earlier versions have no digest of this file, and no sizes of the attachments.
-            if record.get("format") != FORMAT or record.pop("digest", None) not in (None, hash_record(record)):
+            if record.get("format") != FORMAT_1 or record.pop("digest", None) not in (None, hash_record(record)):
                 raise ValueError(f"{PART_FILE} does not match its own digest, or is of another format")
             validate_record(record, _PART_KEYS, [_ATTACHMENTS])
             manifest = Manifest.from_json(record)
@@ -118,15 +118,22 @@ class FastPart:
 
     def read(self, leaves: Leaves) -> dict[str, jax.Array]:
         """Return the leaves of this process. Raises `ValueError` if no source has an intact copy of some file."""
-        return read_blocks(self._fetch, self.manifest.shards or {}, leaves)
+        return read_blocks(self._fetch_run, parse_records(self.manifest.shards or {}, self.manifest.files), leaves)
 
     def read_attachments(self) -> dict[str, bytes]:
         """Return the small files that were written with the step. Raises as `read` does."""
         return {name: self._fetch(name) for name in self._attachments}
 
     def _fetch(self, name: str) -> bytes:
-        files = self.manifest.files
-        return self._try_sources(lambda fetch: fetch_verified(fetch, files, name) if name in files else fetch(name))
+        # Parts of earlier versions have no sizes of the attachments.
+        if name not in self.manifest.files:
+            return self._try_sources(lambda fetch: fetch(name))
+        piece = Piece(name, 0, *self.manifest.files[name])
+        return self._fetch_run([piece])[piece].tobytes()
+
+    def _fetch_run(self, run: list[Piece]) -> dict[Piece, np.ndarray]:
+        # Each piece of a part is a whole file.
+        return self._try_sources(lambda fetch: read_pieces(lambda name, begin, end: fetch(name), run))
 
     def _try_sources(self, read: Callable[[Fetch], Found]) -> Found:
         """Return what `read` returns for the first source for which it raises no error. Called on any thread."""
@@ -181,7 +188,7 @@ class FastTier:
         for name, content in attachments.items():
             (temporary / name).write_bytes(content)
             table.files[name] = [len(content), compute_crc32c(content)]
-        part = replace(manifest, files=table.files, shards=table.shards)
+        part = replace(manifest, files=table.files, shards=table.to_records())
         (temporary / PART_FILE).write_bytes(seal(part.to_json() | {_ATTACHMENTS: sorted(attachments)}))
         self.publish(temporary.name, manifest.step)
         self.delete_old()

@@ -227,8 +227,7 @@ def _use_best(store: Store, spec: ExecutionSpec, use: Callable[[Store, Manifest]
 def _use_named(store: Store, name: str, use: Callable[[Store, Manifest], Result]) -> Result:
     directory = f"{CHECKPOINTS}/{name}"
     manifest = read_manifest(store, directory)
-    # Pieces are checked when they are read; what Orbax wrote must be checked before it reads.
-    problems = find_file_problems(store, directory, manifest.files) if manifest.shards is None else []
+    problems = [] if manifest.is_checked_in_reading else find_file_problems(store, directory, manifest.files)
     if problems:
         raise ValueError(problems[0])
     return use(store, manifest)

@@ -40,7 +40,8 @@ from runner.storage import (
     validate_record,
 )
 
-FORMAT = 1
+FORMAT = 2  # newest one; 1 has no `indexes`, and marks tombstones
+FORMAT_1 = 1
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 TOMBSTONE = "void"  # key that marks a tombstone; its value is the attempt that wrote it
@@ -103,10 +104,16 @@ MANIFEST_KEYS = (
     Key("leaves.*.digest", str, "Digest of the leaf's bits, computed on the device, 16 hexadecimal digits."),
     Key("fingerprint", str, "Digest over all leaves, 32 hexadecimal digits."),
     Key("files", dict, "File -> [size in bytes, CRC-32C], for every file except the manifest."),
-    Key("shards", dict, "Leaf -> list of its blocks; only if arrays are stored as pieces, as in buckets."),
+    Key("indexes", list, "Files with the tables of the shards of each process, `<arrays>/<process>.json`."),
+    Key("shards", dict, "Leaf -> list of its blocks; only in format 1 in buckets, and in parts of the fast tier."),
     Key("shards.*.start", list, "Start index of the block on each axis."),
     Key("shards.*.shape", list, "Size of the block on each axis."),
     Key("shards.*.pieces", list, "Files that hold the block, in order."),
+    Key(
+        "read_back",
+        bool,
+        "True if every byte was read back before the commit; retention keeps the newest such checkpoint.",
+    ),
     Key("seconds", float, "Time from the start of the save until it was durable.", "s"),
     Key("digest", str, "SHA-256 of all other keys, as canonical JSON."),
     Key("contested", bool, "True in a bucket if an earlier attempt may still try to commit the same step."),
@@ -117,6 +124,15 @@ MANIFEST_KEYS = (
     ),
 )
 
+INDEX_KEYS = (
+    Key("format", int, "Version of this layout."),
+    Key("files", dict, "File -> [size in bytes, CRC-32C], for every other file of this process."),
+    Key("shards", dict, "Leaf -> list of its blocks that this process has written."),
+    Key("shards.*.start", list, "Start index of the block on each axis."),
+    Key("shards.*.shape", list, "Size of the block on each axis."),
+    Key("shards.*.pieces", list, "Ranges that hold the block, in order, each [file, first byte, bytes, CRC-32C]."),
+    Key("digest", str, "SHA-256 of all other keys, as canonical JSON."),
+)
 
 Files = dict[str, list[Any]]  # name -> [bytes, CRC-32C]
 
@@ -174,7 +190,9 @@ class Manifest:
     carry: JsonObject | None = None
     environment: JsonObject | None = None
     files: Files = field(default_factory=dict)
+    indexes: list[str] | None = None
     shards: dict[str, list[ShardRecord]] | None = None
+    read_back: bool = False
     seconds: float = 0.0
     contested: bool = False
 
@@ -182,6 +200,11 @@ class Manifest:
     def num_bytes(self) -> int:
         """Size of all files."""
         return sum(size for size, _ in self.files.values())
+
+    @property
+    def is_checked_in_reading(self) -> bool:
+        """True if a reader checks the bytes that it reads; False for arrays that Orbax has written."""
+        return self.indexes is not None or self.shards is not None
 
     @property
     def is_step(self) -> bool:
@@ -195,7 +218,8 @@ class Manifest:
     def to_json(self) -> JsonObject:
         """Return the manifest as JSON, without the keys that are absent."""
         present = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {"format": FORMAT} | {
+        # A manifest without `indexes` stays one that earlier versions read, such as that of a copied checkpoint.
+        return {"format": FORMAT_1 if self.indexes is None else FORMAT} | {
             key: value for key, value in present.items() if value is not None and value is not False
         }
 
@@ -211,9 +235,9 @@ class Manifest:
         validate_record(record, MANIFEST_KEYS, _REQUIRED_KEYS)
         manifest = cls(**{each.name: record[each.name] for each in fields(cls) if each.name in record})
         # The table of keys says nothing about the elements of lists, and readers index into these.
-        for name, entry in manifest.files.items():
-            if not (isinstance(entry, list) and list(map(type, entry)) == [int, str] and 0 <= entry[0] <= INT_MAX):
-                raise ValueError(f"files.{name} is not [bytes, CRC-32C]")
+        validate_files(manifest.files)
+        if not all(isinstance(name, str) and name in manifest.files for name in manifest.indexes or ()):
+            raise ValueError("indexes has a name that is not among the files")
         shapes = [leaf["shape"] for leaf in manifest.leaves.values()]
         for shard in (shard for shards in (manifest.shards or {}).values() for shard in shards):
             shapes += [shard["start"], shard["shape"]]
@@ -237,6 +261,13 @@ class Manifest:
         }
 
 
+def validate_files(files: JsonObject) -> None:
+    """Raise `ValueError` if the key `files` of a record has an entry that is not [bytes, CRC-32C]."""
+    for name, entry in files.items():
+        if not (isinstance(entry, list) and list(map(type, entry)) == [int, str] and 0 <= entry[0] <= INT_MAX):
+            raise ValueError(f"files.{name} is not [bytes, CRC-32C]")
+
+
 # Read.
 
 
@@ -257,7 +288,7 @@ def parse_manifest(content: bytes) -> JsonObject:
     if isinstance(written, int) and written > FORMAT:
         raise NewerFormatError(f"written by a newer runner, in format {written}; this one reads {FORMAT}")
     digest, tombstone = record.pop("digest", None), record.get(TOMBSTONE, 0)
-    if digest != hash_record(record) or written != FORMAT or not isinstance(tombstone, int):
+    if digest != hash_record(record) or written not in (FORMAT_1, FORMAT) or not isinstance(tombstone, int):
         raise ValueError("damaged: it does not match its own digest")
     return record
 
@@ -487,7 +518,7 @@ def _is_directory(store: Store, name: str) -> bool:
 
 
 def _encode_tombstone(attempt: int) -> bytes:
-    return seal({"format": FORMAT, TOMBSTONE: attempt})
+    return seal({"format": FORMAT_1, TOMBSTONE: attempt})
 
 
 def _parse_or_empty(content: bytes) -> JsonObject:

@@ -321,13 +321,13 @@ def _check_files(hosts: Hosts, store: Store, name: str, with_pieces: bool = Fals
         hosts: processes of this job.
         store: directory of the run.
         name: the checkpoint.
-        with_pieces: check arrays that are stored as pieces too, which are checked again when they are read.
+        with_pieces: check arrays too whose bytes are checked again when they are read.
     """
     directory = f"{CHECKPOINTS}/{name}"
     manifest, problem, was_committed = None, None, True
     try:
         manifest = read_manifest(store, directory)
-        if manifest.shards is None or with_pieces:
+        if with_pieces or not manifest.is_checked_in_reading:
             bad = find_file_problems(store, directory, manifest.files, hosts.process_id, hosts.num_processes)
             problem = RestoreProblem(bad[0]) if bad else None
     except NotCommittedError as error:

@@ -11,10 +11,10 @@ it holds.
    therefore never writes into files of this attempt. (On a CPU the writer copies nothing: it reads the arrays in
    place, and training continues in other memory, see `DoubleBuffer`.)
 2. **Fingerprint.** The digest of every leaf is dispatched on the devices, from the very arrays that are being saved.
-3. **Durable.** In the background, every host's part becomes durable.
-4. **Commit.** Process 0 puts size and CRC-32C of each file into the manifest, reads its own part back if nothing of
-   this run was ever committed, checks that its attempt is still the newest, and creates `manifest.json`, which can be
-   created only once. That instant is the commit.
+3. **Durable.** In the background, every host's part becomes durable, and each process reads the part of another one
+   back. In the first save of an attempt each also compares the bits that it would restore with those on its devices.
+4. **Commit.** Process 0 puts size and CRC-32C of each file into the manifest, checks that its attempt is still the
+   newest, and creates `manifest.json`, which can be created only once. That instant is the commit.
 5. **Retention.** Only then are older checkpoints deleted: first the manifest, then the files, and never the newest.
 
 A zombie may have passed the check of point 4 and been suspended right before it creates the manifest. A newer attempt
@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 
 from runner.checkpoint import fingerprint
-from runner.checkpoint.arrays import WRITE_ERRORS, ArrayWriter, WriteResult, make_writer, verify_read_back
+from runner.checkpoint.arrays import WRITE_ERRORS, ArrayWriter, FinishWrite, make_bits_check, make_writer
 from runner.checkpoint.blocks import Blocks, copy_to_host
 from runner.checkpoint.fast_tier import FastTier, Replicas, open_fast_tier
 from runner.checkpoint.leaves import (
@@ -135,8 +135,8 @@ class _Save:
         contents: what is saved besides the state.
         started_seconds: start of the save, by the monotonic clock.
         attachments: small files for the fast tier.
-        leaves: for the read-back, the abstract leaves as they are stored; None without a read-back.
-        finish: blocks until the arrays of all hosts are durable.
+        leaves: the abstract leaves as they are stored, if their bits are read back; else None.
+        finish: blocks until the arrays of all hosts are durable and were read back.
         digests: digests of the leaves, which the device may still be computing.
     """
 
@@ -146,7 +146,7 @@ class _Save:
     started_seconds: float
     attachments: dict[str, bytes]
     leaves: Leaves | None = None
-    finish: Callable[[float], WriteResult] | None = None
+    finish: FinishWrite | None = None
     digests: list[jax.Array] = field(default_factory=list)
 
     @property
@@ -213,7 +213,8 @@ class Checkpointer:
         self._pending: Future[bool] | None = None
         self._pending_fast: Future[None] | None = None
 
-        self._reads_back = False  # True until the first commit of a run: that save is read back before it is committed
+        self._reads_bits_back = True  # until the first commit of the attempt
+        self._has_committed = False  # the run, in this attempt or an earlier one
         self._requested_step: int | None = None
         self._saved_step: int | None = None  # durable, or in progress
         self._pending_step: int | None = None  # the step of `_pending`; None for a checkpoint with another name
@@ -246,7 +247,7 @@ class Checkpointer:
         found = restore_newest(
             self._attempt, self._fast_tier, self._abstract, self._is_own, find_attachment_problem, self._replicas
         )
-        self._reads_back = found is None
+        self._has_committed = found is not None
         if found is not None:
             step = found.manifest.step
             self._warn_of_grace(found.manifest.seconds, step)
@@ -479,10 +480,12 @@ class Checkpointer:
         if is_durable:
             if self._buffer.is_needed:
                 # On a CPU the writer reads the arrays in place, so all of it can happen in the background.
-                save.finish = lambda deadline_seconds: self._writer.start(save.target, leaves)(deadline_seconds)
+                save.finish = lambda deadline_seconds, check=None: self._writer.start(save.target, leaves)(
+                    deadline_seconds, check
+                )
             else:
                 save.finish = self._writer.start(save.target, leaves, error)
-            save.leaves = jax.tree.map(make_abstract, leaves) if self._reads_back else None
+            save.leaves = jax.tree.map(make_abstract, leaves) if self._reads_bits_back else None
         try:
             if is_fast and error is None:
                 blocks = copy_to_host(leaves, "all")
@@ -517,17 +520,22 @@ class Checkpointer:
         try:
             # 3. Durable: the arrays of every host, and what must not be behind the checkpoint, such as metrics.
             assert save.finish is not None
-            written = save.finish(self._max_unsaved_seconds)
+            has_bits = save.leaves is not None
+            check = None if save.leaves is None else make_bits_check(save.layout, save.digests, save.leaves)
+            written = save.finish(self._max_unsaved_seconds, check)
             save.contents.flush()
             if attempt.hosts.is_main:
                 attempt.events.flush()
 
             # 4. Commit, on process 0.
             if attempt.hosts.is_main:
-                complete = replace(manifest, files=written.files, shards=written.shards, seconds=save.seconds)
-                if save.leaves is not None:
-                    digests = save.layout.digests_on(jax.local_devices()[0], save.digests)
-                    verify_read_back(attempt.store, save.directory, complete, save.leaves, digests)
+                complete = replace(
+                    manifest,
+                    files=written.files,
+                    indexes=written.indexes,
+                    read_back=written.read_back,
+                    seconds=save.seconds,
+                )
                 # The check of the fence comes as late as possible. If a newer attempt retires this step after it, the
                 # commit fails.
                 attempt.fence.check()
@@ -542,7 +550,7 @@ class Checkpointer:
                     fingerprint=complete.fingerprint,
                     seconds_to_durable=save.seconds,
                     bytes=complete.num_bytes,
-                    read_back=save.leaves is not None,
+                    read_back=has_bits,
                 )
         except WRITE_ERRORS as failure:
             # Warn and free the space. Training continues, and the next due save is tried.
@@ -551,11 +559,11 @@ class Checkpointer:
             self._writer.discard(save.target)
             if attempt.hosts.is_main:
                 reason, step = format_error(failure), manifest.step
-                left = "nothing is committed yet" if self._reads_back else "the last commit is intact"
+                left = "the last commit is intact" if self._has_committed else "nothing is committed yet"
                 warn(f"SAVE FAILED at step {step}: {reason}; {left}")
                 attempt.events.append("save_failed", step, reason=reason)
             return False
-        self._reads_back = False
+        self._has_committed = True
         self._unsaved_since_seconds = None
         self._durable_seconds = time.monotonic() - save.started_seconds
 
@@ -627,6 +635,8 @@ class Checkpointer:
         is_committed, fenced, is_removed = self._attempt.hosts.agree([is_committed, fenced, is_removed])
         if fenced is not None:
             raise (RemovedError if is_removed else FencedError)(fenced)
+        # Every host must learn this from process 0: they read a checkpoint back together.
+        self._reads_bits_back = self._reads_bits_back and not is_committed
         if not is_committed and self._saved_step == self._pending_step:
             self._saved_step = None  # a later save of the step, such as that of a stop, must not be skipped
         return bool(is_committed)

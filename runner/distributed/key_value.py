@@ -2,8 +2,8 @@
 
 JAX's coordination service in process 0 keeps the keys in memory, so nothing may accumulate. The comment at each key
 states its writer, who deletes it, and the largest number of keys of its kind; P is the number of processes. A key that
-ends in a process id is overwritten by that process. Only three kinds are numbered (by call or by save), and those are
-deleted.
+ends in a process id is overwritten by that process. Only the kinds that are numbered (by call, by save or by round) are
+deleted, since they would accumulate.
 """
 
 import json
@@ -60,14 +60,22 @@ def gather_folder(call: int) -> str:
     return f"runner/gathered/{call}"
 
 
-def save_folder(save: int) -> str:
-    """Return the folder of what each process except process 0 wrote for one save; see `Hosts.collect`.
+def save_folder(save: int, stage: str) -> str:
+    """Return the folder in which each process except 0 reports a stage of one save; see `Hosts.collect`.
 
-    Process 0 deletes it when it has read every key. If process 0 gives up, late keys remain until the next save that it
-    reads completely: at most P keys for each consecutive failed save, and `checkpoint.max_unsaved_minutes` ends the job
-    over those.
+    The stages are `written`, with the files of the process, and `read`. Process 0 deletes the folder when it has read
+    every key. If process 0 gives up, late keys remain until the next save that it reads completely: at most P keys for
+    each consecutive failed save, and `checkpoint.max_unsaved_minutes` ends the job over those.
     """
-    return f"runner/pieces/{save}"
+    return f"runner/save/{save}/{stage}"
+
+
+def save_outcome_key(save: int) -> str:
+    """Return the key in which process 0 tells whether the parts of all processes of one save are there.
+
+    Process 0 deletes the key of a save when it writes that of the next one but one: at most 3 keys.
+    """
+    return f"runner/save/outcome/{save}"
 
 
 def replica_folder(number: int) -> str:

@@ -83,13 +83,13 @@ class AzureDriver:
             download = self._container.download_blob(key)
             return download.readall(), download.properties.etag
 
-    def get_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
-        """Return a range of bytes of one version of a blob."""
-        match = MatchConditions.IfNotModified
+    def get_range(self, key: str, start: int, stop: int, version: Version | None) -> bytes:
+        """Return a range of bytes of a blob, of one version if that is given."""
+        condition: dict[str, Any] = {}
+        if version is not None:
+            condition = {"etag": version, "match_condition": MatchConditions.IfNotModified}
         with _translate_errors(key):
-            download = self._container.download_blob(
-                key, offset=start, length=stop - start, etag=version, match_condition=match
-            )
+            download = self._container.download_blob(key, offset=start, length=stop - start, **condition)
             return download.readall()
 
     def put(self, key: str, content: bytes, version: Version | None) -> Version:

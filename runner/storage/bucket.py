@@ -53,8 +53,12 @@ class Driver(Protocol):
     def get(self, key: str) -> tuple[bytes, Version]:
         """Return content and version of an object."""
 
-    def get_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
-        """Return bytes `start .. stop`, `start < stop`. Raises `FileExistsError` if the version is another one."""
+    def get_range(self, key: str, start: int, stop: int, version: Version | None) -> bytes:
+        """Return bytes `start .. stop`, `start < stop`; None for any version.
+
+        Raises:
+            FileExistsError: the version is another one.
+        """
 
     def put(self, key: str, content: bytes, version: Version | None) -> Version:
         """Write an object if its present version is `version`, or any if that is None; return the new version.
@@ -109,8 +113,8 @@ class BucketStore:
         except FileNotFoundError:
             return b"", ABSENT
 
-    def read_range(self, name: str, start: int, stop: int, version: Version) -> bytes:
-        """Return bytes `start .. stop` of an object that must still have `version`."""
+    def read_range(self, name: str, start: int, stop: int, version: Version | None) -> bytes:
+        """Return bytes `start .. stop` of an object, which must still have `version` unless that is None."""
         key = self._key(name)
 
         def act(_: int) -> bytes:

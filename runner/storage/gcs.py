@@ -87,13 +87,13 @@ class GCSDriver:
                     raise TransientError(f"{key}: was replaced while it was read") from error
         return content, str(blob.generation)
 
-    def get_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
-        """Return a range of bytes of one version of an object."""
+    def get_range(self, key: str, start: int, stop: int, version: Version | None) -> bytes:
+        """Return a range of bytes of an object, of one version if that is given."""
         with _translate_errors(key):
             content = self._bucket.blob(key).download_as_bytes(
                 start=start,
                 end=stop - 1,
-                if_generation_match=int(version),
+                if_generation_match=None if version is None else int(version),
                 timeout=_TIMEOUT,
                 retry=None,
                 checksum=None,  # the service's digest is that of the whole object: there is none to compare with

@@ -81,11 +81,11 @@ class LocalStore:
         except FileNotFoundError:
             return b"", ABSENT
 
-    def read_range(self, name: str, start: int, stop: int, version: Version) -> bytes:
-        """Return bytes `start .. stop` of a file that must still have `version`."""
+    def read_range(self, name: str, start: int, stop: int, version: Version | None) -> bytes:
+        """Return bytes `start .. stop` of a file, which must still have `version` unless that is None."""
         path = self.root / name
         with self.open(name) as file, translate_errors(path):
-            if _get_version(os.fstat(file.fileno())) != version:
+            if version not in (None, _get_version(os.fstat(file.fileno()))):
                 raise ChangedError(f"{path} is no longer the file that it was")
             file.seek(start)
             content = file.read(stop - start)

@@ -87,11 +87,11 @@ class S3Driver:
             answer = self._client.get_object(Bucket=self._bucket, Key=key)
             return answer["Body"].read(), answer["ETag"]
 
-    def get_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
-        """Return a range of bytes of one version of an object."""
-        piece = f"bytes={start}-{stop - 1}"
+    def get_range(self, key: str, start: int, stop: int, version: Version | None) -> bytes:
+        """Return a range of bytes of an object, of one version if that is given."""
+        piece, condition = f"bytes={start}-{stop - 1}", {} if version is None else {"IfMatch": version}
         with _translate_errors(key):
-            answer = self._client.get_object(Bucket=self._bucket, Key=key, Range=piece, IfMatch=version)
+            answer = self._client.get_object(Bucket=self._bucket, Key=key, Range=piece, **condition)
             return bytes(answer["Body"].read())
 
     def put(self, key: str, content: bytes, version: Version | None) -> Version:

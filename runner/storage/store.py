@@ -96,8 +96,10 @@ class Store(Protocol):
     def read_versioned(self, name: str) -> tuple[bytes, Version]:
         """Return the content of `name` and its version, or (b"", ABSENT) if it does not exist."""
 
-    def read_range(self, name: str, start: int, stop: int, version: Version) -> bytes:
+    def read_range(self, name: str, start: int, stop: int, version: Version | None) -> bytes:
         """Return bytes `start .. stop` of `name`, which must have the version that `list_files` reported.
+
+        None for any version, if the caller checks the bytes itself.
 
         Raises:
             ChangedError: it has another version, or ends before `stop`.

@@ -1,7 +1,8 @@
 """Arrays in block files: written by the holders of shards, read on any mesh, and verified byte by byte."""
 
 import copy
-import functools
+import os
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from runner.checkpoint import blocks
-from runner.storage import compute_crc32c
+from runner.checkpoint.arrays import encode_index, read_index
+from runner.checkpoint.manifest import parse_manifest, seal
+from runner.storage import LocalStore, compute_crc32c
 from tests.support.tiny_jobs import FACTORISATIONS, are_leaves_equal, make_full_mesh
 
 SHARDED = PartitionSpec("fsdp", ("data", "tensor"))
@@ -25,21 +28,38 @@ WHOLE = np.random.default_rng(0).normal(size=(16, 24)).astype(np.float32)
 SMALL_PIECE_BYTES = 99  # bytes; splits elements
 
 
+def write_packs(directory, prefix, host):
+    """Write packs with the signature of `blocks.write_blocks`."""
+    (directory / prefix).parent.mkdir(parents=True, exist_ok=True)
+    return blocks.write_packs(directory, prefix, host)
+
+
+FORMS = {"a file for each piece": blocks.write_blocks, "packs": write_packs}
+
+
+@pytest.fixture(params=FORMS)
+def write(request):
+    """Return a function that writes blocks in one of the forms."""
+    return FORMS[request.param]
+
+
 class BlockDirectory:
     """The files that one process has written to a directory."""
 
-    def __init__(self, directory, leaves):
+    def __init__(self, directory, leaves, write):
         self.directory = directory
-        self.table = blocks.write_blocks(directory, "arrays.1/0", blocks.copy_to_host(leaves))
-        self.fetched = []
+        self.table = write(directory, "arrays.1/0", blocks.copy_to_host(leaves))
+        self.reads = []
 
-    def fetch(self, name):
-        self.fetched.append(name)
-        return (self.directory / name).read_bytes()
+    def open(self, name, begin, end):
+        self.reads.append((name, begin, end))
+        return (self.directory / name).read_bytes()[begin:end]
+
+    def fetch(self, run):
+        return blocks.read_pieces(self.open, run)
 
     def read(self, abstract):
-        fetch = functools.partial(blocks.fetch_verified, self.fetch, self.table.files)
-        return blocks.read_blocks(fetch, self.table.shards, abstract)
+        return blocks.read_blocks(self.fetch, self.table.shards, abstract)
 
 
 def make_abstract(array, sharding):
@@ -51,9 +71,9 @@ def make_matrix(place):
 
 
 @pytest.mark.parametrize("written", SHARDINGS)
-def test_blocks_written_in_one_sharding_are_read_in_every_other(tmp_path, written):
+def test_blocks_written_in_one_sharding_are_read_in_every_other(tmp_path, write, written):
     array = make_matrix(written)
-    files = BlockDirectory(tmp_path, {"w": array})
+    files = BlockDirectory(tmp_path, {"w": array}, write)
     for sharding in SHARDINGS.values():
         read = files.read({"w": make_abstract(array, sharding)})["w"]
         assert read.sharding == sharding
@@ -62,12 +82,12 @@ def test_blocks_written_in_one_sharding_are_read_in_every_other(tmp_path, writte
 
 @pytest.mark.parametrize("written", ["mesh (2, 2, 2)", "second axis", "copies"])
 @pytest.mark.parametrize("read", ["mesh (1, 8, 1)", "first axis", "one device"])
-def test_a_shard_can_be_split_at_any_byte(tmp_path, monkeypatch, written, read):
+def test_a_shard_can_be_split_at_any_byte(tmp_path, write, monkeypatch, written, read):
     monkeypatch.setattr(blocks, "PIECE_BYTES", SMALL_PIECE_BYTES)
     array = make_matrix(written)
-    files = BlockDirectory(tmp_path, {"w": array})
+    files = BlockDirectory(tmp_path, {"w": array}, write)
     shards = files.table.shards["w"]
-    sizes = [[files.table.files[piece][0] for piece in record["pieces"]] for record in shards]
+    sizes = [[piece.size for piece in shard.pieces] for shard in shards]
     assert all(len(pieces) > 1 for pieces in sizes)
     assert all(set(pieces[:-1]) == {SMALL_PIECE_BYTES} and 0 < pieces[-1] <= SMALL_PIECE_BYTES for pieces in sizes)
     assert sum(map(sum, sizes)) == WHOLE.nbytes, "each element is stored once, regardless of replicas"
@@ -95,16 +115,16 @@ LEAVES = {
 
 @pytest.mark.parametrize("name", LEAVES)
 @pytest.mark.parametrize("piece_bytes", [3, 64 << 20])
-def test_every_kind_of_leaf_is_restored_bit_identically(tmp_path, monkeypatch, name, piece_bytes):
+def test_every_kind_of_leaf_is_restored_bit_identically(tmp_path, write, monkeypatch, name, piece_bytes):
     monkeypatch.setattr(blocks, "PIECE_BYTES", piece_bytes)
     value = LEAVES[name]
     axis = PartitionSpec() if value.ndim == 0 else PartitionSpec("fsdp")
     places = [NamedSharding(make_full_mesh(2, 4, 1), axis), NamedSharding(make_full_mesh(2, 2, 2), PartitionSpec())]
     for number, place in enumerate(places):
         array = jax.device_put(value, place)
-        files = BlockDirectory(tmp_path / str(number), {name: array})
+        files = BlockDirectory(tmp_path / str(number), {name: array}, write)
         assert all((tmp_path / str(number) / piece).is_file() for piece in files.table.files)
-        assert all(piece.startswith("arrays.1/0/") for piece in files.table.files)
+        assert all(re.match(r"arrays\.1/0[/.]", piece) for piece in files.table.files)
         for other in places:
             read = files.read({name: make_abstract(array, other)})[name]
             assert (read.shape, read.dtype, read.sharding) == (array.shape, array.dtype, other)
@@ -115,15 +135,15 @@ def test_leaves_with_similar_names_have_separate_files(tmp_path):
     place = SHARDINGS["one device"]
     names = ["a.b", "a/b", "a%2Fb", "a b", "a.0", "a", "a.0.0"]
     leaves = {name: jax.device_put(np.float32([n, -n]), place) for n, name in enumerate(names)}
-    files = BlockDirectory(tmp_path, leaves)
+    files = BlockDirectory(tmp_path, leaves, blocks.write_blocks)
     assert len(files.table.files) == len(names)
     read = files.read({name: make_abstract(leaf, place) for name, leaf in leaves.items()})
     assert list(read) == names
     assert all(are_leaves_equal(read[name], leaves[name]) for name in names)
 
 
-def test_the_table_lists_size_and_crc_of_every_file(tmp_path):
-    files = BlockDirectory(tmp_path, {"w": make_matrix("mesh (2, 2, 2)"), "empty": jnp.zeros((0, 2))})
+def test_the_table_lists_size_and_crc_of_every_file(tmp_path, write):
+    files = BlockDirectory(tmp_path, {"w": make_matrix("mesh (2, 2, 2)"), "empty": jnp.zeros((0, 2))}, write)
     on_disk = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     assert files.table.files.keys() == on_disk
     for name, (size, digest) in files.table.files.items():
@@ -131,39 +151,34 @@ def test_the_table_lists_size_and_crc_of_every_file(tmp_path):
         assert [len(content), compute_crc32c(content)] == [size, digest]
 
 
-def test_a_process_fetches_only_the_pieces_that_it_needs(tmp_path):
-    files = BlockDirectory(tmp_path, {"w": make_matrix("first axis"), "other": make_matrix("first axis")})
+def test_a_process_fetches_only_the_pieces_that_it_needs(tmp_path, write):
+    files = BlockDirectory(tmp_path, {"w": make_matrix("first axis"), "other": make_matrix("first axis")}, write)
     quarter = jax.ShapeDtypeStruct((2, 24), np.float32, sharding=SHARDINGS["one device"])
     rows = files.table.shards["w"]
-    assert [record["start"] for record in rows] == [[2 * n, 0] for n in range(8)]
+    assert [shard.start for shard in rows] == [[2 * n, 0] for n in range(8)]
     read = files.read({"w": quarter})["w"]
-    assert files.fetched == rows[0]["pieces"]
+    assert files.reads == [(piece.file, piece.begin, piece.end) for piece in rows[0].pieces]
     assert (np.asarray(read) == WHOLE[:2]).all()
 
 
-def test_tables_of_several_processes_are_merged(tmp_path):
+def test_tables_of_several_processes_are_merged(tmp_path, write):
     """Merge the tables of two processes with four devices each, in any order."""
     array = make_matrix("first axis")
     host = blocks.copy_to_host({"w": array})
-    parts = [blocks.write_blocks(tmp_path, f"arrays.1/{n}", {"w": host["w"][4 * n : 4 * n + 4]}) for n in range(2)]
-    whole = blocks.BlockTable()
-    for part in reversed(parts):
-        whole.add(part)
-    fetch = functools.partial(blocks.fetch_verified, lambda name: (tmp_path / name).read_bytes(), whole.files)
-    read = blocks.read_blocks(fetch, whole.shards, {"w": make_abstract(array, SHARDINGS["mesh (2, 2, 2)"])})
+    parts = [write(tmp_path, f"arrays.1/{n}", {"w": host["w"][4 * n : 4 * n + 4]}) for n in range(2)]
+    files = BlockDirectory(tmp_path, {}, write)
+    files.table.shards = {"w": [shard for part in reversed(parts) for shard in part.shards["w"]]}
+    read = files.read({"w": make_abstract(array, SHARDINGS["mesh (2, 2, 2)"])})
     assert are_leaves_equal(read["w"], array)
 
 
-def test_arrays_can_be_donated_after_the_copy_to_the_host(tmp_path):
+def test_arrays_can_be_donated_after_the_copy_to_the_host(tmp_path, write):
     array = make_matrix("mesh (2, 2, 2)")
     host = blocks.copy_to_host({"w": array})
     jax.jit(lambda x: x * 0, donate_argnums=0)(array).block_until_ready()
-    table = blocks.write_blocks(tmp_path, "arrays.1/0", host)
-    read = blocks.read_blocks(
-        lambda name: (tmp_path / name).read_bytes(),
-        table.shards,
-        {"w": jax.ShapeDtypeStruct(WHOLE.shape, WHOLE.dtype, sharding=SHARDINGS["copies"])},
-    )
+    files = BlockDirectory(tmp_path, {}, write)
+    files.table = write(tmp_path, "arrays.1/0", host)
+    read = files.read({"w": jax.ShapeDtypeStruct(WHOLE.shape, WHOLE.dtype, sharding=SHARDINGS["copies"])})
     assert (np.asarray(read["w"]) == WHOLE).all()
 
 
@@ -180,10 +195,6 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def lengthen(path):
-    path.write_bytes(path.read_bytes() + b"\0")
-
-
 def remove(path):
     path.unlink()
 
@@ -192,41 +203,107 @@ def remove(path):
     ("damage", "reason"),
     [
         (flip_bit, "does not match its CRC-32C"),
-        (truncate, "has 98 bytes, the manifest says 99"),
-        (lengthen, "has 100 bytes, the manifest says 99"),
+        (truncate, r"has \d+ bytes from \d+ on, the manifest says \d+"),
         (remove, "is missing"),
     ],
 )
-def test_a_damaged_block_is_reported_by_name(tmp_path, monkeypatch, damage, reason):
+def test_a_damaged_block_is_reported_by_name(tmp_path, write, monkeypatch, damage, reason):
     monkeypatch.setattr(blocks, "PIECE_BYTES", SMALL_PIECE_BYTES)
+    monkeypatch.setattr(blocks, "PACK_BYTES", WHOLE.nbytes)
     array = make_matrix("mesh (2, 2, 2)")
-    files = BlockDirectory(tmp_path, {"a": array, "w": array})
-    piece = files.table.shards["w"][3]["pieces"][0]
-    damage(tmp_path / piece)
+    files = BlockDirectory(tmp_path, {"a": array, "w": array}, write)
+    piece = files.table.shards["w"][-1].pieces[-1]
+    damage(tmp_path / piece.file)
     abstract = {name: make_abstract(array, SHARDINGS["first axis"]) for name in ("a", "w")}
     with pytest.raises(blocks.DamagedBlockError, match=reason) as caught:
         files.read(abstract)
-    assert str(caught.value).startswith(f"{piece} ")
+    assert str(caught.value).startswith(f"{piece.file} ")
     del abstract["w"]
-    assert are_leaves_equal(files.read(abstract)["a"], array)
+    if len(files.table.files) > 1:
+        assert are_leaves_equal(files.read(abstract)["a"], array)
 
 
-def test_an_unreachable_store_is_not_reported_as_damage(tmp_path):
+def test_packs_are_cut_at_their_largest_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "PIECE_BYTES", 64)
+    monkeypatch.setattr(blocks, "PACK_BYTES", 200)
+    array = make_matrix("mesh (2, 2, 2)")
+    files = BlockDirectory(tmp_path, {"a": array, "w": array}, write_packs)
+    assert {size for size, _ in files.table.files.values()} == {192}
+    assert list(files.table.files) == [f"arrays.1/0.{n}.bin" for n in range(2 * WHOLE.nbytes // 192)]
+    assert are_leaves_equal(files.read({"w": make_abstract(array, SHARDINGS["first axis"])})["w"], array)
+
+
+def test_adjacent_pieces_are_read_at_once(tmp_path):
+    leaves = {str(n): jax.device_put(WHOLE + n, SHARDINGS["mesh (2, 2, 2)"]) for n in range(20)}
+    files = BlockDirectory(tmp_path, leaves, write_packs)
+    files.read({name: make_abstract(leaf, SHARDINGS["copies"]) for name, leaf in leaves.items()})
+    assert files.reads == [("arrays.1/0.0.bin", 0, 20 * WHOLE.nbytes)]
+    files.reads.clear()
+    files.read({name: make_abstract(leaves[name], SHARDINGS["copies"]) for name in ("3", "4", "9")})
+    size = WHOLE.nbytes
+    assert sorted(files.reads) == [("arrays.1/0.0.bin", 3 * size, 5 * size), ("arrays.1/0.0.bin", 9 * size, 10 * size)]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "file"])
+def test_a_pack_replaces_what_lies_at_its_name(tmp_path, kind):
+    """A pipe would wait for its reader, and a link lead to a file of somebody else."""
+    (tmp_path / "arrays.1").mkdir()
+    path, elsewhere = tmp_path / "arrays.1" / "0.0.bin", tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"untouched")
+    {"pipe": os.mkfifo, "link": lambda path: path.symlink_to(elsewhere), "file": lambda path: path.touch()}[kind](path)
     array = make_matrix("copies")
-    files = BlockDirectory(tmp_path, {"w": array})
+    files = BlockDirectory(tmp_path, {"w": array}, write_packs)
+    assert are_leaves_equal(files.read({"w": make_abstract(array, SHARDINGS["copies"])})["w"], array)
+    assert elsewhere.read_bytes() == b"untouched"
 
-    def fetch(name):
+
+WRONG_SHARDS = {
+    "a piece beyond its file": lambda shard: shard["pieces"][0].__setitem__(2, 10**15),
+    "a piece before its file": lambda shard: shard["pieces"][0].__setitem__(1, -1),
+    "a piece of an unknown file": lambda shard: shard["pieces"][0].__setitem__(0, "../../secret"),
+    "a piece that is no list": lambda shard: shard["pieces"].__setitem__(0, "arrays.1/0.0.bin"),
+    "a negative shape": lambda shard: shard["shape"].__setitem__(0, -1),
+    "a start that is no number": lambda shard: shard["start"].__setitem__(0, "0"),
+    "a huge shape": lambda shard: shard["shape"].__setitem__(0, 10**15),
+    "a piece twice": lambda shard: shard["pieces"].append(shard["pieces"][0]),
+}
+
+
+@pytest.mark.parametrize("change", WRONG_SHARDS)
+def test_a_wrong_table_of_shards_is_an_error_of_its_values(tmp_path, change):
+    """Whatever it says, nothing outside of the files is read, and no memory is allocated for it."""
+    array = make_matrix("copies")
+    files = BlockDirectory(tmp_path, {"w": array}, write_packs)
+    store = LocalStore(tmp_path)
+    store.write("index", encode_index(files.table))
+    record = parse_manifest(store.read("index"))
+    WRONG_SHARDS[change](record["shards"]["w"][0])
+    store.write("index", seal(record))
+
+    def read():
+        files.table.shards = read_index(store, ".", "index").shards
+        files.read({"w": make_abstract(array, SHARDINGS["copies"])})
+
+    with pytest.raises(ValueError, match=r"piece|shard|bytes|elements"):
+        read()
+
+
+def test_an_unreachable_store_is_not_reported_as_damage(tmp_path, write):
+    array = make_matrix("copies")
+    files = BlockDirectory(tmp_path, {"w": array}, write)
+
+    def fail(*_):
         raise TimeoutError("not within 120 s")
 
-    files.fetch = fetch
+    files.open = fail
     with pytest.raises(TimeoutError):
         files.read({"w": make_abstract(array, SHARDINGS["copies"])})
 
 
 @pytest.mark.parametrize("read", ["mesh (2, 2, 2)", "first axis", "copies", "one device"])
-def test_shards_that_do_not_cover_a_block_are_rejected(tmp_path, read):
+def test_shards_that_do_not_cover_a_block_are_rejected(tmp_path, write, read):
     array = make_matrix("mesh (2, 2, 2)")
-    files = BlockDirectory(tmp_path, {"w": array})
+    files = BlockDirectory(tmp_path, {"w": array}, write)
     for number in range(len(files.table.shards["w"])):
         shards = copy.deepcopy(files.table.shards)
         del shards["w"][number]
@@ -236,7 +313,7 @@ def test_shards_that_do_not_cover_a_block_are_rejected(tmp_path, read):
             blocks.read_blocks(files.fetch, shards, {"w": make_abstract(array, SHARDINGS[read])})
 
 
-def test_a_leaf_without_any_shard_is_rejected(tmp_path):
-    files = BlockDirectory(tmp_path, {"w": make_matrix("copies")})
+def test_a_leaf_without_any_shard_is_rejected(tmp_path, write):
+    files = BlockDirectory(tmp_path, {"w": make_matrix("copies")}, write)
     with pytest.raises(blocks.DamagedBlockError, match="hold 0 of 384 elements"):
         blocks.read_blocks(files.fetch, {"w": []}, {"w": make_abstract(WHOLE, SHARDINGS["copies"])})

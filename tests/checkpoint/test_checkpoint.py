@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.checkpoint import arrays, restore
-from runner.checkpoint.arrays import BlockWriter, OrbaxWriter
+from runner.checkpoint.arrays import ArrayWriter
 from runner.checkpoint.fast_tier import FastTier
 from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.checkpoint.manifest import read_committed
@@ -54,7 +54,7 @@ class Attempt:
         self.attempt = make_attempt(store)
         self.fence = self.attempt.fence
         hosts = self.attempt.hosts
-        self.writer = OrbaxWriter(store, hosts) if store.root is not None else BlockWriter(store, hosts, staging)
+        self.writer = ArrayWriter(store, hosts, staging)
         self.saver, self.structure = self.make_saver(make_state()), jax.tree.structure(make_state())
 
     def make_saver(self, like, **rule):
@@ -443,13 +443,13 @@ def test_cpu_saves_alternate_between_two_buffers():
 
 def test_a_buffer_that_a_save_still_reads_is_not_reused(tmp_path, monkeypatch):
     """A durable save reads its buffers late, while the fast tier saves in between."""
-    attempt, may_read, start = Attempt(LocalStore(tmp_path), tmp_path), threading.Event(), OrbaxWriter.start
+    attempt, may_read, start = Attempt(LocalStore(tmp_path), tmp_path), threading.Event(), ArrayWriter.start
 
     def start_late(*arguments):
         may_read.wait()
         return start(*arguments)
 
-    monkeypatch.setattr(OrbaxWriter, "start", start_late)
+    monkeypatch.setattr(ArrayWriter, "start", start_late)
     state = attempt.save("1", {"a": jnp.arange(5000.0)})
     for _ in range(3):
         state = attempt.saver._buffer.swap(state, None)
@@ -581,36 +581,37 @@ def test_space_of_parts_of_a_former_number_counts_as_free(tmp_path, monkeypatch)
     attempt.make_saver(make_state(), local_directory=str(root), local_every_steps=1).close()
 
 
-def finish_with_error(writer, target, *_):
-    writer._orbax.wait_until_finished()
+def fail_after_writing(writer, target, *_):
+    (writer._store.root / target).mkdir(parents=True)
+    (writer._store.root / target / "0.0.bin").write_bytes(b"a part")
     raise OSError("disk full")
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_files_written_after_a_failed_save_are_deleted(tmp_path, monkeypatch, is_last):
-    """Orbax raises the first failure while its other threads still write, as seen on a full disk."""
+def test_files_of_a_failed_save_are_deleted(tmp_path, monkeypatch, is_last):
+    """Those of another process, which may still be writing, once the job ends."""
     attempt = Attempt(LocalStore(tmp_path), tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(OrbaxWriter, "_finish", finish_with_error)
+        patch.setattr(ArrayWriter, "_write_part", fail_after_writing)
         attempt.save("1", make_state(1))
         assert not attempt.saver.wait_until_finished()
     place = tmp_path / "checkpoints" / "1"
-    late = place / f"arrays.{attempt.attempt.number}" / "d" / "late"
+    assert not place.exists()
+    late = place / f"arrays.{attempt.attempt.number}" / "1.0.bin"
     late.parent.mkdir(parents=True)
     late.touch()
-    if is_last:
-        attempt.saver.close()
-        assert attempt.steps() == []
-    else:
+    if not is_last:
         attempt.save_all(2)
         assert attempt.steps() == [2]
+        assert late.exists()
+    attempt.saver.close()
     assert not place.exists()
 
 
 def test_a_step_whose_save_failed_can_be_saved_again(tmp_path, monkeypatch):
     attempt = Attempt(LocalStore(tmp_path), tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(OrbaxWriter, "_finish", finish_with_error)
+        patch.setattr(ArrayWriter, "_write_part", fail_after_writing)
         attempt.save("1", make_state(1))
         assert not attempt.saver.wait_until_finished()
     attempt.save_all(1, 2)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from runner.checkpoint import arrays as writer
 from runner.checkpoint import blocks, inspect, manifest
-from runner.checkpoint.arrays import BlockWriter
+from runner.checkpoint.arrays import ArrayWriter
 from runner.checkpoint.policy import SaveKind
 from runner.checkpoint.restore import restore_newest
 from runner.checkpoint.save import Checkpointer, SaveContents
@@ -91,7 +91,7 @@ class SavingProcess:
         self.world = world
         store = make_memory_bucket(self.faults)  # type: ignore[arg-type]
         self.attempt = make_attempt(store, MemoryLog(world.rows))
-        writer = BlockWriter(store, self.attempt.hosts, world.staging)
+        writer = ArrayWriter(store, self.attempt.hosts, world.staging)
         rule = CheckpointConfig(keep_last=KEEP_LAST, max_unsaved_minutes=1.0)
         self.saver = Checkpointer(self.attempt, rule, 1, {}, make_abstract_state(), writer)
         found = restore_newest(self.attempt, None, make_abstract_state(), lambda identity, step: identity == {})

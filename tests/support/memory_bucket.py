@@ -27,13 +27,13 @@ class MemoryDriver:
                 raise FileNotFoundError(key)
             return self.objects[key]
 
-    def get_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
+    def get_range(self, key: str, start: int, stop: int, version: Version | None) -> bytes:
         self.before("get", key)
         with self._lock:
             if key not in self.objects:
                 raise FileNotFoundError(key)
             content, present = self.objects[key]
-            if present != version:
+            if version not in (None, present):
                 raise FileExistsError(key)
         return content[start:stop]
 

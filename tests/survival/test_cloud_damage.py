@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.checkpoint import inspect
-from runner.checkpoint.arrays import BlockWriter, OrbaxWriter
+from runner.checkpoint.arrays import ArrayWriter
 from runner.checkpoint.manifest import read_committed
 from runner.checkpoint.policy import SaveKind
 from runner.checkpoint.restore import restore_newest
@@ -97,7 +97,7 @@ def abstract_state() -> dict[str, jax.ShapeDtypeStruct]:
 def save_both(store: Store, staging: Path) -> None:
     """Commit the two steps."""
     attempt = make_attempt(store, MemoryLog())
-    writer = BlockWriter(store, attempt.hosts, staging) if store.root is None else OrbaxWriter(store, attempt.hosts)
+    writer = ArrayWriter(store, attempt.hosts, staging)
     rule = CheckpointConfig(keep_last=99, max_unsaved_minutes=1.0)
     saver = Checkpointer(attempt, rule, 1, {}, abstract_state(), writer)
     for step in (OLDER, NEWEST):

@@ -10,7 +10,7 @@ import pytest
 
 from runner import BaseTrainer
 from runner.checkpoint import save
-from runner.checkpoint.arrays import OrbaxWriter
+from runner.checkpoint.arrays import ArrayWriter
 from runner.checkpoint.fingerprint import list_leaf_names
 from runner.checkpoint.leaves import is_on_host
 from runner.checkpoint.save import DoubleBuffer
@@ -108,10 +108,10 @@ def test_a_save_reads_other_host_memory_than_the_next_step_writes(tmp_path: Path
     """On a GPU numpy's view of pinned host memory keeps the next step from reusing it, so that the step fails."""
     monkeypatch.setattr(save, "DoubleBuffer", NoDoubleBuffer)
     job = make_gpt(tmp_path / "run", **{**OFFLOAD, "checkpoint.every_steps": 8})
-    start = OrbaxWriter.start
+    start = ArrayWriter.start
     num_shared = []
 
-    def watch(writer: OrbaxWriter, target: str, leaves: dict[str, jax.Array], error: Exception | None = None) -> Any:
+    def watch(writer: ArrayWriter, target: str, leaves: dict[str, jax.Array], error: Exception | None = None) -> Any:
         own = dict(zip(list_leaf_names(job.state), jax.tree.leaves(job.state), strict=True))
         moments = [name for name in leaves if is_on_host(leaves[name])]
         assert moments
@@ -124,6 +124,6 @@ def test_a_save_reads_other_host_memory_than_the_next_step_writes(tmp_path: Path
         )
         return start(writer, target, leaves)
 
-    monkeypatch.setattr(OrbaxWriter, "start", watch)
+    monkeypatch.setattr(ArrayWriter, "start", watch)
     job()
     assert num_shared == [0]
