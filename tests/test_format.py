@@ -1,7 +1,8 @@
 """Directories written by released versions: this version resumes, verifies and opens them.
 
-For each format of `manifest.json`, `tests/data/format_<n>` holds a counter on disk and in a bucket, and a small GPT. A
-new format adds a directory written by the version before it; existing directories are never rewritten.
+For each format of `manifest.json`, `tests/data/format_<n>` holds a counter on disk and in a bucket, a small GPT, and
+one that two processes have trained. A new format adds a directory with runs of the version that has introduced it;
+existing directories are never rewritten.
 """
 
 import json
@@ -37,6 +38,8 @@ JOBS: dict[str, tuple[type[RestoreableJob], tuple[str, ...]]] = {
     "counter": (Counter, ()),
     "bucket": (Counter, ()),
     "gpt": (PretrainGPT, FIXED_OVERRIDES),
+    # Two processes with two devices each, which have a quarter of each array.
+    "pod": (PretrainGPT, (*FIXED_OVERRIDES, "config.train.total_steps=4", "topology.mesh.fsdp=2")),
 }
 
 
@@ -197,6 +200,6 @@ def test_files_of_a_newer_version_are_rejected_and_unchanged(place: str, tmp_pat
     if "manifest" in place:
         lines, code = format_report(LocalStore(directory), VerifyDepth.MANIFEST)
         assert code == 2
-        assert "written by a newer runner, in format 2" in lines[1]
+        assert "written by a newer runner, in format 99" in lines[1]
         with pytest.raises(NewerFormatError):
             open_checkpoint(directory)

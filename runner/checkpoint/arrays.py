@@ -37,7 +37,7 @@ from runner.checkpoint.leaves import Leaves, decode_leaves, encode_leaves, parse
 from runner.checkpoint.manifest import FORMAT, INDEX_KEYS, Files, Manifest, parse_manifest, seal, validate_files
 from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
-from runner.errors import PeerLostError, format_error
+from runner.errors import NewerFormatError, PeerLostError, format_error
 from runner.storage import (
     JsonObject,
     LocalStore,
@@ -89,7 +89,7 @@ class ArrayWriter:
     Args:
         store: the run's directory.
         hosts: processes of this job.
-        staging: directory on this host's own disk for files that are uploaded; it is deleted in the end.
+        staging: directory on this host's own disk for files on their way into a bucket; it is deleted in the end.
     """
 
     def __init__(self, store: Store, hosts: Hosts, staging: Path):
@@ -241,8 +241,9 @@ class ArrayWriter:
 
     def close(self) -> None:
         """Delete the temporary files, and on process 0 what processes that ended have left of failed writes."""
-        shutil.rmtree(self._staging, ignore_errors=True)
-        if self._hosts.is_main and isinstance(self._store, LocalStore):
+        if not isinstance(self._store, LocalStore):
+            shutil.rmtree(self._staging, ignore_errors=True)
+        elif self._hosts.is_main:
             for target in self._failed:
                 with contextlib.suppress(OSError):
                     self._store.remove_tree(target)
@@ -327,10 +328,15 @@ def read_index(store: Store, directory: str, name: str, entry: list[Any] | None 
         raise blocks.DamagedBlockError(f"{name} is missing") from error
     if entry is not None and [len(content), compute_crc32c(content)] != entry:
         raise blocks.DamagedBlockError(f"{name} does not match its size and CRC-32C in the manifest")
-    record = parse_manifest(content)
-    validate_record(record, INDEX_KEYS, ["files", "shards"])
-    validate_files(record["files"])
-    return BlockTable(record["files"], blocks.parse_shards(record["shards"], record["files"]))
+    try:
+        record = parse_manifest(content)
+        validate_record(record, INDEX_KEYS, ["files", "shards"])
+        validate_files(record["files"])
+        return BlockTable(record["files"], blocks.parse_shards(record["shards"], record["files"]))
+    except NewerFormatError:
+        raise
+    except ValueError as error:
+        raise blocks.DamagedBlockError(f"{name}: {error}") from error
 
 
 def find_read_back_problems(store: Store, directory: str, index: str, number: int, is_full: bool) -> Iterator[str]:
@@ -344,11 +350,16 @@ def find_read_back_problems(store: Store, directory: str, index: str, number: in
         is_full: read every byte, and not only a share of a bucket's files.
 
     Raises:
-        ValueError: the table is missing or damaged.
+        NewerFormatError: another version has written the table.
         OSError: the store could not read a file.
     """
+    try:
+        table = read_index(store, directory, index)
+    except blocks.DamagedBlockError as error:
+        yield str(error)
+        return
     # Files are opened by their names: a listing of a network disk may be old.
-    for place, (name, (size, digest)) in enumerate(sorted(read_index(store, directory, index).files.items())):
+    for place, (name, (size, digest)) in enumerate(sorted(table.files.items())):
         path = f"{directory}/{name}"
         is_read = is_full or (place + number) % READ_BACK_SHARE == 0
         try:

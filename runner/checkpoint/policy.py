@@ -8,8 +8,8 @@ functions of their arguments; the clock is an argument too.
 import enum
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Literal, NamedTuple, Self
 
 from runner.checkpoint.manifest import CHECKPOINTS, Manifest, read_committed, remove_files, uncommit
 from runner.console import warn
@@ -117,6 +117,7 @@ def find_superfluous_steps(
     keep_every_steps: int | None = None,
     best: Mode | None = None,
     roll_back_to: int | None = None,
+    read_back: Collection[int] = (),
 ) -> list[int]:
     """Return the committed steps to delete, ascending.
 
@@ -126,6 +127,7 @@ def find_superfluous_steps(
         keep_every_steps: multiples of this are kept.
         best: keep the step with the best value too; of equal values the older step.
         roll_back_to: keep the newest step up to this one too.
+        read_back: steps of which every byte was read back before the commit; the newest of them is kept.
     """
     steps = sorted(metrics)
     kept = set(steps[-keep_last:])
@@ -135,6 +137,7 @@ def find_superfluous_steps(
         kept |= {step for step in [find_best_step(metrics, best)] if step is not None}
     if roll_back_to is not None:
         kept |= set([step for step in steps if step <= roll_back_to][-1:])
+    kept |= set([step for step in steps if step in read_back][-1:])
     return [step for step in steps if step not in kept]
 
 
@@ -159,6 +162,12 @@ class _CommittedStep(NamedTuple):
 
     metric: float | None
     roll_back_to: int | None
+    read_back: bool
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Self:
+        """Return the values of a manifest."""
+        return cls(manifest.metric, manifest.roll_back_to, manifest.read_back)
 
 
 class Retention:
@@ -173,7 +182,7 @@ class Retention:
         """Read which steps are committed, and delete what an attempt that was killed should have deleted."""
         store = self._attempt.store
         self._steps = {
-            step: _CommittedStep(manifest.metric, manifest.roll_back_to)
+            step: _CommittedStep.of(manifest)
             for step, manifest in read_committed(store).items()
         }
         if self._steps and isinstance(store, LocalStore):
@@ -183,7 +192,7 @@ class Retention:
 
     def add(self, manifest: Manifest) -> None:
         """Add a step that has just been committed, and delete the steps that it makes superfluous."""
-        self._steps[manifest.step] = _CommittedStep(manifest.metric, manifest.roll_back_to)
+        self._steps[manifest.step] = _CommittedStep.of(manifest)
         self._prune()
 
     def forget_after(self, step: int) -> list[int]:
@@ -197,7 +206,8 @@ class Retention:
         metrics = {step: committed.metric for step, committed in self._steps.items()}
         # A spike that is running may still be rolled back, as the newest state knows.
         roll_back_to = self._steps[max(self._steps)].roll_back_to if self._steps else None
-        for step in find_superfluous_steps(metrics, *self._rule, roll_back_to):
+        read_back = {step for step, committed in self._steps.items() if committed.read_back}
+        for step in find_superfluous_steps(metrics, *self._rule, roll_back_to, read_back):
             try:
                 delete_step(self._attempt, step)
             except OSError as error:

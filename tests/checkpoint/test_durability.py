@@ -4,12 +4,12 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
-from runner.checkpoint import arrays
+from runner.checkpoint.arrays import ArrayWriter
 from runner.checkpoint.manifest import remove_files, uncommit
 from runner.cli.app import run_command
 from runner.distributed.agreement import Hosts, Liveness
@@ -113,21 +113,21 @@ class SecondProcess(Hosts):
 
     def collect(self, folder: str, value: Any, deadline_seconds: float) -> list[Any]:
         self._on_report()
-        return [value]
+        raise OSError("enough")
 
 
-def test_each_process_flushes_its_own_files_before_it_reports(
-    flushes: FlushRecorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(arrays, "_make_orbax", lambda hosts: SimpleNamespace(wait_until_finished=lambda: None))
+def test_each_process_flushes_its_own_files_before_it_reports(flushes: FlushRecorder, tmp_path: Path) -> None:
     target = tmp_path / "checkpoints" / "1" / "arrays.1"
-    for name in ("array_metadatas/process_1", "ocdbt.process_1/d/a", "array_metadatas/process_11", "_METADATA"):
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
+    target.mkdir(parents=True)
+    for name in ("0.0.bin", "0.json", "11.0.bin"):
         (target / name).touch()
     late: list[str] = []
     hosts = SecondProcess(lambda: late.extend(flushes.list_unflushed(target)))
-    arrays.OrbaxWriter(LocalStore(tmp_path), hosts)._finish("checkpoints/1/arrays.1", "key", 60.0, None)
-    assert sorted(late) == ["_METADATA", "array_metadatas/process_11"]
+    finish = ArrayWriter(LocalStore(tmp_path), hosts, tmp_path).start("checkpoints/1/arrays.1", {"x": jnp.arange(3)})
+    with pytest.raises(OSError, match="enough"):
+        finish(60.0)
+    assert sorted(late) == ["0.0.bin", "0.json", "11.0.bin"]
+    assert flushes.list_late_parents(target, tmp_path) == []
 
 
 def test_the_files_of_a_checkpoint_are_deleted_after_its_manifest(

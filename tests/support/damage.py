@@ -70,7 +70,7 @@ def drop_keys(path: Path) -> None:
 
 
 def write_newer_format(path: Path) -> None:
-    _rewrite(path, json.loads(path.read_bytes()) | {"format": 2, "more": 1})
+    _rewrite(path, json.loads(path.read_bytes()) | {"format": 99, "more": 1})
 
 
 def _rewrite(path: Path, record: dict[str, Any]) -> None:
