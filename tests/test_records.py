@@ -9,18 +9,18 @@ import pytest
 
 from experiments.counter import Counter
 from runner import ExecutionSpec
-from runner.checkpoint.manifest import MANIFEST_KEYS
+from runner.checkpoint.manifest import INDEX_KEYS, MANIFEST_KEYS
 from runner.metrics.rows import ROW_KEYS
 from runner.run.events import EVENT_KEYS, EVENTS
 from runner.run.layout import RESULT_KEYS
 from runner.storage import Key, parse_lines, url
 from tests.support.memory_bucket import MemoryDriver
-from tests.support.tiny_jobs import make_counter, make_gpt, stop_after
+from tests.support.tiny_jobs import ROOT, make_counter, make_gpt, stop_after
 
 # Result keys of runs that a hook ends or extends: tests/hook/test_run.py.
 HOOK_KEYS = {"stopped_by", "stopped_because", "stopped_rule", "best_step", "best_value", "<name>"}
-TABLES = {"row": ROW_KEYS, "event": EVENT_KEYS, "result": RESULT_KEYS, "manifest": MANIFEST_KEYS}
-BUCKET_KEYS = {"shards", "shards.*.start", "shards.*.shape", "shards.*.pieces"}
+TABLES = {"row": ROW_KEYS, "event": EVENT_KEYS, "result": RESULT_KEYS, "manifest": MANIFEST_KEYS, "index": INDEX_KEYS}
+PIECE_KEYS = {"shards", "shards.*.start", "shards.*.shape", "shards.*.pieces"}
 CHECKOUT_KEYS = {"environment.commit", "environment.dirty"}
 ACCELERATOR_KEYS = {"perf/mfu", "perf/peak_bytes"}  # unknown for CPUs
 ARRAY_KEYS = {"train/examples", "perf/examples_per_second", "examples"}  # see tests/train/test_arrays.py
@@ -125,7 +125,7 @@ def test_a_result_has_the_keys_of_the_table(trained_run: Path, counter_run: Path
 
 def test_a_manifest_has_the_keys_of_the_table(trained_run: Path, counter_run: Path) -> None:
     written = collect_keys(MANIFEST_KEYS, manifests(trained_run)) | CHECKOUT_KEYS
-    assert written == list_names(MANIFEST_KEYS) - BUCKET_KEYS - ZOMBIE_KEYS - FORK_KEYS - SPIKE_KEYS
+    assert written == list_names(MANIFEST_KEYS) - PIECE_KEYS - ZOMBIE_KEYS - FORK_KEYS - SPIKE_KEYS
     of_trainers = {key.name for key in MANIFEST_KEYS if key.name.startswith(("topology", "carry", "metric"))}
     assert collect_keys(MANIFEST_KEYS, manifests(counter_run)) | CHECKOUT_KEYS == written - of_trainers
 
@@ -138,13 +138,29 @@ def test_the_records_of_a_fork_have_the_keys_of_the_tables(counter_run: Path, tm
     assert collect_keys((*EVENT_KEYS, *details), [row]) == list_names((*EVENT_KEYS, *details))
 
 
-def test_a_manifest_in_a_bucket_has_the_keys_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manifest_in_a_bucket_has_the_keys_of_the_table(trained_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(url._DRIVERS, "gs", (__name__, GoogleBucket.__name__, ""))
     spec = {"name": "count", "job": "experiments.counter:Counter", "directory": "gs://bucket/run"}
     Counter(ExecutionSpec(**spec, config={"total_steps": 3, "width": 8}))()
     objects = GoogleBucket.newest.objects
     found = [json.loads(content) for name, (content, _) in objects.items() if name.endswith("/manifest.json")]
-    assert collect_keys(MANIFEST_KEYS, found) >= BUCKET_KEYS
+    assert collect_keys(MANIFEST_KEYS, found) >= {"indexes", "files", "read_back"}
+    tables = [json.loads(content) for name, (content, _) in objects.items() if name.endswith("/0.json")]
+    assert collect_keys(INDEX_KEYS, tables) == list_names(INDEX_KEYS)
+    tables = [json.loads(path.read_text()) for path in trained_run.glob("checkpoints/*/arrays.*/0.json")]
+    assert collect_keys(INDEX_KEYS, tables) == list_names(INDEX_KEYS)
+
+
+def test_manifests_with_a_file_for_each_piece_have_the_keys_of_the_table(tmp_path: Path) -> None:
+    """Those of buckets in format 1, and those of parts of the fast tier."""
+    former = list((ROOT / "tests/data/format_1/bucket").glob("checkpoints/*/manifest.json"))
+    fast = {"checkpoint.local_directory": str(tmp_path / "fast"), "checkpoint.local_every_steps": 2}
+    make_counter(tmp_path / "run", **{"config.total_steps": 3} | fast)()
+    for paths in (former, list(tmp_path.glob("fast/*/*/*/part.json"))):
+        records = [{**json.loads(path.read_text())} for path in paths]
+        for record in records:
+            record.pop("companions", None)
+        assert collect_keys(MANIFEST_KEYS, records) >= PIECE_KEYS
 
 
 def test_the_events_of_runs_have_the_keys_of_the_table(trained_run: Path, counter_run: Path) -> None:

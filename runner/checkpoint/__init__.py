@@ -1,11 +1,11 @@
 """Checkpoints: saved in one instant, and restored only if every bit is right.
 
 - `manifest`: manifest, commit and tombstone; no arrays, no jax
-- `blocks`: arrays stored as pieces, by process and shard
+- `blocks`: arrays stored as byte ranges, by process and shard
 - `fingerprint`: digest of a pytree's bits, independent of the topology
 - `leaves`: leaves that can be saved, their stored form, and the names of weights among them
 - `fast_tier`: newest states on each host's own disk
-- `arrays`: writers and readers of arrays, through Orbax or as pieces
+- `arrays`: writer and readers of the arrays of a checkpoint
 - `restore`: newest good state; weights of another run
 - `policy`: when to save, which checkpoints to keep
 - `save`: the checkpointer: save and commit

@@ -270,8 +270,7 @@ def decode_leaves(arrays: Leaves, abstract: Leaves) -> Leaves:
     def decode(array: Any, leaf: Any) -> jax.Array:
         if leaf.size == 0:
             return jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
-        # Orbax gives a key back as a key if it was stored as one.
-        if _is_key(leaf) and not _is_key(array):
+        if _is_key(leaf):
             found: list[Any] = []  # an abstract key tells its implementation only while it is traced
             jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)
             return jax.random.wrap_key_data(array, impl=found[0])

@@ -181,10 +181,7 @@ class Retention:
     def scan(self) -> None:
         """Read which steps are committed, and delete what an attempt that was killed should have deleted."""
         store = self._attempt.store
-        self._steps = {
-            step: _CommittedStep.of(manifest)
-            for step, manifest in read_committed(store).items()
-        }
+        self._steps = {step: _CommittedStep.of(manifest) for step, manifest in read_committed(store).items()}
         if self._steps and isinstance(store, LocalStore):
             # An attempt that was killed right after it created a manifest has not flushed its name.
             store.flush_names(f"{CHECKPOINTS}/{max(self._steps)}")

@@ -71,7 +71,7 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
         level = spec.logging.level if hosts.is_main else spec.logging.level_other_hosts
         configure_console(spec.job, spec.logging.format, level, hosts.process_id)
     # A bug must end the process at once: Python would wait for threads that wait for peers.
-    sys.excepthook, sys.unraisablehook = _end_on_bug, _drop_late_write_errors
+    sys.excepthook = _end_on_bug
     stop.join_peers(hosts if hosts.num_processes > 1 else None)
     preemption.watch_gcp_preemption(stop.request_stop)
     # From here on every way out must name a code to the peers, which otherwise wait for this process.
@@ -149,15 +149,6 @@ def find_placement(
     if coordinator is None or num_processes is None or process_id is None:
         return detect_placement(deadline_seconds)
     return None if num_processes == 1 else Placement(coordinator, num_processes, process_id)
-
-
-def _drop_late_write_errors(found: "sys.UnraisableHookArgs") -> None:
-    """Drop what tensorstore reports about the other writes of a save that has failed; the save reports its own line.
-
-    Orbax leaves at the first write that fails, and closes the event loop to which the others report.
-    """
-    if not (isinstance(found.exc_value, RuntimeError) and str(found.exc_value) == "Event loop is closed"):
-        sys.__unraisablehook__(found)
 
 
 def _end_on_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -235,7 +235,11 @@ EVENTS = (
             _FINGERPRINT,
             Key("seconds_to_durable", float, "Time since the save began.", "s"),
             Key("bytes", int, "Size of all files of the checkpoint.", "bytes"),
-            Key("read_back", bool, "True if the checkpoint was read back and compared, as the first one of a run is."),
+            Key(
+                "read_back",
+                bool,
+                "True if its bits were compared with those on the devices, as in a first save.",
+            ),
             Key("tier", str, "`fast` for the fast tier, without fingerprint and bytes; otherwise absent."),
         ),
     ),

@@ -132,15 +132,15 @@ def measure_throughput(backend: Backend, store: Store, rounds: int) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        piece_writer = arrays.BlockWriter(store, Hosts.single_process(), directory / "staging")
+        writer = arrays.ArrayWriter(store, Hosts.single_process(), directory / "staging")
         files = []
         for name, leaf in leaves.items():
             files.append(directory / name)
             files[-1].write_bytes(memoryview(jax.device_get(leaf)).cast("B"))
         for number in range(rounds):
             started = time.perf_counter()
-            written = piece_writer.start(f"c/{number}/arrays", leaves)(600.0)
-            saved = Manifest(arrays="arrays", files=written.files, shards=written.shards)
+            written = writer.start(f"c/{number}/arrays", leaves)(600.0)
+            saved = Manifest(arrays="arrays", files=written.files, indexes=written.indexes)
             ours_up = time.perf_counter() - started
             started = time.perf_counter()
             with ThreadPoolExecutor(arrays.NUM_UPLOADS) as pool:
@@ -175,10 +175,10 @@ def measure_tiers(backend: Backend, rounds: int) -> None:
         manifest = Manifest(name="1", step=1, job="benchmark", identity={}, arrays="arrays")
         fast.write(manifest, blocks.copy_to_host(leaves, "all"), {})
         store = open_store(backend.url("tiers"))
-        written = arrays.BlockWriter(store, Hosts.single_process(), directory / "staging").start("c/1/arrays", leaves)(
+        written = arrays.ArrayWriter(store, Hosts.single_process(), directory / "staging").start("c/1/arrays", leaves)(
             600.0
         )
-        saved = replace(manifest, files=written.files, shards=written.shards)
+        saved = replace(manifest, files=written.files, indexes=written.indexes)
         backend.proxy.faults.latency_seconds = LATENCY_SECONDS
         ratios = [
             measure_seconds(lambda: fast.list_parts(lambda *_: True, {})[1].read(abstract))

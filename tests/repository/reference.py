@@ -14,7 +14,7 @@ from types import UnionType
 from typing import Any, get_args
 
 from runner import RestoreableJob
-from runner.checkpoint.manifest import MANIFEST_KEYS
+from runner.checkpoint.manifest import INDEX_KEYS, MANIFEST_KEYS
 from runner.config import TrainerConfig, list_stage_keys
 from runner.errors import SpecError
 from runner.hook import Hook, Observer, hooks
@@ -337,6 +337,11 @@ def generate_reference() -> str:
         *generate_table(("event", "written by", "meaning", "details"), [format_event_row(event) for event in EVENTS])
     ]
     lines += ["## Reference: `checkpoints/<step>/manifest.json`", "", *generate_key_table(MANIFEST_KEYS)]
+    lines += [
+        "## Reference: `checkpoints/<step>/arrays.<attempt>/<process>.json`",
+        "",
+        *generate_key_table(INDEX_KEYS),
+    ]
     lines += ["## Reference: `result.json`", "", *generate_key_table(RESULT_KEYS)]
     lines += ["## Reference: `assets/assets.json`", "", *generate_key_table(ASSET_KEYS)]
     return "\n".join(lines)
