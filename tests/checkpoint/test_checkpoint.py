@@ -3,6 +3,7 @@
 Every test runs on disk with Orbax and in a bucket with block files.
 """
 
+import gc
 import json
 import shutil
 import socket
@@ -641,3 +642,17 @@ def test_loading_weights_retries_if_retention_deletes_the_checkpoint(first, owne
     params = make_state()["params"]
     found = load_weights(other, "runs/first", {"params": params})
     assert are_leaves_equal(found["params"], make_state(2)["params"])
+
+
+def test_a_save_leaves_nothing_in_memory(tmp_path):
+    """A month of saves each minute is 43,200 saves."""
+    attempt, counts = Attempt(LocalStore(tmp_path / "run"), tmp_path / "staging"), []
+    for step in range(1, 101):
+        attempt.save(str(step), {"a": jnp.arange(8.0)})
+        assert attempt.saver.wait_until_finished()
+        delete_step(attempt.attempt, step)
+        attempt.saver._retention.forget_after(0)
+        if step % 50 == 0:
+            gc.collect()
+            counts.append(len(gc.get_objects()))
+    assert counts[1] - counts[0] < 2 * 50, counts

@@ -173,3 +173,30 @@ def test_a_share_of_the_files_in_a_bucket_is_read_in_full(tmp_path: Path) -> Non
         for name in names:
             found.setdefault(name.rpartition("/")[2], []).append(number)
     assert len(found["0.0.bin"]) == 1
+
+
+@pytest.mark.parametrize("process", [0, 1, 2])
+def test_a_failed_save_deletes_only_its_own_files(tmp_path: Path, process: int) -> None:
+    """Names of later attempts and of other processes begin with the same digits."""
+    others = [f"arrays.{attempt}/{name}" for attempt in (10, 11, 19, 100) for name in ("0.0.bin", "0.json", "1.json")]
+    others += [f"arrays.1/{other}{ending}" for other in (10, 11, 20, 21) for ending in (".0.bin", ".1.bin", ".json")]
+    others += [f"arrays.1/{other}.json" for other in {0, 1, 2} - {process}] + ["manifest.json"]
+    own = [f"arrays.1/{process}{ending}" for ending in (".0.bin", ".1.bin", ".10.bin", ".json")]
+    store = LocalStore(tmp_path / "run")
+    for name in (*others, *own):
+        store.write(f"checkpoints/7/{name}", b"bits")
+    writer = ArrayWriter(store, MemoryCoordinator(3).hosts()[process], tmp_path / "staging")
+    writer.discard("checkpoints/7/arrays.1")
+    assert sorted(store.list_sizes("checkpoints/7")) == sorted(others)
+
+
+def test_the_end_of_a_failed_attempt_deletes_no_files_of_a_later_one(tmp_path: Path) -> None:
+    """A suspended attempt 1 goes on after attempts 10 to 19 have committed the step that it failed to save."""
+    store = LocalStore(tmp_path / "run")
+    names = [f"checkpoints/7/arrays.{attempt}/0.0.bin" for attempt in range(10, 20)]
+    for name in ("checkpoints/7/arrays.1/1.0.bin", *names):
+        store.write(name, b"bits")
+    writer = ArrayWriter(store, Hosts.single_process(), tmp_path / "staging")
+    writer.discard("checkpoints/7/arrays.1")
+    writer.close()
+    assert sorted(store.list_sizes("")) == names
