@@ -7,6 +7,7 @@ existing directories are never rewritten.
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,11 +19,11 @@ from experiments.counter import Counter, CounterConfig
 from experiments.gpt import PretrainGPT
 from runner import RestoreableJob, open_checkpoint
 from runner.checkpoint.inspect import VerifyDepth, format_report
-from runner.checkpoint.manifest import FORMAT, read_newest_manifest
+from runner.checkpoint.manifest import FORMAT, parse_manifest, read_newest_manifest, seal
 from runner.errors import InvalidError, NewerFormatError
 from runner.parallel.mesh import AXES
 from runner.spec import JobConfig, load_document, validate_spec
-from runner.storage import LocalStore, Store, read_json, read_log
+from runner.storage import LocalStore, Store, compute_crc32c, read_json, read_log
 from tests.support.damage import write_newer_format
 from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 from tests.support.tiny_jobs import ROOT, make_counter
@@ -37,7 +38,7 @@ FIXED_OVERRIDES = (
 JOBS: dict[str, tuple[type[RestoreableJob], tuple[str, ...]]] = {
     "counter": (Counter, ()),
     "bucket": (Counter, ()),
-    "gpt": (PretrainGPT, FIXED_OVERRIDES),
+    "gpt": (PretrainGPT, (*FIXED_OVERRIDES, "config.train.total_steps=4")),
     # Two processes with two devices each, which have a quarter of each array.
     "pod": (PretrainGPT, (*FIXED_OVERRIDES, "config.train.total_steps=4", "topology.mesh.fsdp=2")),
 }
@@ -124,6 +125,51 @@ def test_weights_of_a_released_version_can_be_opened(number: int, name: str) -> 
         name: [leaf["shape"], leaf["dtype"]] for name, leaf in saved.items()
     }
     assert spec.name in ("count", "tiny")
+
+
+# Files that fit their checksums and cannot be read: the next older checkpoint is restored, or the user is told.
+
+
+def cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def scramble(content: bytes) -> bytes:
+    return bytes(byte ^ 0x5A for byte in content)
+
+
+UNREADABLE: dict[str, Callable[[bytes], bytes]] = {"empty": lambda _: b"", "half": cut, "scrambled": scramble}
+
+
+@pytest.mark.parametrize("damage", UNREADABLE)
+@pytest.mark.parametrize("number", FORMATS)
+def test_files_that_fit_their_checksums_and_cannot_be_read_are_no_bug(
+    number: int, damage: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each file of the arrays, one after another, as a writer with broken memory would have left it."""
+    for file in sorted(DATA.glob(f"format_{number}/counter/checkpoints/4/arrays.*/**/*")):
+        if file.is_dir():
+            continue
+        name = file.relative_to(DATA / f"format_{number}" / "counter").as_posix()
+        directory = copy_run(number, "counter", tmp_path / name.replace("/", "_"))
+        path = directory / "checkpoints/4/manifest.json"
+        content = UNREADABLE[damage](file.read_bytes())
+        (directory / name).write_bytes(content)
+        record = parse_manifest(path.read_bytes())
+        record["files"][name.removeprefix("checkpoints/4/")] = [len(content), compute_crc32c(content)]
+        path.write_bytes(seal(record))
+        store = LocalStore(directory)
+        lines, code = format_report(store, VerifyDepth.BITS)
+        # Some files beside the arrays are not needed to read them.
+        if code == 0:
+            open_checkpoint(directory)
+            continue
+        assert "DAMAGED" in lines[0], lines
+        with pytest.raises(InvalidError, match="no good checkpoint"):
+            open_checkpoint(directory)
+        with pytest.raises(InvalidError, match="none can be restored"):
+            load_job(directory, Counter)()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 # Keys of later versions.
