@@ -114,7 +114,7 @@ class RangeCache:
             directory.mkdir(parents=True, exist_ok=True)
             # All processes of the host write to the same file without a lock: the checksum of a slot detects
             # collisions.
-            descriptor = os.open(directory / RANGES_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(directory / RANGES_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             self._file = os.fdopen(descriptor, "r+b", buffering=0)
             self._num_slots = _resize(self._file, max_bytes) // (HEADER_BYTES + slot_bytes)
         except OSError as error:

@@ -162,7 +162,7 @@ class _LocalClockFile:
         assert store.root is not None, "written in place only on a disk"
         path = store.root / name
         path.unlink(missing_ok=True)  # Attempts count from 1 again if their claims were deleted.
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         # The file gets its size now, so that a reader finds every slot, and a write never changes the length.
         os.ftruncate(self._file, HEADER_BYTES + NUM_SLOTS * (_CHECKSUM.size + _SLOT.size))
         os.pwrite(self._file, header, 0)

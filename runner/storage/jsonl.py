@@ -65,7 +65,7 @@ def encode_line(row: JsonObject) -> bytes:
     return (json.dumps(row) + "\n").encode()
 
 
-def append_line(path: Path, line: bytes, is_durable: bool = False, mode: int = 0o644) -> None:
+def append_line(path: Path, line: bytes, is_durable: bool = False) -> None:
     """Append one line to a local file, in one write, so that lines of several processes never mix.
 
     If the last line was torn by a full disk or a power cut, it is closed first, so that it does not damage the new one.
@@ -74,13 +74,12 @@ def append_line(path: Path, line: bytes, is_durable: bool = False, mode: int = 0
         path: the file; it is created if only its directory exists.
         line: the line with its newline.
         is_durable: return only when the whole line is on the disk.
-        mode: permissions of a new file, before the umask.
 
     Raises:
         OSError: the line cannot be written.
     """
     # O_APPEND moves to the end of the file at the write itself, even if another process has appended meanwhile.
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)  # less the umask
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         size = os.fstat(descriptor).st_size
