@@ -264,8 +264,8 @@ def immutable(tmp_path):
 
     def make(path):
         made.append(path)
-        tool = shutil.which("chattr")
-        if tool is None or os.geteuid() or subprocess.run([tool, "-R", "+i", str(path)], capture_output=True).returncode:
+        command = ["chattr", "-R", "+i", str(path)]
+        if not shutil.which("chattr") or os.geteuid() or subprocess.run(command, capture_output=True).returncode:
             pytest.skip("needs root, and chattr on this file system")
 
     yield make
