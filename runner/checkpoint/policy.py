@@ -1,8 +1,8 @@
 """Policy: when to save, and which checkpoints to keep.
 
-Saves are due by steps, by minutes, or at the interval that loses the least time. Retention decides by step number,
-never by time and never by the order of a listing, so every listing gives the same answer. Both decisions are pure
-functions of their arguments; the clock is an argument too.
+Saves are due by steps, by minutes, or at the interval that loses the least time, and at the steps that are kept
+forever. Retention decides by step number, never by time and never by the order of a listing, so every listing gives the
+same answer. Both decisions are pure functions of their arguments; the clock is an argument too.
 """
 
 import enum
@@ -95,6 +95,9 @@ class SavePolicy:
         config = self._config
         if is_due(step, config.every_steps if config.every is None else None, last_step):
             return SaveKind.REQUIRED if step == last_step else SaveKind.DURABLE
+        # A step to keep forever must be saved, whatever the other intervals are.
+        if is_due(step, config.keep_every_steps):
+            return SaveKind.DURABLE
         every_minutes = config.every_minutes if config.every is None else interval_seconds / 60
         # `decide` is a collective, so every host must reach it: the conditions before it are equal on all hosts.
         if (
