@@ -34,6 +34,7 @@ from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
 from runner.errors import PeerLostError, format_error
 from runner.storage import JsonObject, LocalStore, Store, default_cache_directory
+from runner.storage.filesystem import probe_file_system
 from runner.storage.store import translate_errors
 
 NUM_UPLOADS = 8
@@ -254,7 +255,9 @@ def _upload(store: Store, source: Path, directory: str, table: BlockTable, deadl
 
 def make_writer(store: Store, hosts: Hosts, run_id: str) -> ArrayWriter:
     """Return the writer for a store. Called on every host."""
-    if store.root is not None:
+    # Orbax locks its files and flushes their directories. Where that is not possible the arrays are pieces, as in a
+    # bucket, which need neither.
+    if hosts.agree(hosts.is_main and store.root is not None and not probe_file_system(store.root).list_missing()):
         return OrbaxWriter(store, hosts)
     staging = default_cache_directory() / "staging" / f"{run_id}.{hosts.process_id}"
     shutil.rmtree(staging, ignore_errors=True)  # files of an attempt that was killed
