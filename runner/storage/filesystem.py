@@ -26,7 +26,15 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from runner.errors import InvalidError
-from runner.storage.store import WrongKindError, fsync, is_missing_call, open_file, retry_stale, translate_errors
+from runner.storage.store import (
+    WrongKindError,
+    fsync,
+    is_missing_call,
+    make_directory,
+    open_file,
+    retry_stale,
+    translate_errors,
+)
 
 CLAIM_SECONDS = 10.0  # a claim that does not change for so long is that of a process that was killed
 _POLL_SECONDS = 0.05
@@ -158,7 +166,7 @@ def probe_file_system(directory: Path) -> FileSystem:
         DiskError, ForbiddenError: the directory cannot be written now, or not by this user.
     """
     with translate_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory)
         return _probe(directory)
 
 
