@@ -66,6 +66,7 @@ from runner.train import step as step_functions
 from runner.train.auxiliary import AuxiliaryState, make_ema, make_noise_scale
 from runner.train.checks import (
     find_known_micro_batch,
+    find_unmeasured_saves,
     share_ids,
     validate_data_unchanged,
     validate_hardware,
@@ -755,6 +756,9 @@ class BaseTrainer(RestoreableJob):
                 warn(line)
         for line in format_rounded_starts(self.config, self.stages.plans) if hosts.is_main else []:
             say(line)
+        missed = find_unmeasured_saves(self.spec, self.config, self.config_in_steps.total_steps)
+        if missed is not None and hosts.is_main:
+            warn(self.document.format_problem(("checkpoint", "keep_best"), missed))
         matmul = self.config.precision.matmul
         if matmul != "compute" and jax.default_backend() == "cpu" and hosts.is_main:
             say(f"config.precision.matmul={matmul}: emulated on this CPU, with the same rounding and no gain in time")

@@ -38,7 +38,7 @@ from runner.errors import InvalidError, ResumeError, StorageError, suggest_neare
 from runner.run.attempt import Attempt
 from runner.run.fence import RunIdentity, is_listed, shorten_keys
 from runner.spec import ExecutionSpec, ForkConfig, is_below, validate_spec
-from runner.storage import JsonObject, Store, local_directory, open_store, split_checkpoint
+from runner.storage import JsonObject, Store, local_directory, open_store, resolve_place, split_checkpoint, validate_url
 
 NEWEST = "newest"
 _MAX_NAMED = 20  # steps in a message
@@ -49,20 +49,24 @@ _ENDING = "a fork takes the whole state; to take weights alone, use checkpoint.i
 # The parent.
 
 
-def open_parent(fork: ForkConfig) -> Store:
-    """Return the parent's directory. Raises `InvalidError` if `run` cannot be one."""
+def validate_parent_name(fork: ForkConfig) -> None:
+    """Raise `InvalidError` if `run` names a checkpoint, or cannot be a directory. Reads nothing."""
     directory, name = split_checkpoint(fork.run)
     if name is not None:
         raise InvalidError(f"run names a checkpoint, {fork.run}; write run: {directory} and step: {name}")
+    validate_url(fork.run)
+
+
+def open_parent(fork: ForkConfig) -> Store:
+    """Return the parent's directory. Raises `InvalidError` if `run` cannot be one."""
+    validate_parent_name(fork)
     return open_store(fork.run)
 
 
 def validate_parent_place(fork: ForkConfig, own: Store) -> None:
     """Raise `InvalidError` if the directories of a fork and its parent overlap. Reads nothing of the parent."""
-    parent = open_parent(fork)
-    theirs, ours = (
-        tuple(store.url.split("/")) if store.root is None else store.root.resolve().parts for store in (parent, own)
-    )
+    validate_parent_name(fork)
+    theirs, ours = (resolve_place(place).split("/") for place in (fork.run, own.url))
     shorter = min(len(theirs), len(ours))
     if theirs[:shorter] != ours[:shorter]:
         return
@@ -70,7 +74,7 @@ def validate_parent_place(fork: ForkConfig, own: Store) -> None:
         raise InvalidError(f"{own.url} is the parent's own directory; give the fork another directory")
     # No run may lie inside another: it would be deleted with it, and no tool would find it.
     relation = "lies in" if len(ours) > shorter else "contains"
-    raise InvalidError(f"{own.url} {relation} the parent's directory, {parent.url}; give the fork another directory")
+    raise InvalidError(f"{own.url} {relation} the parent's directory, {fork.run}; give the fork another directory")
 
 
 def read_parent_manifest(fork: ForkConfig) -> tuple[Store, Manifest]:
@@ -201,7 +205,7 @@ def validate_lineage(fork: ForkConfig, own: Store, manifest: Manifest) -> None:
         raise ResumeError(f"{own.url} has a run that is no fork, at step {manifest.step}; {hint}")
     run, step = manifest.lineage["run"], manifest.lineage["step"]
     given = fork.run.rstrip("/") if "://" in fork.run else str(local_directory(fork.run))
-    if given != run or fork.step not in (step, NEWEST, BEST):
+    if resolve_place(given) != resolve_place(run) or fork.step not in (step, NEWEST, BEST):
         raise ResumeError(
             f"{own.url} was forked from {run} at step {step}, the spec names {given}, {fork.step}; {hint}"
         )

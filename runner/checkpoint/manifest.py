@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypedDict
 
+from runner.console import warn
 from runner.errors import NewerFormatError
 from runner.run.environment import ENVIRONMENT_KEYS
 from runner.run.events import LINEAGE_KEYS
@@ -466,7 +467,16 @@ def retire_uncommitted(store: Store, step: int, attempt: int) -> None:
         # The rename is the atomic decision. A manifest that was created right before it moves with the directory: then
         # the checkpoint is committed, and `finish_retirements` renames it back.
         if _is_directory(store, directory) and not store.exists(f"{directory}/{MANIFEST}"):
-            store.move_tree(directory, f"{directory}{RETIRED_SUFFIX}")
+            retired = f"{directory}{RETIRED_SUFFIX}"
+            if store.exists(retired):  # an earlier one that cannot be deleted
+                retired = f"{directory}.{attempt}{RETIRED_SUFFIX}"
+            try:
+                store.move_tree(directory, retired)
+            except ForbiddenError as error:
+                # An immutable directory, in which no process can commit either, or one of another user. It must not
+                # keep the run from starting.
+                warn(f"{store.url}/{directory}, an unfinished save, cannot be moved away and stays: {error}")
+                return
             finish_retirements(store)
         return
     name = f"{directory}/{MANIFEST}"
@@ -479,7 +489,10 @@ def retire_uncommitted(store: Store, step: int, attempt: int) -> None:
     except FileExistsError:
         return
     # Only now may the files be deleted: until the tombstone existed, an earlier attempt could have committed them.
-    remove_files(store, directory)
+    try:
+        remove_files(store, directory)
+    except PermissionError as error:
+        warn(f"{store.url}/{directory}, an unfinished save, cannot be deleted and stays: {error}")
 
 
 def finish_retirements(store: Store) -> None:
@@ -490,15 +503,19 @@ def finish_retirements(store: Store) -> None:
     kept.
     """
     for name in store.list_names(CHECKPOINTS) if store.root is not None else []:
-        step = name.removesuffix(RETIRED_SUFFIX)
+        step = name.removesuffix(RETIRED_SUFFIX).partition(".")[0]
         retired, source = f"{CHECKPOINTS}/{name}", f"{CHECKPOINTS}/{step}"
-        if retired == source or parse_number(step) is None or not _is_directory(store, retired):
+        if not name.endswith(RETIRED_SUFFIX) or parse_number(step) is None or not _is_directory(store, retired):
             continue
-        if not store.exists(f"{retired}/{MANIFEST}"):
-            store.remove_tree(retired)
-        elif not store.exists(f"{source}/{MANIFEST}"):
-            store.remove_tree(source)
-            store.move_tree(retired, source)
+        try:
+            if not store.exists(f"{retired}/{MANIFEST}"):
+                store.remove_tree(retired)
+            elif not store.exists(f"{source}/{MANIFEST}"):
+                store.remove_tree(source)
+                store.move_tree(retired, source)
+        except OSError as error:
+            # A file may be immutable, or open on another host of an NFS. Only space is lost.
+            warn(f"{store.url}/{retired}, left by an unfinished save, cannot be cleaned up and stays: {error}")
 
 
 def remove_files(store: Store, directory: str) -> None:

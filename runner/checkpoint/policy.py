@@ -1,8 +1,8 @@
 """Policy: when to save, and which checkpoints to keep.
 
-Saves are due by steps, by minutes, or at the interval that loses the least time. Retention decides by step number,
-never by time and never by the order of a listing, so every listing gives the same answer. Both decisions are pure
-functions of their arguments; the clock is an argument too.
+Saves are due by steps, by minutes, or at the interval that loses the least time, and at the steps that are kept
+forever. Retention decides by step number, never by time and never by the order of a listing, so every listing gives the
+same answer. Both decisions are pure functions of their arguments; the clock is an argument too.
 """
 
 import enum
@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal, NamedTuple, Self
 
-from runner.checkpoint.manifest import CHECKPOINTS, Manifest, read_committed, remove_files, uncommit
+from runner.checkpoint.manifest import CHECKPOINTS, Manifest, is_committed, read_committed, remove_files, uncommit
 from runner.console import warn
 from runner.run.attempt import Attempt
 from runner.spec import CheckpointConfig
-from runner.storage import LocalStore
+from runner.storage import DeadlineError, LocalStore
 
 # When to save.
 
@@ -95,6 +95,9 @@ class SavePolicy:
         config = self._config
         if is_due(step, config.every_steps if config.every is None else None, last_step):
             return SaveKind.REQUIRED if step == last_step else SaveKind.DURABLE
+        # A step to keep forever must be saved, whatever the other intervals are.
+        if is_due(step, config.keep_every_steps):
+            return SaveKind.DURABLE
         every_minutes = config.every_minutes if config.every is None else interval_seconds / 60
         # `decide` is a collective, so every host must reach it: the conditions before it are equal on all hosts.
         if (
@@ -177,11 +180,13 @@ class Retention:
         self._attempt = attempt
         self._rule = (keep_last, keep_every_steps, best)
         self._steps: dict[int, _CommittedStep] = {}
+        self._undeleted: list[int] = []  # steps that could not be deleted, the one to try next first
 
     def scan(self) -> None:
         """Read which steps are committed, and delete what an attempt that was killed should have deleted."""
         store = self._attempt.store
         self._steps = {step: _CommittedStep.of(manifest) for step, manifest in read_committed(store).items()}
+        self._undeleted = []
         if self._steps and isinstance(store, LocalStore):
             # An attempt that was killed right after it created a manifest has not flushed its name.
             store.flush_names(f"{CHECKPOINTS}/{max(self._steps)}")
@@ -194,20 +199,37 @@ class Retention:
 
     def forget_after(self, step: int) -> list[int]:
         """Forget the steps beyond `step`, which is loaded again, and return them."""
-        later = sorted(other for other in self._steps if other > step)
-        for other in later:
-            del self._steps[other]
-        return later
+        later = sorted(other for other in [*self._steps, *self._undeleted] if other > step)
+        self._steps = {other: committed for other, committed in self._steps.items() if other <= step}
+        self._undeleted = [other for other in self._undeleted if other <= step]
+        # Of a step that could not be deleted there may be no manifest any more, and so no checkpoint.
+        return [other for other in later if is_committed(self._attempt.store, str(other))]
 
     def _prune(self) -> None:
         metrics = {step: committed.metric for step, committed in self._steps.items()}
         # A spike that is running may still be rolled back, as the newest state knows.
         roll_back_to = self._steps[max(self._steps)].roll_back_to if self._steps else None
         read_back = {step for step, committed in self._steps.items() if committed.read_back}
-        for step in find_superfluous_steps(metrics, *self._rule, roll_back_to, read_back):
+        # Steps that could not be deleted count for no rule, since their manifests may be gone. One of them is tried
+        # again at each save, so that a save has a bounded amount of work, and all of them at the next start.
+        superfluous = find_superfluous_steps(metrics, *self._rule, roll_back_to, read_back)
+        for step in [*self._undeleted[:1], *superfluous]:
+            is_known = step in self._undeleted
             try:
                 delete_step(self._attempt, step)
-            except OSError as error:
+            except DeadlineError as error:
+                # The whole store does not answer, so the other steps would take as long.
                 warn(f"checkpoint {step} cannot be deleted, will be tried again: {error}")
                 return
-            del self._steps[step]
+            except OSError as error:
+                if is_known:
+                    self._undeleted.remove(step)
+                else:
+                    warn(f"checkpoint {step} cannot be deleted and stays, will be tried again: {error}")
+                    del self._steps[step]
+                self._undeleted.append(step)
+                continue
+            if is_known:
+                self._undeleted.remove(step)
+            else:
+                del self._steps[step]

@@ -164,7 +164,7 @@ def read_recorded_steps(path: Path) -> list[int]:
 
 def append_record(path: Path, record: JsonObject) -> None:
     """Append a line, which is durable when this returns."""
-    append_line(path, encode_line(record), is_durable=True, mode=0o666)
+    append_line(path, encode_line(record), is_durable=True)
 
 
 def export(arguments: ExportArguments) -> int:

@@ -39,6 +39,7 @@ import numpy as np
 from runner.data.source_files import BucketFile, File, SourceFile, describe_file
 from runner.errors import DataError, StorageError
 from runner.storage import JsonObject
+from runner.storage.filesystem import try_lock
 
 FORMAT = 2  # to be raised when the meaning of a record or of a tokenizer changes
 OPEN_FILES_MAX = 128  # a process may hold only so many files open, and a corpus may have thousands
@@ -106,7 +107,8 @@ def publish_once(path: Path, make: Callable[[], Iterable[bytes]], is_whole: Call
     while not is_whole():
         with open(temporary, "ab") as file:
             # The kernel releases the lock when its holder dies, so that a killed process blocks no other.
-            fcntl.flock(file, fcntl.LOCK_EX)
+            if not try_lock(file.fileno(), fcntl.LOCK_EX):
+                break
             if not _is_open_file_at(file, temporary):
                 continue  # the process that held the lock has published the file, or has given up
             try:
@@ -118,6 +120,18 @@ def publish_once(path: Path, make: Callable[[], Iterable[bytes]], is_whole: Call
             finally:
                 if _is_open_file_at(file, temporary):
                     temporary.unlink()
+    else:
+        return
+    # Without locks several processes may make the file; the first one that has it publishes it.
+    temporary.unlink(missing_ok=True)
+    temporary = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
+    try:
+        with open(temporary, "xb") as file:
+            _write_durably(file, make())
+        if not is_whole():
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _write_durably(file: BinaryIO, chunks: Iterable[bytes | memoryview]) -> None:

@@ -67,6 +67,7 @@ from runner.data.source_files import (
 )
 from runner.errors import DataError, StorageError
 from runner.storage import ChangedError, DeniedError, Store, compute_crc32c
+from runner.storage.filesystem import try_lock
 
 RANGES_FILE = "ranges.cache"
 COPIES_DIRECTORY = "copies"
@@ -114,7 +115,7 @@ class RangeCache:
             directory.mkdir(parents=True, exist_ok=True)
             # All processes of the host write to the same file without a lock: the checksum of a slot detects
             # collisions.
-            descriptor = os.open(directory / RANGES_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = os.open(directory / RANGES_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             self._file = os.fdopen(descriptor, "r+b", buffering=0)
             self._num_slots = _resize(self._file, max_bytes) // (HEADER_BYTES + slot_bytes)
         except OSError as error:
@@ -269,7 +270,7 @@ class FileCopies:
                         path.unlink()
             # A process holds its exclusive lock only while it removes leftovers; the shared one says that it reads the
             # source.
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            try_lock(descriptor, fcntl.LOCK_SH)
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), self._directory.stat()):
                     return descriptor
@@ -277,12 +278,14 @@ class FileCopies:
 
 
 def _try_lock_alone(descriptor: int) -> bool:
-    """Take the exclusive lock of a directory; return False if another process holds it."""
+    """Take the exclusive lock of a directory; return False if another process holds it.
+
+    Without locks any process may hold it.
+    """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return try_lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    return True
 
 
 def _remove_unused(directory: Path) -> bool:

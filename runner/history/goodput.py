@@ -10,7 +10,9 @@
    attempt itself has repeated, because it went back to a checkpoint, are lost too.
 4. If an attempt has claimed the directory at an earlier time than the one before it, the system clock was set back in
    between, or another host's clock is behind. The times of the attempts before are then moved back, until they end
-   where the newer one begins; else their windows would be empty.
+   where the newer one begins; else their windows would be empty. An attempt that claims earlier than the one before
+   it and than the newest one had a clock that is behind: it is moved to the end of the one before. Where two attempts
+   ran on one machine since its last boot, the time between them is that of the machine's monotonic clock.
 5. For an attempt without a clock, written by an older runner, the times of its events are used: from the availability
    of the state to the last event everything except saves counts as steps; the time before is compile, restore, or
    unattributed.
@@ -28,6 +30,8 @@ from runner.run.clock_file import ClockRecord
 Seconds = dict[TimeCategory, float]
 # The time in a claim is that of its first try, so the times of attempts that claim at once may be in another order.
 _CLAIM_RACE_SECONDS = 10.0
+CLOCK_TOLERANCE_SECONDS = 60.0  # clocks of hosts that differ by less agree
+TICKS_PER_SECOND = 100  # of `ClockRecord.created`: USER_HZ, the same on every Linux
 # Categories in the order in which time is removed from them if the beginning, or the end, of a window is cut off.
 _REMOVAL_FROM_START = (TimeCategory.UNATTRIBUTED, *COUNTED_CATEGORIES, TimeCategory.LOST_STEPS)
 _REMOVAL_FROM_END = (
@@ -61,6 +65,11 @@ class AttemptTimeline:
     clock: ClockRecord | None
     claimed: float | None
     shift_seconds: float = 0.0
+
+    def shift(self, seconds: float) -> "AttemptTimeline":
+        """Return the timeline with all times moved."""
+        claimed = None if self.claimed is None else self.claimed + seconds
+        return replace(self, claimed=claimed, shift_seconds=self.shift_seconds + seconds)
 
     @property
     def began(self) -> float:
@@ -127,20 +136,53 @@ def align_timelines(timelines: Sequence[AttemptTimeline]) -> list[AttemptTimelin
     The real time between two attempts is not known if the clock was set back between them, and counts as none.
     """
     aligned: list[AttemptTimeline] = []
-    claimed = math.inf  # of the newer attempt, as it is recorded
-    for timeline in reversed(timelines):
-        shift_seconds = 0.0
+    claimed, shift_seconds = math.inf, 0.0  # of the newer attempt
+    for timeline in reversed(_align_behind(_align_by_ticks(timelines))):
+        before_seconds, shift_seconds = shift_seconds, 0.0
         if aligned:
             excess_seconds = timeline.ended - aligned[-1].began
             if timeline.claimed is not None and timeline.claimed > claimed + _CLAIM_RACE_SECONDS:
                 shift_seconds = -max(excess_seconds, 0.0)
             elif excess_seconds > 0:  # of the same clock as the newer one, so that an overlap is real
-                shift_seconds = aligned[-1].shift_seconds
+                shift_seconds = before_seconds
         if timeline.claimed is not None:
             claimed = timeline.claimed
-            timeline = replace(timeline, claimed=claimed + shift_seconds)
-        aligned.append(replace(timeline, shift_seconds=shift_seconds))
+        aligned.append(timeline.shift(shift_seconds))
     return aligned[::-1]
+
+
+def _align_by_ticks(timelines: Sequence[AttemptTimeline]) -> list[AttemptTimeline]:
+    """Move attempts whose distance from the next one on the same machine is not that of its monotonic clock."""
+    aligned: list[AttemptTimeline] = []
+    newer: dict[str, AttemptTimeline] = {}  # by boot of a machine
+    for timeline in reversed(timelines):
+        clock = timeline.clock
+        if clock is not None and clock.machine and clock.created is not None:
+            after = newer.get(clock.machine)
+            if after is not None and after.clock is not None and after.clock.created is not None:
+                distance_seconds = (after.clock.created - clock.created) / TICKS_PER_SECOND
+                shift_seconds = after.began - distance_seconds - timeline.began
+                if distance_seconds >= 0 and abs(shift_seconds) > CLOCK_TOLERANCE_SECONDS:
+                    timeline = timeline.shift(shift_seconds)
+            newer[clock.machine] = timeline
+        aligned.append(timeline)
+    return aligned[::-1]
+
+
+def _align_behind(timelines: Sequence[AttemptTimeline]) -> list[AttemptTimeline]:
+    """Move an attempt whose clock is behind those of an older and of the newest attempt to the end of the older one."""
+    claims = [math.nan if timeline.claimed is None else timeline.claimed for timeline in timelines]
+    newest = next((claimed for claimed in reversed(claims) if claimed == claimed), math.inf)
+    aligned: list[AttemptTimeline] = []
+    highest, ended = -math.inf, 0.0
+    for timeline, claimed in zip(timelines, claims, strict=True):
+        if claimed < highest - _CLAIM_RACE_SECONDS:
+            timeline = timeline.shift(ended - timeline.began)
+            ended = timeline.ended
+        elif claimed <= newest + _CLAIM_RACE_SECONDS and claimed > highest:
+            highest, ended = claimed, timeline.ended
+        aligned.append(timeline)
+    return aligned
 
 
 def compute_goodput(timelines: Sequence[AttemptTimeline], now: float | None) -> list[AttemptGoodput]:
@@ -210,7 +252,7 @@ def _compute_share(timeline: AttemptTimeline, floor: int | None, now: float | No
         seconds |= dict(zip(COUNTED_CATEGORIES, clock.reading.seconds, strict=True))
         # Time since the last reading continues in the category that the attempt was in then.
         if now is not None and clock.reading.code is None:
-            seconds[clock.reading.category] += max(ended - clock.reading.time, 0.0)
+            seconds[clock.reading.category] += max(ended - clock.reading.time - timeline.shift_seconds, 0.0)
     else:
         seconds[TimeCategory.COMPILE], seconds[TimeCategory.RESTORE] = events.compile_seconds, events.restore_seconds
         if events.ready is not None:

@@ -20,6 +20,7 @@ import yaml
 
 from runner.checkpoint.manifest import CHECKPOINTS, NotCommittedError, read_manifest
 from runner.config import SOURCE_NAME, StageConfig, locate_stages
+from runner.console import format_duration
 from runner.distributed.clock import MIN_STEP_DEADLINE_SECONDS, STEP_DEADLINE_FACTOR, TimeCategory
 from runner.errors import (
     EXIT_DONE,
@@ -30,7 +31,13 @@ from runner.errors import (
     InvalidError,
     StorageError,
 )
-from runner.history.goodput import AttemptTimeline, align_timelines, compute_goodput
+from runner.history.goodput import (
+    CLOCK_TOLERANCE_SECONDS,
+    TICKS_PER_SECOND,
+    AttemptTimeline,
+    align_timelines,
+    compute_goodput,
+)
 from runner.history.ledger import (
     STAGES_MAX,
     AttemptEvents,
@@ -47,6 +54,7 @@ from runner.history.records import (
     CheckpointRecord,
     ForkRecord,
     History,
+    Notice,
     RunState,
     StageRecord,
     StragglerRecord,
@@ -66,6 +74,7 @@ SEEN_MAX = 32
 _NUM_READERS = 16
 _NUM_CHECKPOINT_READERS = 8
 _SPEED_ROWS = 20
+_MAX_MOVED = 8  # attempts in a notice
 _SPEC_BYTES_MAX = 1 << 19  # which take a second to parse
 _LOOP = (
     TimeCategory.DATA_WAIT,
@@ -124,7 +133,7 @@ class HistoryReader:
             StorageError: a bucket does not answer.
         """
         store = self._store
-        now = time.time() if now is None else now
+        is_present, now = now is None, time.time() if now is None else now
         self._unread = []
         no_names: list[str] = []
         children = self._try(lambda: store.list_names(CHECKPOINTS), no_names)
@@ -133,6 +142,8 @@ class HistoryReader:
         names = sorted(name for name in children if parse_number(name) is None and not name.startswith("."))
         ledger = self._try(lambda: self._ledger_reader.read(set(steps)), LedgerSummary())
         timelines = self._read_timelines(ledger)
+        if timelines and is_present:
+            timelines = _align_to_present(timelines, now)
         if not timelines:
             raise InvalidError(f"{store.url}: no run is here" + "".join(f"; {line}" for line in self._unread[:1]))
         sample: tuple[JsonObject, ...] = self._try(lambda: read_sample(store), ())
@@ -227,7 +238,7 @@ class HistoryReader:
             figures={key: value for key, (_, value) in ledger.figures.items()},
             is_language_model=ledger.is_language_model,
             straggling=_find_stragglers(timelines[-1].events),
-            warnings=tuple(ledger.notices),
+            warnings=(*ledger.notices, *_list_clock_notices(timelines)),
             saves=tuple(ledger.saves),
             events=tuple(ledger.events),
             fork=read_fork(ledger.fork),
@@ -332,6 +343,33 @@ class AttemptOutcome(NamedTuple):
     reason: str | None = None
 
 
+def _align_to_present(timelines: list[AttemptTimeline], now: float) -> list[AttemptTimeline]:
+    """Move all times by the error of the newest attempt's clock, if its process is alive on this machine."""
+    clock = timelines[-1].clock
+    if clock is None or clock.created is None or not clock.is_process_alive:
+        return timelines
+    age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - clock.created / TICKS_PER_SECOND
+    shift_seconds = now - age_seconds - timelines[-1].began
+    if abs(shift_seconds) <= CLOCK_TOLERANCE_SECONDS:
+        return timelines
+    return [timeline.shift(shift_seconds) for timeline in timelines]
+
+
+def _list_clock_notices(timelines: Sequence[AttemptTimeline]) -> list[Notice]:
+    """Return a notice if times of attempts had to be moved, since their clocks disagree."""
+    moved = [timeline for timeline in timelines if abs(timeline.shift_seconds) > CLOCK_TOLERANCE_SECONDS]
+    if not moved:
+        return []
+    numbers = ", ".join(str(timeline.events.number) for timeline in moved[:_MAX_MOVED])
+    numbers += ", ..." if len(moved) > _MAX_MOVED else ""
+    most_seconds = max(abs(timeline.shift_seconds) for timeline in moved)
+    text = (
+        f"the clocks of the hosts disagree by up to {format_duration(most_seconds)}; the times of attempt {numbers} "
+        "are moved by that much, durations are those of monotonic clocks"
+    )
+    return [Notice(moved[-1].ended, moved[-1].events.number, "clock", None, text)]
+
+
 def infer_outcome(timeline: AttemptTimeline, newer: AttemptTimeline | None, now: float) -> AttemptOutcome:
     """Return the outcome of an attempt: the exit code that its clock or an event has recorded.
 
@@ -359,12 +397,12 @@ def infer_outcome(timeline: AttemptTimeline, newer: AttemptTimeline | None, now:
     if clock is not None and clock.reading.category is TimeCategory.STEPS:
         # It sends heartbeats, but may be stuck at one step. The deadline is that of the watchdog.
         num_steps = max(clock.reading.step - (events.resumed_step or 0), 0)
-        current_seconds = now - clock.reading.since
+        current_seconds = now - timeline.shift_seconds - clock.reading.since
         finished_seconds = max(clock.reading.seconds[TimeCategory.STEPS.index] - current_seconds, 0.0)
         if num_steps:
             limit_seconds = max(MIN_STEP_DEADLINE_SECONDS, STEP_DEADLINE_FACTOR * (finished_seconds / num_steps))
             if current_seconds > limit_seconds:
-                return AttemptOutcome(RunState.STALLED, clock.reading.since, is_alive=True)
+                return AttemptOutcome(RunState.STALLED, clock.reading.since + timeline.shift_seconds, is_alive=True)
     return AttemptOutcome(RunState.RUNNING, timeline.began, is_alive=True)
 
 

@@ -35,6 +35,7 @@ from runner.plan.report import EarlyEstimate, build_first_setup, estimate_early,
 from runner.plan.search import CompiledCandidate, Search, find_smallest_slice
 from runner.spec import Document, load_document
 from runner.spec.document import dump_yaml
+from runner.train.checks import find_unmeasured_saves
 from runner.train.compile import MEMORY_SHARE, StepTooLargeError
 from runner.train.setup import TrainSetup, TrainSetupBuilder
 from runner.train.stages import CompiledStage, format_rounded_starts
@@ -195,6 +196,9 @@ def _make_trainer_sections(
     if machine.is_faked:
         check_memory_by_arithmetic(job, first, machine, findings)
     config = job.setup_builder.config_in_steps
+    missed = find_unmeasured_saves(job.spec, job.config, job.config_in_steps.total_steps)
+    if missed is not None:
+        findings.warnings.append(job.document.format_problem(("checkpoint", "keep_best"), missed))
     sections += [
         report.make_batch_section(job.config_in_steps, program),
         report.make_state_section(abstract_state),

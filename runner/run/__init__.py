@@ -9,5 +9,6 @@
 - `logs`: `logs/<attempt>.<process>.log`, the log file of a process
 - `membership`: missing, waiting and returning hosts of an elastic job
 - `notify`: notifications by command or webhook
+- `sharing`: check that all hosts of a job see the same directory
 - `attempt`: `Attempt`: claim of the directory, outcome of the attempt, reports to the user
 """

@@ -46,8 +46,10 @@ from runner.run.layout import RESULT, Owner, read_owner, replace_owner, write_ow
 from runner.run.logs import open_log_file
 from runner.run.membership import WaitingHosts
 from runner.run.notify import Notifier
+from runner.run.sharing import SHARED_SECONDS, validate_shared, write_token
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.storage import BackgroundWriter, JsonObject, Store, encode_json, open_log, read_log
+from runner.storage.filesystem import probe_file_system
 
 DRAIN_SECONDS = 10.0  # for uploads and notifications, when the process ends
 
@@ -241,8 +243,16 @@ def claim_attempt(
     """
     fence, background_writer = Fence(store), BackgroundWriter()
 
+    def open_directory() -> str:
+        # The first thing that is written there, before the claim ends another attempt.
+        with translate_store_errors():
+            missing = [] if store.root is None else probe_file_system(store.root).list_missing()
+            if missing:
+                console.say(f"{store.url}: its file system has no {', no '.join(missing)}; the run does without")
+            return write_token(store, hosts)
+
     def claim_directory() -> list[Any]:
-        try:
+        with translate_store_errors():
             # Two first attempts may race: one of them writes the owner, and both read the same one back.
             with contextlib.suppress(FileExistsError):
                 write_owner(store, Owner.create(spec.name, identity))
@@ -257,6 +267,11 @@ def claim_attempt(
                 discard()
                 replace_owner(store, owner, identity)
             return [owner.id, number]
+
+    @contextlib.contextmanager
+    def translate_store_errors() -> Iterator[None]:
+        try:
+            yield
         except ResumeError:
             raise
         except InvalidError as error:
@@ -268,6 +283,9 @@ def claim_attempt(
 
     places = hosts.gather([socket.gethostname(), collect_versions()])
     validate_versions(places)
+    token = hosts.run_on_main(open_directory)
+    with translate_store_errors():
+        validate_shared(store, hosts, token, min(SHARED_SECONDS, spec.deadlines.phase_seconds / 2))
     run_id, number = hosts.run_on_main(claim_directory)
     fence.join(number)
     # From here on this attempt owns the directory, and writes what it had to hold back: log lines, clock, events.

@@ -25,7 +25,7 @@ from runner.console import warn
 from runner.distributed.clock import COUNTED_CATEGORIES, Clock, ClockReading, ClockStore, TimeCategory
 from runner.process import read_creation_ticks, read_machine_id
 from runner.storage import TIME_MAX, BackgroundWriter, Key, Store, parse_json, validate_record
-from runner.storage.store import fsync
+from runner.storage.store import fsync, retry_stale
 
 FORMAT = 1
 HEARTBEAT_SECONDS = 1.0
@@ -162,7 +162,8 @@ class _LocalClockFile:
         assert store.root is not None, "written in place only on a disk"
         path = store.root / name
         path.unlink(missing_ok=True)  # Attempts count from 1 again if their claims were deleted.
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._file = retry_stale(lambda: os.open(path, flags, 0o666))
         # The file gets its size now, so that a reader finds every slot, and a write never changes the length.
         os.ftruncate(self._file, HEADER_BYTES + NUM_SLOTS * (_CHECKSUM.size + _SLOT.size))
         os.pwrite(self._file, header, 0)

@@ -1,6 +1,7 @@
 """One interface over local disks and the buckets of three clouds.
 
 - `store`: store interface, errors, retries with exponential backoff, digests, JSON files and tables of their keys
+- `filesystem`: differences between file systems: what a run needs, and what it does without
 - `local`: store on a disk
 - `bucket`: store in a bucket; background writer of growing files
 - `gcs`: driver for Google Cloud Storage
@@ -57,6 +58,7 @@ from runner.storage.url import (
     local_directory,
     make_store,
     open_store,
+    resolve_place,
     split_checkpoint,
     validate_path,
     validate_url,
@@ -107,6 +109,7 @@ __all__ = [
     "probe_store",
     "read_json",
     "read_log",
+    "resolve_place",
     "split_checkpoint",
     "validate_path",
     "validate_record",

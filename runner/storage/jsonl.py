@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 
 from runner.storage.bucket import BackgroundWriter
+from runner.storage.filesystem import try_lock
 from runner.storage.local import LocalStore, as_local
 from runner.storage.store import (
     JsonObject,
@@ -47,6 +48,7 @@ from runner.storage.store import (
     make_directory,
     open_file,
     parse_json,
+    retry_stale,
     translate_errors,
 )
 
@@ -65,7 +67,7 @@ def encode_line(row: JsonObject) -> bytes:
     return (json.dumps(row) + "\n").encode()
 
 
-def append_line(path: Path, line: bytes, is_durable: bool = False, mode: int = 0o644) -> None:
+def append_line(path: Path, line: bytes, is_durable: bool = False) -> None:
     """Append one line to a local file, in one write, so that lines of several processes never mix.
 
     If the last line was torn by a full disk or a power cut, it is closed first, so that it does not damage the new one.
@@ -74,17 +76,12 @@ def append_line(path: Path, line: bytes, is_durable: bool = False, mode: int = 0
         path: the file; it is created if only its directory exists.
         line: the line with its newline.
         is_durable: return only when the whole line is on the disk.
-        mode: permissions of a new file, before the umask.
 
     Raises:
         OSError: the line cannot be written.
     """
-    # O_APPEND moves to the end of the file at the write itself, even if another process has appended meanwhile.
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, mode)
+    descriptor, is_torn = retry_stale(lambda: _open_for_append(path))
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        size = os.fstat(descriptor).st_size
-        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         content = b"\n" * is_torn + line
         # A disk that is almost full takes a part of the line, and raises an error only at the next write.
         num_bytes = 0
@@ -94,6 +91,21 @@ def append_line(path: Path, line: bytes, is_durable: bool = False, mode: int = 0
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _open_for_append(path: Path) -> tuple[int, bool]:
+    """Return a descriptor of a file, locked where there are locks, and True if its last line was torn."""
+    # O_APPEND moves to the end of the file at the write itself, even if another process has appended meanwhile. The
+    # umask is subtracted from the mode.
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        # The lock keeps lines apart of which a full disk takes only a part. Without it one write has to suffice.
+        try_lock(descriptor, fcntl.LOCK_EX)
+        size = os.fstat(descriptor).st_size
+        return descriptor, size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 class JsonlLog(Protocol):

@@ -2,10 +2,10 @@
 
 A file is published in three steps: it is written under a temporary name beside its target, flushed to the disk, and
 then given its name by one atomic call. The directory is flushed after that, so that the name survives a power cut too.
+`filesystem` says what happens where the file system lacks one of these calls.
 """
 
 import contextlib
-import fcntl
 import os
 import shutil
 import stat
@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
+from runner.storage.filesystem import create_once, take_turns
 from runner.storage.store import (
     ABSENT,
     ChangedError,
@@ -29,6 +30,7 @@ from runner.storage.store import (
     make_directory,
     open_descriptor,
     open_file,
+    retry_stale,
     translate_errors,
 )
 
@@ -65,8 +67,12 @@ class LocalStore:
 
     def read(self, name: str) -> bytes:
         """Return the content of `name`."""
-        with self.open(name) as file, translate_errors(self.root / name):
-            return file.read()
+
+        def read() -> bytes:
+            with self.open(name) as file, translate_errors(self.root / name):
+                return file.read()
+
+        return retry_stale(read)
 
     def lines(self, name: str) -> Iterator[bytes]:
         """Iterate over the lines of a file, each with its newline; over nothing if the file is missing."""
@@ -75,14 +81,21 @@ class LocalStore:
 
     def read_versioned(self, name: str) -> tuple[bytes, Version]:
         """Return the content of `name` and its version, or (b"", ABSENT) if it does not exist."""
-        try:
+
+        def read() -> tuple[bytes, Version]:
             with self.open(name) as file, translate_errors(self.root / name):
                 return file.read(), _get_version(os.fstat(file.fileno()))
+
+        try:
+            return retry_stale(read)
         except FileNotFoundError:
             return b"", ABSENT
 
     def read_range(self, name: str, start: int, stop: int, version: Version | None) -> bytes:
         """Return bytes `start .. stop` of a file, which must still have `version` unless that is None."""
+        return retry_stale(lambda: self._read_range(name, start, stop, version))
+
+    def _read_range(self, name: str, start: int, stop: int, version: Version | None) -> bytes:
         path = self.root / name
         with self.open(name) as file, translate_errors(path):
             if version not in (None, _get_version(os.fstat(file.fileno()))):
@@ -115,10 +128,10 @@ class LocalStore:
         ):
             new_version = _get_version(temporary.stat())
             if version == ABSENT:
-                os.link(temporary, path)  # unlike a rename, a link fails if the name is taken
+                create_once(temporary, path)
             else:
-                # No call replaces a file on a condition, so writers take turns by a lock on the directory.
-                stack.enter_context(_lock(path.parent))
+                # No call replaces a file on a condition, so writers take turns.
+                stack.enter_context(take_turns(path))
                 if self.read_versioned(name)[1] != version:
                     raise FileExistsError(f"{path} has changed")
                 os.replace(temporary, path)
@@ -137,9 +150,9 @@ class LocalStore:
             translate_errors(beside),
             _write_temporary(beside, [content], make_parents=False) as temporary,
         ):
-            # The link fails if another process has renamed `directory` meanwhile: this is how a commit and the
-            # retirement of the same step exclude each other.
-            os.link(temporary, path)
+            # This fails if another process has renamed `directory` meanwhile: this is how a commit and the retirement
+            # of the same step exclude each other.
+            create_once(temporary, path)
             fsync(path.parent)
 
     def exists(self, name: str) -> bool:
@@ -186,8 +199,12 @@ class LocalStore:
 
     def compute_digest(self, name: str) -> str:
         """Return the CRC-32C of a file's content."""
-        with self.open(name) as file, translate_errors(self.root / name):
-            return compute_chunked_crc32c(iter(lambda: file.read(_CHUNK_BYTES), b""))
+
+        def compute() -> str:
+            with self.open(name) as file, translate_errors(self.root / name):
+                return compute_chunked_crc32c(iter(lambda: file.read(_CHUNK_BYTES), b""))
+
+        return retry_stale(compute)
 
     def upload(self, source: Path, name: str, deadline_seconds: float) -> None:
         """Copy the local file `source` to `name` and flush it."""
@@ -377,20 +394,10 @@ def _write_temporary(path: Path, chunks: Iterable[bytes], make_parents: bool = T
         make_directory(path.parent)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:  # a failed write must not leave its part behind: the disk may be full
-        with temporary.open("wb") as file:
+        with retry_stale(lambda: temporary.open("wb")) as file:
             file.writelines(chunks)
             file.flush()
             os.fsync(file.fileno())
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _lock(directory: Path) -> Iterator[None]:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -346,6 +346,8 @@ def _iterate_values(value: Any, path: Sequence[str], name: str, is_required: boo
 
 # Errors and kinds of files on a disk.
 
+_MISSING_CALL = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.ENOTTY}
+_STALE_TRIES, _STALE_SECONDS = 4, 0.05
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _WRONG_KIND = {
     errno.ENOTDIR: "is below a file",
@@ -402,7 +404,7 @@ def _format_kind(mode: int) -> str:
 def open_file(path: Path) -> BinaryIO:
     """Open a file for reading. Raises `WrongKindError` for anything else than a file, without waiting for a pipe."""
     # Without O_NONBLOCK, opening a pipe would wait for a writer, perhaps for ever.
-    return open_descriptor(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), path)
+    return open_descriptor(retry_stale(lambda: os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)), path)
 
 
 def open_descriptor(descriptor: int, path: Path) -> BinaryIO:
@@ -429,10 +431,33 @@ def make_directory(path: Path) -> None:
             fsync(each.parent)
 
 
-def fsync(path: Path) -> None:
-    """Flush a file, or the names in a directory, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def fsync(path: Path, is_strict: bool = False) -> None:
+    """Flush a file, or the names in a directory, to the disk.
+
+    A file system that cannot flush directories is accepted unless `is_strict`: there is nothing that could be done.
+    """
+    descriptor = retry_stale(lambda: os.open(path, os.O_RDONLY))
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if is_strict or not is_missing_call(error) or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise
     finally:
         os.close(descriptor)
+
+
+def is_missing_call(error: OSError) -> bool:
+    """Return True if an error may say that the file system does not have a call, and not that it failed."""
+    return error.errno in _MISSING_CALL
+
+
+def retry_stale(act: Callable[[], Result]) -> Result:
+    """Call `act`, again if a handle is stale (ESTALE): a file on NFS was replaced while its name was looked up."""
+    for _ in range(_STALE_TRIES):
+        try:
+            return act()
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            time.sleep(_STALE_SECONDS)
+    return act()

@@ -107,6 +107,16 @@ def open_store(text: str) -> Store:
     return store
 
 
+def resolve_place(text: str) -> str:
+    """Return the one name of the directory that a path or URL names by links, with `..`, or with further slashes."""
+    scheme, separator, rest = text.partition("://")
+    if separator:
+        # Drivers drop the slashes at both ends of a prefix; those inside belong to the names of objects.
+        bucket, _, prefix = rest.partition("/")
+        return f"{scheme}://{bucket}/{prefix.strip('/')}".rstrip("/")
+    return f"/{os.path.realpath(local_directory(text)).lstrip('/')}"
+
+
 def split_checkpoint(text: str) -> tuple[str, str | None]:
     """Split `<run>/checkpoints/<name>` into run and name; return other text whole, with None as the name."""
     directory, separator, name = text.rstrip("/").rpartition("/checkpoints/")

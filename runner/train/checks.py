@@ -5,8 +5,10 @@ devices. All hosts must train on the same data, which must not change during the
 attempt on the same hardware is reused, because another size would change the bits of the result.
 """
 
+import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -24,6 +26,10 @@ from runner.spec import ExecutionSpec, ForkConfig, Topology
 from runner.spec.imports import format_install, is_extra_installed
 from runner.storage import JsonObject, Store
 from runner.train.setup import TrainSetup
+
+BEST_HOOK = "runner.hook:BestAtEnd"
+_ROW_METRICS = ("train/", "perf/")
+_VALIDATION_METRICS = ("loss", "accuracy", "perplexity", "bits_per_byte")
 
 
 def list_local_options(spec: ExecutionSpec, topology: Topology, config: TrainerConfig, num_devices: int) -> list[str]:
@@ -89,6 +95,53 @@ def validate_hosts(hosts: Hosts, fits: Callable[[int], bool]) -> None:
 def _count_expected_devices(hosts: Hosts) -> int:
     """Return the number of devices of the job, with those of missing processes; each process has the same number."""
     return jax.device_count() // hosts.num_processes * (hosts.num_processes + hosts.num_missing)
+
+
+def find_unmeasured_saves(spec: ExecutionSpec, config: TrainerConfig[Any], total_steps: int) -> str | None:
+    """Return a warning if `checkpoint.keep_best` could compare few of the steps that have its metric; else None.
+
+    It compares only checkpoints of steps that have the metric. If the intervals of saves and evaluations are no
+    multiples of each other, few steps or none are both. The last step is always saved and measured.
+    """
+    checkpoint, best = spec.checkpoint, spec.checkpoint.keep_best
+    measured_steps = None if best is None else _find_interval(spec, config, best.metric)
+    # The hook saves each best step, so nothing is missed.
+    if best is None or measured_steps is None or any(entry.hook == BEST_HOOK for entry in spec.hook_entries):
+        return None
+    saves = [interval for interval in (checkpoint.every_steps, checkpoint.keep_every_steps) if interval is not None]
+    num_saved = _count_multiples(saves, total_steps - 1)
+    num_measured = _count_multiples([measured_steps], total_steps - 1)
+    num_both = _count_multiples([math.lcm(save, measured_steps) for save in saves], total_steps - 1)
+    if num_both >= min(max(num_saved, 1), num_measured):
+        return None
+    if not saves:
+        hint = "saves by time rarely meet them"
+    else:
+        nearest = max(min(saves[0], total_steps - 1) // measured_steps, 1) * measured_steps
+        every = " and ".join(map(str, saves))
+        hint = f"saves are due every {every} steps: set checkpoint.every_steps: {nearest}"
+    return (
+        f"keep_best compares {best.metric}, which is measured every {measured_steps} steps, and {num_both} of these "
+        f"{num_measured} steps before the end are saved by steps; {hint}, or add the hook {BEST_HOOK}, which saves "
+        "each best step"
+    )
+
+
+def _find_interval(spec: ExecutionSpec, config: TrainerConfig[Any], metric: str) -> int | None:
+    """Return the steps between two rows with a metric; None if it is none of the built-in ones, or never measured."""
+    if metric.startswith(_ROW_METRICS):
+        return spec.logging.every_steps
+    for task in config.eval.multiple_choice:
+        if metric.startswith(f"val/{task.name}/"):
+            return task.every_steps or config.eval.every_steps
+    is_built_in = metric.startswith("val/") and metric.endswith(_VALIDATION_METRICS)
+    return config.eval.every_steps if is_built_in else None
+
+
+def _count_multiples(intervals: Sequence[int], last_step: int) -> int:
+    """Return the number of steps from 1 to `last_step` that are a multiple of one of two intervals."""
+    counts = [last_step // interval for interval in intervals]
+    return sum(counts) - (last_step // math.lcm(*intervals) if len(intervals) == 2 else 0)
 
 
 def share_ids(dataset: Dataset, store: Store, hosts: Hosts) -> None:

@@ -341,12 +341,17 @@ def test_a_fork_takes_the_best_step_with_its_metric(parent: Path, tmp_path: Path
         ({"step": 30}, False),
         ({"step": 40, "run": "{run}-other"}, False),
         ({"step": 40, "run": "gs://bucket/run"}, False),
+        ({"step": 40, "run": "{run}/"}, True),
+        ({"step": 40, "run": "{run}/../counted"}, True),
+        ({"step": 40, "run": "/{run}//"}, True),
+        ({"step": 40, "run": "{run}.link"}, True),
     ],
 )
 def test_a_started_fork_resumes_or_is_rejected(
     counted: Path, tmp_path: Path, fork: dict[str, Any], is_good: bool, is_finished: bool
 ) -> None:
     longer = {"config.total_steps": 60}
+    counted.with_name("counted.link").symlink_to(counted)
     first = make_counter(tmp_path / "fork", **longer, **fork_of(counted, "newest"))
     if is_finished:
         first()

@@ -28,15 +28,20 @@ from runner.checkpoint.manifest import (
 from runner.errors import ResumeError
 from runner.storage import LocalStore, compute_crc32c
 from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
+from tests.support.missing_calls import take_calls_away
 
 
-@pytest.fixture(params=["disk", "bucket"])
-def store(request, tmp_path):
-    return LocalStore(tmp_path / "run") if request.param == "disk" else make_memory_bucket()
+@pytest.fixture(params=["disk", "disk without calls", "bucket"])
+def store(request, tmp_path, monkeypatch):
+    if request.param == "disk without calls":
+        take_calls_away(monkeypatch)
+    return make_memory_bucket() if request.param == "bucket" else LocalStore(tmp_path / "run")
 
 
-@pytest.fixture
-def local_store(tmp_path):
+@pytest.fixture(params=["with all calls", "without calls"])
+def local_store(request, tmp_path, monkeypatch):
+    if request.param == "without calls":
+        take_calls_away(monkeypatch)
     return LocalStore(tmp_path / "run")
 
 

@@ -3,12 +3,15 @@
 import contextlib
 import itertools
 import math
+import os
+import shutil
+import subprocess
 
 import pytest
 
-from runner.checkpoint.manifest import Manifest, commit, read_committed
+from runner.checkpoint.manifest import MANIFEST, Manifest, commit, read_committed
 from runner.checkpoint.policy import Retention, find_superfluous_steps
-from runner.storage import compute_crc32c, open_store
+from runner.storage import DeadlineError, ForbiddenError, compute_crc32c, open_store
 from tests.support.attempt import make_attempt
 from tests.support.cloud_job import make_unique_name
 from tests.support.job_process import Job
@@ -173,3 +176,114 @@ def test_the_best_step_by_a_metric_is_kept_across_a_kill(mode, tmp_path):
     best = (min if mode == "min" else max)(losses, key=losses.__getitem__)
     assert job.committed() == sorted({best, 30})
     assert job.uncommitted() == []
+
+
+# Checkpoints that cannot be deleted.
+
+
+@contextlib.contextmanager
+def make_undeletable(store, step, patch):
+    """Let the store refuse to delete anything of a step."""
+    remove, remove_tree = store.remove, store.remove_tree
+
+    def refuse(act, name):
+        if f"{name}/".startswith(f"checkpoints/{step}/"):
+            raise ForbiddenError(f"{name}: Operation not permitted")
+        act(name)
+
+    with patch.context() as context:
+        context.setattr(store, "remove", lambda name: refuse(remove, name))
+        context.setattr(store, "remove_tree", lambda name: refuse(remove_tree, name))
+        yield
+
+
+@pytest.mark.parametrize("kind", ["disk", "memory"])
+def test_a_step_that_cannot_be_deleted_stops_no_other_deletion(kind, tmp_path, monkeypatch, capsys):
+    with open_store_of_kind(kind, (), tmp_path, monkeypatch) as store:
+        retention = Retention(make_attempt(store, MemoryLog()), keep_last=1)
+        with make_undeletable(store, 1, monkeypatch), make_undeletable(store, 2, monkeypatch):
+            for step in range(1, 7):
+                commit_step(store, step)
+                retention.add(read_committed(store)[step])
+            assert_only(store, [1, 2, 6])
+        warnings = [line for line in capsys.readouterr().err.splitlines() if "cannot be deleted" in line]
+        assert len(warnings) == 2, "one of each step, however many saves follow"
+        next_retention = Retention(make_attempt(store, MemoryLog()), keep_last=1)
+        next_retention.scan()
+        assert_only(store, [6])
+
+
+def test_steps_that_could_not_be_deleted_are_tried_again_one_at_a_save(tmp_path, monkeypatch):
+    store = open_store(str(tmp_path / "run"))
+    retention = Retention(make_attempt(store, MemoryLog()), keep_last=1)
+    with make_undeletable(store, 1, monkeypatch), make_undeletable(store, 2, monkeypatch):
+        for step in (1, 2, 3):
+            commit_step(store, step)
+            retention.add(read_committed(store)[step])
+    for step, left in ((4, 1), (5, 0)):
+        commit_step(store, step)
+        retention.add(read_committed(store)[step])
+        assert len(read_committed(store)) == 1 + left
+
+
+def test_a_store_that_does_not_answer_is_asked_once_a_save(tmp_path, monkeypatch):
+    store = open_store(str(tmp_path / "run"))
+    retention = Retention(make_attempt(store, MemoryLog()), keep_last=1)
+    for step in (1, 2, 3):
+        commit_step(store, step)
+    asked = []
+
+    def time_out(name):
+        asked.append(name)
+        raise DeadlineError(f"{name}: not within 120 s")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "remove", time_out)
+        retention.scan()
+    assert asked == [f"checkpoints/1/{MANIFEST}"]
+    commit_step(store, 4)
+    retention.add(read_committed(store)[4])
+    assert_only(store, [4])
+
+
+def test_going_back_quarantines_a_later_step_that_could_not_be_deleted(tmp_path, monkeypatch):
+    store = open_store(str(tmp_path / "run"))
+    retention = Retention(make_attempt(store, MemoryLog()), keep_last=2)
+    with make_undeletable(store, 2, monkeypatch):
+        for step in (1, 2, 3, 4):
+            commit_step(store, step)
+            retention.add(read_committed(store)[step])
+    assert retention.forget_after(1) == [2, 3, 4]
+    assert retention.forget_after(1) == []
+
+
+@pytest.fixture
+def immutable(tmp_path):
+    """Return a function that makes a tree immutable, as an operator does; it is undone at the end."""
+    made = []
+
+    def make(path):
+        made.append(path)
+        command = ["chattr", "-R", "+i", str(path)]
+        if not shutil.which("chattr") or os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("needs root, and chattr on this file system")
+
+    yield make
+    for path in made:
+        subprocess.run(["chattr", "-R", "-i", str(path)], capture_output=True)
+
+
+@pytest.mark.soak
+def test_a_run_goes_on_beside_immutable_checkpoints_and_leftovers(tmp_path, immutable):
+    job = Job("specs/counter.yaml", tmp_path / "run", ("config.step_seconds=0", "checkpoint.every_steps=2"))
+    job.with_options("checkpoint.keep_last=2", "config.total_steps=4").start().expect(0)
+    leftover = job.directory / "checkpoints" / "3" / "arrays.1"
+    leftover.mkdir(parents=True)
+    for path in (job.directory / "checkpoints" / "2", leftover.parent):
+        immutable(path)
+    for total_steps in (20, 24):
+        attempt = job.with_options("checkpoint.keep_last=1", f"config.total_steps={total_steps}").start()
+        attempt.expect(0)
+        assert job.committed() == [2, total_steps]
+        assert attempt.output.count("checkpoint 2 cannot be deleted") == 1
+        assert attempt.output.count("checkpoints/3, an unfinished save, cannot be moved away") == 1

@@ -62,6 +62,27 @@ LOCAL = {"local_directory": "/fast", "local_every_steps": 2}
             {3: DURABLE, 5: DURABLE, 8: DURABLE, 10: DURABLE, 12: REQUIRED},
         ),
         (
+            {"every_steps": 5, "keep_every_steps": 4},
+            {},
+            {4: DURABLE, 5: DURABLE, 8: DURABLE, 10: DURABLE, 12: REQUIRED},
+        ),
+        ({"every_steps": 6, "keep_every_steps": 6}, {}, {6: DURABLE, 12: REQUIRED}),
+        (
+            {"every_steps": 6, "keep_every_steps": 4} | LOCAL,
+            {},
+            {2: FAST, 4: DURABLE, 6: DURABLE, 8: DURABLE, 10: FAST, 12: REQUIRED},
+        ),
+        (
+            {"every_steps": None, "every_minutes": 1.0, "keep_every_steps": 5},
+            {"seconds_a_step": 20.0},
+            {3: DURABLE, 5: DURABLE, 8: DURABLE, 10: DURABLE, 12: REQUIRED},
+        ),
+        (
+            {"every": "auto", "keep_every_steps": 7},
+            {"seconds_a_step": 20.0, "interval_seconds": 80.0},
+            {4: DURABLE, 7: DURABLE, 11: DURABLE, 12: REQUIRED},
+        ),
+        (
             {"every": "auto"},
             {"seconds_a_step": 20.0, "interval_seconds": 80.0},
             {4: DURABLE, 8: DURABLE, 12: REQUIRED},

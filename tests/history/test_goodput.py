@@ -81,8 +81,17 @@ def test_the_categories_sum_to_the_wall_time_for_any_timelines(lives: list[Attem
         ((7200.0, 7310.0, 220.0), (10.0, 0.0)),
         ((7200.0, 90.0, -7200.0), (0.0, 0.0)),
         ((0.0, 7200.0, 220.0), (20.0, 0.0)),
+        ((0.0, -7200.0, 220.0), (0.0, 20.0)),
     ],
-    ids=["right", "overlap", "set back", "set back late", "set back twice", "ahead for one attempt"],
+    ids=[
+        "right",
+        "overlap",
+        "set back",
+        "set back late",
+        "set back twice",
+        "ahead for one attempt",
+        "behind for one attempt",
+    ],
 )
 def test_a_clock_that_was_set_back_takes_no_time_from_attempts(begins, gaps) -> None:
     lives = [
@@ -97,6 +106,47 @@ def test_a_clock_that_was_set_back_takes_no_time_from_attempts(begins, gaps) -> 
         [100.0, 95.0 if begins[1] == 95 else 100.0, 100.0]
     )
     assert [share.gap_seconds for share in shares][1:] == pytest.approx(list(gaps))
+
+
+DAY = 86400.0
+
+
+@pytest.mark.parametrize(
+    ("offsets", "machines"),
+    [
+        ((0.0, -400 * DAY, 0.0), "aaa"),
+        ((-400 * DAY, 0.0, 0.0), "aaa"),
+        ((0.0, 0.0, -400 * DAY), "aaa"),
+        ((400 * DAY, 0.0, 0.0), "aaa"),
+        ((0.0, 400 * DAY, 0.0), "aaa"),
+        ((-400 * DAY, 0.0, -400 * DAY), "aba"),
+        ((0.0, -400 * DAY, 0.0), "abc"),
+        ((0.0, 400 * DAY, 0.0), "abc"),
+        ((0.0, 30.0, 0.0), "aaa"),
+    ],
+    ids=str,
+)
+def test_a_wrong_clock_of_one_attempt_takes_no_goodput(offsets, machines) -> None:
+    lives = []
+    for number, (offset, machine) in enumerate(zip(offsets, machines, strict=True), 1):
+        real = 1000.0 * number
+        life = make_attempt(
+            number,
+            began=real + offset,
+            claimed=real + offset + 5.0,
+            resumed=number,
+            step=number + 1,
+            set_up=5.0,
+            steps=895.0,
+        )
+        lives.append(replace(life, clock=replace(life.clock, machine=machine, created=int(real * 100))))
+    timelines = align_timelines(lives)
+    shares = compute_goodput(timelines, None)
+    check(timelines, shares, None)
+    assert sum(share.seconds[TimeCategory.STEPS] for share in shares) == pytest.approx(3 * 895.0)
+    assert sum(share.gap_seconds for share in shares) <= 200.0
+    is_moved = any(abs(timeline.shift_seconds) > 60 for timeline in timelines)
+    assert is_moved == any(abs(offset) > 60 for offset in offsets)
 
 
 def test_overlapping_time_belongs_to_the_older_attempt_until_the_claim() -> None:

@@ -29,6 +29,7 @@ from runner.storage import (
     probe_store,
     read_json,
     read_log,
+    resolve_place,
     split_checkpoint,
     validate_url,
 )
@@ -840,3 +841,18 @@ def test_a_whole_bucket_can_be_the_directory(monkeypatch):
 )
 def test_a_source_is_a_run_or_one_of_its_checkpoints(text, expected):
     assert split_checkpoint(text) == expected
+
+
+def test_all_names_of_one_directory_resolve_to_one(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    (tmp_path / "gone").symlink_to("nothing")
+    monkeypatch.chdir(tmp_path)
+    for text in ("run", "./run/", f"{tmp_path}/run", f"/{tmp_path}//run/", "link", "link/../run", "link/../link/"):
+        assert resolve_place(text) == f"{tmp_path.resolve()}/run"
+    assert resolve_place("gone") == f"{tmp_path.resolve()}/nothing"
+    for text in ("gs://bucket/a/b", "gs://bucket/a/b/", "gs://bucket//a/b//"):
+        assert resolve_place(text) == "gs://bucket/a/b"
+    # These slashes belong to the names of objects.
+    assert resolve_place("gs://bucket/a//b") == "gs://bucket/a//b"
+    assert resolve_place("s3://bucket/") == "s3://bucket"
