@@ -27,6 +27,7 @@ from runner.data.source_files import (
     SourceFiles,
     find_source,
     get_glob_prefix,
+    has_pattern,
     match_files,
     match_objects,
     matches_glob,
@@ -60,7 +61,6 @@ _SUFFIXES: dict[str, FileFormat] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-_WILDCARD = re.compile(r"[*?\[]")
 _HUB = "hf://"
 _DATASET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+?)(?:@([^/@]+))?(?:/(.+))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -204,7 +204,7 @@ def _find_in_bucket(source: str) -> tuple[InputFile, ...]:
         raise DataError(f"cannot read {bucket_url}: no permission ({error})") from error
     exact = "/".join(patterns)
     # The name of an object may contain `*` or `[`, so an exact match comes before any pattern.
-    is_prefix = exact not in listing and not _WILDCARD.search(exact)
+    is_prefix = exact not in listing and not has_pattern(patterns, listing)
     names = match_objects([*patterns, "**"] if is_prefix else patterns, listing, [exact])
     return tuple(
         InputFile(
@@ -220,14 +220,20 @@ def _find_in_bucket(source: str) -> tuple[InputFile, ...]:
 
 
 def would_match(source: str, path: str) -> bool:
-    """Return True if `source` would match a file at `path` (a path or URL), whether or not the file exists."""
+    """Return True if `source` would match a file at `path` (a path or URL), whether or not the file exists.
+
+    A part of the source with `*`, `?` or `[` counts as a name and as a pattern, because the job itself may create a
+    directory of this name.
+    """
     if ("://" in source) != ("://" in path) or source == PYTHON_STDLIB:
         return False
     if "://" not in source:
         source = str(local_directory(source))
-    elif not _WILDCARD.search(source):
-        source = f"{source.rstrip('/')}/**"
-    return matches_glob(path.split("/"), source.split("/"))
+    names, patterns = path.split("/"), source.rstrip("/").split("/")
+    literal = len(os.path.commonprefix([names, patterns]))  # noqa: RUF071 - of lists of parts, not of texts
+    if "://" in source and literal == len(patterns):
+        return True  # a prefix names every object below it
+    return any(matches_glob(names[depth:], patterns[depth:]) for depth in range(literal + 1))
 
 
 def _detect_format(name: str) -> FileFormat:

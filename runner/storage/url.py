@@ -41,18 +41,23 @@ def validate_url(text: str) -> None:
         raise InvalidError(f"{text[:60]}... has a name of {longest} bytes; a name has at most {_MAX_NAME_BYTES}")
     if len(path) > _MAX_PATH_BYTES:
         raise InvalidError(f"{text[:60]}... has {len(path)} bytes; a path has at most {_MAX_PATH_BYTES}")
-    # A literal `$HOME` is a legal name, but never the intended directory.
-    if variable := _VARIABLE.search(text):
+    # These are legal names, and a directory may have got one by a move; otherwise they are never the intended ones.
+    parts = text.split("/")
+    for number, part in enumerate(parts, start=1):
+        variable = _VARIABLE.search(part)
+        if (variable is None and "\\" not in part) or os.path.lexists(os.path.expanduser("/".join(parts[:number]))):
+            continue
+        if variable is None:
+            raise InvalidError(
+                f"{text} has a backslash, which separates no directories here; write / between their names"
+            )
         raise InvalidError(
             f"{text} has {variable[0]}...: variables are not expanded; write the path, or ~ for the home directory"
         )
-    # An older run may be in such a directory, and a file may have such a name.
-    if "\\" in text and not os.path.lexists(os.path.expanduser(text)):
-        raise InvalidError(f"{text} has a backslash, which separates no directories here; write / between their names")
 
 
 def local_directory(text: str) -> Path:
-    """Return the absolute path that `text` names on this machine; `~` is the home directory. Touches no disk.
+    """Return the absolute path that `text` names on this machine; `~` is the home directory. Writes nothing.
 
     Raises:
         InvalidError: no directory can have this name, or the user after `~` is not known.
