@@ -17,6 +17,8 @@ _DRIVERS = {  # scheme: module, class, extra of this package that installs the c
 }
 _MAX_NAME_BYTES = 255  # of one name, on the disks of Linux
 _MAX_PATH_BYTES = 4095
+# Files and directories of a run and of published weights, of which a checkpoint has none.
+_NOT_IN_CHECKPOINTS = frozenset({"job.json", "spec.yaml", "config.json", "checkpoints"})
 _VARIABLE = re.compile(r"\$[A-Za-z_{(]|`")
 
 
@@ -113,9 +115,19 @@ def open_store(text: str) -> Store:
 
 
 def split_checkpoint(text: str) -> tuple[str, str | None]:
-    """Split `<run>/checkpoints/<name>` into run and name; return other text whole, with None as the name."""
+    """Split `<run>/checkpoints/<name>` into run and name; return other text whole, with None as the name.
+
+    Text of this form is whole, too, if a run or published weights are there, because their parent directory may be
+    called `checkpoints` as well. Looks for their files, in a bucket as well.
+
+    Raises:
+        InvalidError: as `make_store`.
+        OSError: the bucket does not answer.
+    """
     directory, separator, name = text.rstrip("/").rpartition("/checkpoints/")
-    return (directory, name) if separator and "/" not in name else (text, None)
+    if not separator or "/" in name:
+        return text, None
+    return (directory, name) if _NOT_IN_CHECKPOINTS.isdisjoint(make_store(text).list_names("")) else (text, None)
 
 
 def _open_bucket(url: str, module: str, driver_name: str) -> Store:
