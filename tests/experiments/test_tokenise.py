@@ -244,6 +244,39 @@ def test_json_lines_are_read_with_every_extension_and_compression(tmp_path, line
             list(read_documents(InputPart(find_files(str(path))[0], 0), None, "text"))
 
 
+# Files of two frames, by what stands where; then the compressions whose tools accept it.
+_SKIPPED = b"\x50\x2a\x4d\x18\x05\0\0\0skips"  # a frame of zstd that holds no content
+FRAMES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "joined": (lambda a, b: a + b, (".gz", ".zst", ".bz2", ".xz")),
+    "padded to a block": (lambda a, b: a + b + bytes(512), (".gz", ".bz2", ".xz")),
+    "padded by one byte": (lambda a, b: a + b + bytes(1), (".gz", ".bz2")),
+    "padded by more than is read at once": (lambda a, b: a + b + bytes(3 << 20), (".gz", ".bz2", ".xz")),
+    "padded between frames": (lambda a, b: a + bytes(1 << 20) + b, (".gz", ".bz2", ".xz")),
+    "padded twice": (lambda a, b: a + bytes(4) + b + bytes(8), (".gz", ".bz2", ".xz")),
+    "with a frame that is skipped": (lambda a, b: a + _SKIPPED + b, (".zst",)),
+    "cut": (lambda a, b: a + b[:-5], ()),
+    "cut and padded": (lambda a, b: a + b[:-5] + bytes(512), ()),
+    "followed by something else": (lambda a, b: a + b + b"something else", ()),
+    "padded and followed by something else": (lambda a, b: a + b + bytes(512) + b"something else", ()),
+    "padded in front": (lambda a, b: bytes(512) + a + b, ()),
+    "zeros": (lambda a, b: bytes(512), ()),
+}
+
+
+@pytest.mark.parametrize("name", FRAMES)
+@pytest.mark.parametrize("compression", [".gz", ".zst", ".bz2", ".xz"])
+def test_frames_are_joined_and_padded_as_the_tools_of_a_format_allow(tmp_path, compression, name):
+    path, (arrange, accepting) = tmp_path / f"a.jsonl{compression}", FRAMES[name]
+    lines, compress = tokenise_inputs.make_jsonl(DOCUMENTS), COMPRESSIONS[compression]
+    path.write_bytes(arrange(compress(lines[:1000]), compress(lines[1000:])))
+    ((part,),) = cut_into_pieces(find_files(str(path)), 1 << 30)
+    if compression in accepting:
+        assert list(read_documents(part, None, "text")) == [text.encode() for text in DOCUMENTS]
+        return
+    with pytest.raises(DataError, match=r"is not a valid \..* file"):
+        list(read_documents(part, None, "text"))
+
+
 TEXT_TYPES = {
     "string": pyarrow.string(),
     "large_string": pyarrow.large_string(),
