@@ -96,6 +96,29 @@ class BadRecord:
         return f"{self.where}: {self.reason}"
 
 
+def encode_document(document: Document) -> bytes:
+    """Return bytes that differ for documents with different tokens."""
+    # Two dialogues with equal text may differ in their completions.
+    return f"{document.completions}\0{document.text}".encode() if isinstance(document, Dialogue) else document
+
+
+class DocumentsDigest:
+    """Digest of the documents of a piece, which tells later whether its files still have them."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def add(self, document: Document) -> None:
+        """Add the next document."""
+        content = encode_document(document)
+        self._hash.update(len(content).to_bytes(8, "little"))
+        self._hash.update(content)
+
+    def hexdigest(self) -> str:
+        """Return the digest of the documents so far."""
+        return self._hash.hexdigest()
+
+
 def fetch_small(part: InputPart) -> bytes | None:
     """Return the content of a small file in a bucket, or None for any other file, which is streamed later."""
     if part.file.bucket_url is None or part.file.size_bytes > BLOCK_BYTES:
