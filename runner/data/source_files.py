@@ -70,7 +70,7 @@ class SourceFile:
 
     @property
     def identity(self) -> list[str | int]:
-        """Values that change with the content; part of the cache key of derived files.
+        """Values that usually change with the content.
 
         Change time and inode are not included, because they also change by a copy, a chmod or a new hard link.
         """
