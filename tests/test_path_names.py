@@ -24,16 +24,19 @@ from runner.cli.app import run_command
 from runner.config import DataConfig
 from runner.data.chat import read_template
 from runner.data.open_source import open_source
+from runner.data.source_files import find_source
+from runner.errors import DataError, InvalidError
 from runner.evaluation.likelihood import read_questions
 from runner.huggingface.export import publish_directory
 from runner.huggingface.safetensors import open_published_weights
 from runner.plan.program import request_dumps
 from runner.spec import CheckpointConfig, load_document
 from runner.storage import open_store
-from tests.data.buckets import make_random_shards, write_corpus
+from tests.data.buckets import make_random_shards, serve_from, write_corpus
 from tests.data.datasets import load, write_bin, write_npy
 from tests.data.golden import CASES, copy_golden
 from tests.huggingface.small import make_leaves, write_export
+from tests.support.memory_bucket import MemoryDriver
 from tests.support.tiny_jobs import (
     make_counter,
     make_gpt,
@@ -381,3 +384,65 @@ def test_every_path_of_a_spec_is_in_a_table() -> None:
     fields = CheckpointConfig.model_fields
     named |= {f"checkpoint.{key}" for key in fields if key.endswith(("directory", "init_from", "fork_from"))}
     assert not [key for key in named if key not in keys]
+
+
+def test_a_prefix_of_an_unusual_name_is_read_like_any_other(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = MemoryDriver()
+    serve_from(monkeypatch, driver)
+    names = ("[a-z]", "**", "d?", FEW_NAMES[1])
+    kinds = ("text", "glob of text", "glob of bin", "corpus", "index of a corpus", "mds_array", "parquet")
+    places = {kind: SOURCES[kind] for kind in kinds}
+    expected = read_sources(inputs, tmp_path / "cache", places)
+    for path in (path for path in inputs.rglob("*") if path.is_file()):
+        for name in names:
+            driver.put(f"top/{name}/{path.relative_to(inputs).as_posix()}", path.read_bytes(), None)
+    for sibling in SIBLINGS:
+        for file in ("t.txt", "v.txt", "a.bin"):
+            driver.put(f"top/{sibling}/{file}", b"of a sibling", None)
+    for name in names:
+        assert read_sources(f"s3://bkt/top/{name}", tmp_path / "cache", places) == expected, name
+        # A prefix names all objects below it.
+        assert [file.size_bytes for file in find_files(f"s3://bkt/top/{name}/tables")] == [
+            (inputs / "tables/0.parquet").stat().st_size
+        ]
+        assert {file.size_bytes for file in find_files(f"s3://bkt/top/{name}/?.jsonl")} == {
+            (inputs / file).stat().st_size for file in ("t.jsonl", "u.jsonl")
+        }
+
+
+def test_a_name_that_exists_is_no_pattern_and_one_that_does_not_is(tmp_path: Path) -> None:
+    write_bin(tmp_path / "d2/a.bin", np.arange(10))
+    assert [file.path.parent.name for file in find_source(f"{tmp_path}/d[2]/*.bin").files] == ["d2"]
+    (tmp_path / "d[2]").mkdir()
+    for place in ("*.bin", "a.bin", "a[1].bin"):
+        with pytest.raises(DataError, match="no file matches"):
+            find_source(f"{tmp_path}/d[2]/{place}")
+    write_bin(tmp_path / "d[2]/a.bin", np.arange(20))
+    assert [file.size_bytes for file in find_source(f"{tmp_path}/d[2]/*.bin").files] == [40]
+    # After the first pattern every part belongs to the glob.
+    assert [file.size_bytes for file in find_source(f"{tmp_path}/d*/a.bin").files] == [20, 40]
+    assert [file.size_bytes for file in find_source(f"{tmp_path}/?[[]2]/a.bin").files] == [40]
+    (tmp_path / "d[2]/b[1].bin").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="is a link to"):
+        find_source(f"{tmp_path}/d[2]/b[1].bin")
+
+
+@pytest.mark.parametrize("name", ["$HOME", r"back\slash", "$(date)"])
+def test_a_job_that_begins_in_a_name_that_is_usually_a_mistake_is_refused(name: str, tmp_path: Path) -> None:
+    for directory in (f"{tmp_path}/{name}", f"{tmp_path}/{name}/run"):
+        with pytest.raises(InvalidError, match=r"variables are not expanded|backslash") as caught:
+            make_counter(directory)()
+        assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("source", ["runs[1]/*/*.jsonl", "*/run/*.jsonl", "run*/**/*.json", "runs[1]/run/events.jsonl"])
+def test_a_source_that_the_job_itself_will_write_is_refused_whichever_way_it_is_read(
+    source: str, tmp_path: Path
+) -> None:
+    (tmp_path / "runs1").mkdir()
+    (tmp_path / "runs1/a.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(InvalidError, match="matches files that this job writes"):
+        make_tokenise_job(tmp_path / "runs[1]/run", **{"config.source": f"{tmp_path}/{source}"})()
