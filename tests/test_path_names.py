@@ -29,9 +29,10 @@ from runner.errors import DataError, InvalidError
 from runner.evaluation.likelihood import read_questions
 from runner.huggingface.export import publish_directory
 from runner.huggingface.safetensors import open_published_weights
+from runner.inference.evaluate import parse_source
 from runner.plan.program import request_dumps
 from runner.spec import CheckpointConfig, load_document
-from runner.storage import open_store
+from runner.storage import local_directory, open_store
 from tests.data.buckets import make_random_shards, serve_from, write_corpus
 from tests.data.datasets import load, write_bin, write_npy
 from tests.data.golden import CASES, copy_golden
@@ -427,6 +428,16 @@ def test_a_name_that_exists_is_no_pattern_and_one_that_does_not_is(tmp_path: Pat
     (tmp_path / "d[2]/b[1].bin").symlink_to(tmp_path / "nowhere")
     with pytest.raises(DataError, match="is a link to"):
         find_source(f"{tmp_path}/d[2]/b[1].bin")
+
+
+def test_a_name_that_begins_like_a_user_or_a_mapping_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("~nosuchuser", "{a: b}"):
+        write_bin(tmp_path / name / "a.bin", np.arange(10))
+    assert local_directory("~nosuchuser/run") == tmp_path / "~nosuchuser/run"
+    assert find_source("~nosuchuser/*.bin").files[0].path == tmp_path / "~nosuchuser/a.bin"
+    assert parse_source("{a: b}/*.bin").source == "{a: b}/*.bin"
+    assert parse_source("{source: x.bin}").source == "x.bin"
 
 
 @pytest.mark.parametrize("name", ["$HOME", r"back\slash", "$(date)"])

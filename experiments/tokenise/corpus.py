@@ -138,7 +138,11 @@ def validate_owner(store: Store, directory: str, run_id: str | None = None) -> N
 
 def _read_run_id(directory: str) -> str | None:
     """Return the id of the run in a directory; None if there is none."""
-    found = read_owner(open_store(directory))
+    try:
+        store = open_store(directory)
+    except InvalidError:
+        return None  # such a name is accepted only where it exists, so the directory has been moved
+    found = read_owner(store)
     return None if found is None else found.id
 
 

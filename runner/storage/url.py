@@ -68,6 +68,9 @@ def local_directory(text: str) -> Path:
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError as error:
+        # As in a shell, `~name` is the name itself where there is no such user.
+        if os.path.lexists(text.partition("/")[0]):
+            return Path(text).absolute()
         raise InvalidError(f"{text}: no home directory is known of {text.partition('/')[0]}") from error
 
 
