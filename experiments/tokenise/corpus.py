@@ -1,7 +1,10 @@
 """Output files of a tokenise job.
 
 1. `owner.json` is created first, exactly once. A job that finds the file of another run is refused.
-2. `sources.json` lists the input files, which must not change while the corpus is being written.
+2. `sources.json` lists the input files, which must not change while the corpus is being written, and their change
+   times (`ctime`). If only the change time of a file differs later, the documents of the finished pieces are read
+   again and compared with the digests in their records: an edit that keeps size and modification time is refused, and
+   a chmod, a new hard link or a restored copy is not.
 3. The shards of piece 7 are `00007-000`, `00007-001`, ...; its record `00007.json`, written after them, lists them. A
    piece without a record is not finished. Each write is atomic, and making a piece again writes the same bytes.
 4. `index.json` is written when every piece has a record. It completes the corpus.
@@ -28,10 +31,9 @@ from typing import Self
 
 import numpy as np
 
-from experiments.tokenise.documents import BadRecord, Document, DocumentSet
+from experiments.tokenise.documents import BadRecord, Document, DocumentsDigest, DocumentSet, encode_document
 from experiments.tokenise.inputs import InputFile
 from experiments.tokenise.pipeline import EncodedBatch
-from runner.data.chat import Dialogue
 from runner.data.corpus_index import ENDS_DTYPE, INDEX, CorpusIndex, CorpusShard, CorpusShards, parse_shard
 from runner.data.tokenizers import TOKENIZER_FILES
 from runner.errors import DataError, InvalidError
@@ -50,6 +52,7 @@ from runner.storage import (
 )
 
 OWNER, SOURCES = "owner.json", "sources.json"
+_TIMES = "ctimes_ns"
 # One name of each kind of file.
 NAMES = (OWNER, SOURCES, INDEX, "00000.json", "00000-000.bin", "00000-000.ends", "tokenizer.json", TOKENIZER_CONFIG)
 _NUM_READERS = 16
@@ -70,6 +73,11 @@ _OPTIONAL_KEYS = (
     Key("num_dropped", int, "dialogues that were too long, or had no completion left; absent if 0"),
     Key("num_cut", int, "dialogues whose end was cut off; absent if 0"),
     Key("num_duplicates", int, "documents that repeat an earlier one; absent if 0"),
+    Key(
+        "digest",
+        str,
+        "SHA-256 of the documents of the piece, repeated ones included; absent if the files are in a bucket",
+    ),
 )
 _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # unfinished write of a local store
 
@@ -86,6 +94,7 @@ class FinishedPiece(CorpusShards):
     num_dropped: int = 0
     num_cut: int = 0
     num_duplicates: int = 0
+    digest: str = ""
 
     def to_json(self) -> JsonObject:
         """Return the content of the record file."""
@@ -129,7 +138,11 @@ def validate_owner(store: Store, directory: str, run_id: str | None = None) -> N
 
 def _read_run_id(directory: str) -> str | None:
     """Return the id of the run in a directory; None if there is none."""
-    found = read_owner(open_store(directory))
+    try:
+        store = open_store(directory)
+    except InvalidError:
+        return None  # such a name is accepted only where it exists, so the directory has been moved
+    found = read_owner(store)
     return None if found is None else found.id
 
 
@@ -190,10 +203,37 @@ def validate_sources_unchanged(store: Store, files: Iterable[InputFile]) -> None
             raise DataError(f"{label} {how} since this job began; restore it, or use another directory")
 
 
-def write_sources(store: Store, files: Iterable[InputFile]) -> None:
-    """Record the input files; files that have moved keep their first record. Process 0 only."""
-    content = {"files": [list(entry) for entry in identify_sources(store, files)]}
-    write_once(store, SOURCES, encode_json(content))
+def write_sources(store: Store, files: Sequence[InputFile]) -> None:
+    """Record the input files, unless this corpus was begun from them. Process 0 only.
+
+    Files that have moved keep their first record, and the change times are those of the beginning.
+    """
+    if _read_times(store) is None:
+        write_times(store, files)
+
+
+def write_times(store: Store, files: Sequence[InputFile]) -> None:
+    """Record the input files with their present change times, when their content has been compared. Process 0 only."""
+    entries = [list(entry) for entry in identify_sources(store, files)]
+    write_once(store, SOURCES, encode_json({"files": entries, _TIMES: [file.ctime_ns for file in files]}))
+
+
+def list_touched(store: Store, files: Sequence[InputFile]) -> list[int]:
+    """Return the indices of files whose change time is not the recorded one. Process 0 only.
+
+    The files have the sizes and versions that were recorded. There are none if an earlier version began the corpus.
+    """
+    times = _read_times(store) or []
+    return [index for index, (file, time) in enumerate(zip(files, times, strict=False)) if file.ctime_ns != time]
+
+
+def _read_times(store: Store) -> list[int] | None:
+    """Return the recorded change time of each file; None if there is no record of an input with as many times."""
+    if (begun := _read_sources(store)) is None:
+        return None
+    times = read_json(store, SOURCES).get(_TIMES)
+    is_valid = isinstance(times, list) and len(times) == len(begun) and all(type(time) is int for time in times)
+    return times if is_valid else None
 
 
 def discard(store: Store, run_id: str) -> None:
@@ -254,7 +294,7 @@ def write_piece(store: Store, piece: int, tokenizer: str, stream: Iterator[Encod
     bad += encoded.batch.bad
     first_bad = str(bad[0]) if bad else ""
     counts = (num_left_out, num_dropped, num_cut, encoded.batch.num_duplicates)
-    finished = FinishedPiece(tokenizer, tuple(shards), len(bad), first_bad, *counts)
+    finished = FinishedPiece(tokenizer, tuple(shards), len(bad), first_bad, *counts, encoded.batch.digest)
     # The record comes last: it declares that the shards it lists are complete.
     store.write(f"{name}.json", encode_json(finished.to_json()))
     return finished
@@ -330,6 +370,32 @@ def read_index(store: Store) -> CorpusIndex:
     return CorpusIndex.decode(store.read(INDEX), f"{store.url}/{INDEX}")
 
 
+def has_changed(store: Store, piece: int, documents: Iterator[Document]) -> bool:
+    """Return True if a piece was made, or searched for duplicates, with other documents than these.
+
+    Args:
+        store: where the files are.
+        piece: number of the piece.
+        documents: what its files hold now; consumed.
+    """
+    digest, name = DocumentsDigest(), format_piece(piece)
+
+    def add_to_digest() -> Iterator[Document]:
+        for document in documents:
+            digest.add(document)
+            yield document
+
+    found = compute_digests(add_to_digest())
+    if store.exists(f"{name}{DIGESTS}") and store.read(f"{name}{DIGESTS}") != found:
+        return True
+    try:
+        made_of = FinishedPiece.from_json(read_json(store, f"{name}.json")).digest
+    except (FileNotFoundError, ValueError, TypeError):
+        return False  # the piece is not finished, or its record is damaged, which `read_finished` reports
+    # An earlier version has recorded no digest.
+    return made_of not in ("", digest.hexdigest())
+
+
 def remove_leftovers(store: Store) -> None:
     """Remove files of interrupted writes and of the duplicate filter. Process 0 only, when all pieces are finished."""
     for name in store.list_names(""):
@@ -346,12 +412,7 @@ def compute_digests(documents: Iterator[Document]) -> bytes:
     """Return the content of the digest file of a piece."""
     found = bytearray()
     for number, document in enumerate(documents):
-        content = document
-        if isinstance(document, Dialogue):
-            # Two dialogues with equal text may differ in their completions.
-            content = f"{document.completions}\0{document.text}".encode()
-        assert isinstance(content, bytes)
-        found += hashlib.blake2b(content, digest_size=16).digest() + number.to_bytes(4, "little")
+        found += hashlib.blake2b(encode_document(document), digest_size=16).digest() + number.to_bytes(4, "little")
     digests = np.frombuffer(found, _DIGEST)
     digests = digests[np.lexsort((digests["low"], digests["high"]))]
     first_bytes = (digests["high"] >> np.uint64(56)).astype(np.int64)

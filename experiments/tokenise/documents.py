@@ -96,6 +96,29 @@ class BadRecord:
         return f"{self.where}: {self.reason}"
 
 
+def encode_document(document: Document) -> bytes:
+    """Return bytes that differ for documents with different tokens."""
+    # Two dialogues with equal text may differ in their completions.
+    return f"{document.completions}\0{document.text}".encode() if isinstance(document, Dialogue) else document
+
+
+class DocumentsDigest:
+    """Digest of the documents of a piece, which tells later whether its files still have them."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def add(self, document: Document) -> None:
+        """Add the next document."""
+        content = encode_document(document)
+        self._hash.update(len(content).to_bytes(8, "little"))
+        self._hash.update(content)
+
+    def hexdigest(self) -> str:
+        """Return the digest of the documents so far."""
+        return self._hash.hexdigest()
+
+
 def fetch_small(part: InputPart) -> bytes | None:
     """Return the content of a small file in a bucket, or None for any other file, which is streamed later."""
     if part.file.bucket_url is None or part.file.size_bytes > BLOCK_BYTES:
@@ -291,13 +314,17 @@ def _make_decompressor(compression: str) -> _Decompressor:
 
 
 def _decompress(source: InputFile, file: BinaryIO) -> Iterator[bytes]:
-    """Yield the content of any number of concatenated frames. Raises `DataError` if the last one is truncated."""
+    """Yield the content of any number of concatenated frames, with padding behind them where a format has it.
+
+    Raises `DataError` if the last frame is truncated, or anything else follows it.
+    """
     frame, data = _make_decompressor(source.compression), file.read(_CHUNK_BYTES)
     try:
         while data:
             yield frame.decompress(data)
-            data = frame.unused_data if frame.eof else file.read(_CHUNK_BYTES)
-            if frame.eof and (data := data or file.read(_CHUNK_BYTES)):
+            if not frame.eof:
+                data = file.read(_CHUNK_BYTES)
+            elif data := _skip_padding(source.compression, frame.unused_data, file):
                 frame = _make_decompressor(source.compression)
     except RetryableError:
         raise
@@ -305,6 +332,23 @@ def _decompress(source: InputFile, file: BinaryIO) -> Iterator[bytes]:
         raise DataError(f"{source.where} is not a valid {source.compression} file: {error}") from error
     if not frame.eof:
         raise DataError(f"{source.where} is not a valid {source.compression} file: it is truncated")
+
+
+def _skip_padding(compression: str, data: bytes, file: BinaryIO) -> bytes:
+    """Return what follows the zero bytes behind a frame, from `data` or else from the file; nothing at its end.
+
+    Tapes and file systems pad to whole blocks. Readers of gzip and bzip2 ignore any number of zeros, those of xz a
+    multiple of four, and those of zstd none.
+    """
+    num_zeros = 0
+    while data := data or file.read(_CHUNK_BYTES):
+        rest = data if compression == ".zst" else data.lstrip(b"\0")
+        num_zeros += len(data) - len(rest)
+        if data := rest:
+            break
+    if compression == ".xz" and num_zeros % 4:
+        raise EOFError(f"its padding has {num_zeros:,} bytes, needs a multiple of 4")
+    return data
 
 
 def _read_table(

@@ -27,6 +27,7 @@ from runner.data.source_files import (
     SourceFiles,
     find_source,
     get_glob_prefix,
+    has_pattern,
     match_files,
     match_objects,
     matches_glob,
@@ -60,7 +61,6 @@ _SUFFIXES: dict[str, FileFormat] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-_WILDCARD = re.compile(r"[*?\[]")
 _HUB = "hf://"
 _DATASET = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+?)(?:@([^/@]+))?(?:/(.+))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -78,6 +78,7 @@ class InputFile:
         version: modification time in nanoseconds, or the object's version in a bucket; "" for python-stdlib, because
             each host has its own copy.
         format: format of the content.
+        ctime_ns: time of the last change of content or metadata, which no tool can set back; 0 if it is not compared.
     """
 
     bucket_url: str | None
@@ -86,6 +87,7 @@ class InputFile:
     size_bytes: int
     version: Version
     format: FileFormat
+    ctime_ns: int = 0
 
     @property
     def where(self) -> str:
@@ -97,13 +99,28 @@ class InputFile:
         """Kind of compression, as its usual suffix; "" for none."""
         return _COMPRESSIONS.get(Path(self.name).suffix.lower(), "")
 
+    @property
+    def has_mutable_content(self) -> bool:
+        """True if the content may change while size and version stay."""
+        # Each request for an object names its version, and fails if that is gone.
+        return self.ctime_ns != 0
+
     def validate_unchanged(self) -> None:
-        """Raise `DataError` if a local file has changed since the source was resolved."""
+        """Raise `DataError` if the size or version of a local file has changed since the source was resolved."""
         if self.bucket_url is not None:
-            return  # each request for an object names its version, and fails if that is gone
-        size_bytes, version = _size_and_version(Path(self.name))
+            return
+        size_bytes, version, _ = _describe(Path(self.name))
         if size_bytes != self.size_bytes or (self.version and version != self.version):
             raise DataError(f"{self.where} has changed since the job started; use a source that is not being written")
+
+    def was_touched(self) -> bool:
+        """Return True if content or metadata of a local file have changed since the source was resolved.
+
+        A file that was deleted, perhaps because it has been read, counts as unchanged.
+        """
+        if not self.has_mutable_content or not os.path.lexists(self.name):
+            return False
+        return _describe(Path(self.name))[2] != self.ctime_ns
 
 
 def find_files(source: str) -> tuple[InputFile, ...]:
@@ -175,19 +192,22 @@ def _find_on_disk(source: str) -> tuple[InputFile, ...]:
     if os.path.isdir(pattern):
         raise DataError(f"{source} is a directory; name its files, as {os.path.join(source, '*.jsonl')}")
     names = [str(path) for path in match_files(pattern)]
-    files = [(name, *_size_and_version(Path(name))) for name in names]
+    files = [(name, *_describe(Path(name))) for name in names]
     for name in names:
         if not os.access(name, os.R_OK):
             raise DataError(f"cannot read {name}: permission denied")
-    return tuple(InputFile(None, name, name, size, version, _detect_format(name)) for name, size, version in files)
+    return tuple(
+        InputFile(None, name, name, size, version, _detect_format(name), ctime) for name, size, version, ctime in files
+    )
 
 
-def _size_and_version(path: Path) -> tuple[int, str]:
+def _describe(path: Path) -> tuple[int, str, int]:
+    """Return size, version and change time of a file."""
     try:
         status = path.stat()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-    return status.st_size, str(status.st_mtime_ns)
+    return status.st_size, str(status.st_mtime_ns), status.st_ctime_ns
 
 
 def _find_in_bucket(source: str) -> tuple[InputFile, ...]:
@@ -204,7 +224,7 @@ def _find_in_bucket(source: str) -> tuple[InputFile, ...]:
         raise DataError(f"cannot read {bucket_url}: no permission ({error})") from error
     exact = "/".join(patterns)
     # The name of an object may contain `*` or `[`, so an exact match comes before any pattern.
-    is_prefix = exact not in listing and not _WILDCARD.search(exact)
+    is_prefix = exact not in listing and not has_pattern(patterns, listing)
     names = match_objects([*patterns, "**"] if is_prefix else patterns, listing, [exact])
     return tuple(
         InputFile(
@@ -220,14 +240,20 @@ def _find_in_bucket(source: str) -> tuple[InputFile, ...]:
 
 
 def would_match(source: str, path: str) -> bool:
-    """Return True if `source` would match a file at `path` (a path or URL), whether or not the file exists."""
+    """Return True if `source` would match a file at `path` (a path or URL), whether or not the file exists.
+
+    A part of the source with `*`, `?` or `[` counts as a name and as a pattern, because the job itself may create a
+    directory of this name.
+    """
     if ("://" in source) != ("://" in path) or source == PYTHON_STDLIB:
         return False
     if "://" not in source:
         source = str(local_directory(source))
-    elif not _WILDCARD.search(source):
-        source = f"{source.rstrip('/')}/**"
-    return matches_glob(path.split("/"), source.split("/"))
+    names, patterns = path.split("/"), source.rstrip("/").split("/")
+    literal = len(os.path.commonprefix([names, patterns]))  # noqa: RUF071 - of lists of parts, not of texts
+    if "://" in source and literal == len(patterns):
+        return True  # a prefix names every object below it
+    return any(matches_glob(names[depth:], patterns[depth:]) for depth in range(literal + 1))
 
 
 def _detect_format(name: str) -> FileFormat:

@@ -12,6 +12,7 @@ import difflib
 import functools
 import hashlib
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -440,9 +441,12 @@ class Tokenise(TextJob):
     def run(self) -> None:
         """Make the pieces of each step, and the index in the last one."""
         hosts, tally = self.attempt.hosts, Tally(len(self.pieces))
+        self._validate_touched(_unpack_bits(hosts.run_on_main(self._find_touched)))
+        hosts.run_on_main(lambda: corpus.write_times(self.output, self.files))
         # Process 0 decides which pieces are unfinished, so that all hosts distribute the same list.
         unfinished = _unpack_bits(hosts.run_on_main(self._find_unfinished))
         own = unfinished[hosts.process_id :: hosts.num_processes]
+        read_here = {part.file for piece in own for part in self.pieces[piece]}
         duplicates = self._find_duplicates() if self.config.deduplicate and unfinished else None
         tally.begin(len(self.pieces) - len(unfinished))
         with contextlib.closing(self._encode(own, duplicates)) as stream:
@@ -455,6 +459,12 @@ class Tokenise(TextJob):
                     unfinished = [piece for piece in unfinished if piece >= end]
                     self._synchronise(tally)
                 if self.step + 1 == ROUNDS:
+                    # A file may have been edited between its pieces, or while one was read.
+                    with self.attempt.progress.report_phase(_INDEX):
+                        own_files = ((index, file) for index, file in enumerate(self.files) if file in read_here)
+                        touched = [index for index, file in own_files if file.was_touched()]
+                        packed = hosts.gather(_pack_bits(touched, len(self.files)))
+                    self._validate_touched(sorted({index for each in packed for index in _unpack_bits(each)}))
                     with self.attempt.progress.report_phase(_INDEX):
                         self.state = self._make_state(hosts.run_on_main(self._finish_corpus))
                 self.step += 1
@@ -532,11 +542,40 @@ class Tokenise(TextJob):
                 settings[END_OF_TURN] = end_of_turn
             corpus.write_once(output, TOKENIZER_CONFIG, encode_json(settings))
 
+    def _find_touched(self) -> str:
+        """Return a bit for each file whose change time has changed since this job began, packed. Process 0 only."""
+        return _pack_bits(corpus.list_touched(self.output, self.files), len(self.files))
+
+    def _validate_touched(self, indices: Sequence[int]) -> None:
+        """Refuse these files, given by index, if finished pieces were made of other documents. Every process calls it.
+
+        Each process compares a share of the pieces. Nothing is read if no file was touched.
+        """
+        if not indices:
+            return
+        hosts, touched = self.attempt.hosts, {self.files[index] for index in indices}
+        rendering = contextlib.nullcontext() if self.chat is None else Renderer(self.chat.template)
+        found = ""
+        with rendering as renderer:
+            for piece in range(hosts.process_id, len(self.pieces), hosts.num_processes):
+                parts = self.pieces[piece]
+                file = next((part.file for part in parts if part.file in touched), None)
+                if file is None or found:
+                    continue
+                with self.attempt.progress.report_phase(_TOKENISE):
+                    documents = read_piece(parts, fetch_piece(parts), self.config.field, sys.maxsize, [], renderer)
+                    found = file.where if corpus.has_changed(self.output, piece, documents) else ""
+        with self.attempt.progress.report_phase(_TOKENISE):
+            changed = next(filter(None, hosts.gather(found)), None)
+        if changed is not None:
+            with self.document.errors_at("config.source"):
+                raise DataError(f"{changed} has changed since this job began; restore it, or use another directory")
+
     def _find_unfinished(self) -> str:
         """Return a bit for each piece without a record, packed, in hexadecimal. Process 0 only."""
         finished = corpus.list_finished(self.output)
-        bits = [corpus.format_piece(piece) not in finished for piece in range(len(self.pieces))]
-        return np.packbits(bits).tobytes().hex()
+        unfinished = [piece for piece in range(len(self.pieces)) if corpus.format_piece(piece) not in finished]
+        return _pack_bits(unfinished, len(self.pieces))
 
     def _find_duplicates(self) -> DocumentSet:
         """Return the documents to leave out. Every host computes digests of its pieces; process 0 compares them."""
@@ -665,6 +704,13 @@ class Tokenise(TextJob):
             f"{index.vocabulary_size:,} ({dtype}){hint}"
         )
         return index.digest
+
+
+def _pack_bits(positions: Sequence[int], size: int) -> str:
+    """Return a bit string of `size` bits with those at the positions set, packed, in hexadecimal."""
+    bits = np.zeros(size, bool)
+    bits[list(positions)] = True
+    return np.packbits(bits).tobytes().hex()
 
 
 def _unpack_bits(text: str) -> list[int]:

@@ -18,6 +18,7 @@ from experiments.tokenise.documents import (
     BadRecord,
     ChatReader,
     Document,
+    DocumentsDigest,
     DocumentSet,
     Piece,
     fetch_small,
@@ -53,6 +54,8 @@ class DocumentBatch:
         ends_shard: True if a shard ends after the last document.
         ends_piece: True if the piece ends after the last document.
         num_duplicates: number of documents of the piece that were left out as duplicates; in its last batch only.
+        digest: digest of all documents of the piece, those that were left out included; in its last batch only, and ""
+            if its files cannot change.
     """
 
     piece: int
@@ -62,6 +65,7 @@ class DocumentBatch:
     ends_shard: bool
     ends_piece: bool
     num_duplicates: int = 0
+    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -246,8 +250,11 @@ def _read_batches(pieces: Generator[tuple[int, Piece, list[bytes | None]]], reci
             bad: list[BadRecord] = []
             held: list[tuple[int, Document]] = []
             held_bytes = in_shard_bytes = num_shards = num_duplicates = 0
+            digest = DocumentsDigest() if any(part.file.has_mutable_content for part in piece) else None
             documents = read_piece(piece, contents, recipe.field, recipe.skip_bad, bad, renderer)
             for index, document in enumerate(documents):
+                if digest is not None:
+                    digest.add(document)
                 if recipe.duplicates is not None and recipe.duplicates.contains(number, index):
                     num_duplicates += 1
                     continue
@@ -263,7 +270,8 @@ def _read_batches(pieces: Generator[tuple[int, Piece, list[bytes | None]]], reci
                     in_shard_bytes = 0 if is_shard else in_shard_bytes
             yield from _cut_batches(number, held, recipe.seed, num_shards, False)
             # Even an empty last batch is passed on, because it tells the writer that the piece is complete.
-            yield DocumentBatch(number, [], [], tuple(bad), True, True, num_duplicates)
+            found = "" if digest is None else digest.hexdigest()
+            yield DocumentBatch(number, [], [], tuple(bad), True, True, num_duplicates, found)
 
 
 def _cut_batches(

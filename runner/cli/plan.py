@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -175,7 +176,7 @@ def write_spec_from(arguments: SpecFromArguments) -> int:
         write_text(content)
     else:
         LocalStore(path.parent).write_chunks(path.name, [content.encode()])
-        say(f"{arguments.output}: next: python -m runner plan {arguments.output}")
+        say(f"{arguments.output}: next: python -m runner plan {shlex.quote(str(arguments.output))}")
     return EXIT_DONE
 
 
@@ -240,7 +241,7 @@ class SpecText:
         title = "A LoRA adapter for" if arguments.is_lora else "Continued pretraining of"
         base = re.sub(r"[^A-Za-z0-9._-]+", "_", source.rstrip("/").rpartition("/")[2]).strip("._-") or "model"
         name = f"{base}_{kind}"[:128]
-        file = arguments.output or "SPEC"
+        file = shlex.quote(arguments.output or "SPEC")
         where = f"{self.positions:,} positions of the model" if self.positions else "unknown positions of the model"
 
         settings: JsonObject = {"topology.mesh": {"data": "auto"}, "config.train.micro_batch_examples": "auto"}

@@ -57,8 +57,8 @@ _VERIFICATION_COLOURS = {
 
 def find_directory(where: str) -> str:
     """Return the directory that a spec names, or `where` itself, which is a directory or URL then."""
-    # Decided by the suffix, without the file system, so that a bucket and a missing spec get specific errors.
-    if not where.endswith((".yaml", ".yml")):
+    # Decided by the suffix, so that a bucket and a missing spec get specific errors.
+    if not where.endswith((".yaml", ".yml")) or os.path.isdir(where):
         return where
     return str(validate_spec(load_document(where)).directory)
 

@@ -11,6 +11,7 @@ converted to 32 bits, because JAX computes in 32 bits by default.
 """
 
 import collections
+import contextlib
 import errno
 import functools
 import hashlib
@@ -18,11 +19,12 @@ import inspect
 import itertools
 import json
 import math
+import signal
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -90,6 +92,22 @@ def make_read_error(error: BaseException, text: str) -> RunnerError:
     return DataError(f"{text} raised {format_error(error)}")
 
 
+@contextlib.contextmanager
+def translate_user_errors(text: str) -> Iterator[None]:
+    """Turn whatever the code of a user's data set raises into the error for it. `text` says what has raised.
+
+    This includes `GeneratorExit` and `StopIteration`, which generators would take for their own end, and `SystemExit`.
+    """
+    try:
+        yield
+    except BaseException as error:
+        # Without a handler of our own, such as in a notebook, Ctrl-C raises this in the main thread.
+        is_ctrl_c = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+        if is_ctrl_c and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            raise
+        raise make_read_error(error, text) from error
+
+
 class ArraySource:
     """Data set of the user's own, each of whose examples is validated when it is read. Thread-safe.
 
@@ -121,8 +139,10 @@ class ArraySource:
             raise DataError(f"{name}: has {self._length:,} examples; leave out repeat: a run repeats its data itself")
         aliased = self._load(0)
         first = {field: array.copy() for field, array in aliased.items()}
-        padding = getattr(examples, "padding", {})
-        if not isinstance(padding, Mapping) or not all(
+        with translate_user_errors(f"{name}: padding"):
+            padding: Any = getattr(examples, "padding", {})
+            padding = dict(padding.items()) if isinstance(padding, Mapping) else padding
+        if not isinstance(padding, dict) or not all(
             isinstance(value, int | float | np.number | np.bool_) for value in padding.values()
         ):
             raise DataError(f"{name}: padding is {padding!r}; needs a dict with a number by field")
@@ -170,19 +190,15 @@ class ArraySource:
         """Do nothing: arrays are not token ids."""
 
     def _get_length(self) -> int:
-        try:
+        with translate_user_errors(f"{self.name}: __len__"):
             return len(self._examples)
-        except Exception as error:
-            raise make_read_error(error, f"{self.name}: __len__") from error
 
     def _get_user_fingerprint(self) -> str:
         examples = self._examples
-        # Do not treat a property that raises as a missing fingerprint.
-        has_fingerprint = hasattr(type(examples), "fingerprint") or "fingerprint" in getattr(examples, "__dict__", {})
-        try:
-            fingerprint: object = getattr(examples, "fingerprint") if has_fingerprint else ""  # noqa: B009
-        except Exception as error:
-            raise make_read_error(error, f"{self.name}: fingerprint") from error
+        with translate_user_errors(f"{self.name}: fingerprint"):
+            # Do not treat a property that raises as a missing fingerprint.
+            has_own = hasattr(type(examples), "fingerprint") or "fingerprint" in getattr(examples, "__dict__", {})
+            fingerprint: object = getattr(examples, "fingerprint") if has_own else ""  # noqa: B009
         if not isinstance(fingerprint, str):
             raise DataError(f"{self.name}: fingerprint is {fingerprint!r}; needs a text")
         return fingerprint
@@ -212,10 +228,13 @@ class ArraySource:
         """Return one example, validated; the first one is compared with nothing."""
         call, began = next(_call_numbers), time.monotonic()
         _reads_in_progress[call] = f"example {index} of {self._class_name}", began
+        example: Any
         try:
-            example = self._examples[index]
-        except Exception as error:
-            raise make_read_error(error, f"{self.name}: example {index}: __getitem__") from error
+            with translate_user_errors(f"{self.name}: example {index}: __getitem__"):
+                example = self._examples[index]
+            # An example may be a mapping of the user's own, whose fields are read only now.
+            with translate_user_errors(f"{self.name}: example {index}: items"):
+                example = dict(example.items()) if isinstance(example, Mapping) else example
         finally:
             del _reads_in_progress[call]
         seconds = time.monotonic() - began
@@ -223,8 +242,8 @@ class ArraySource:
             self._has_warned = True
             warn(f"{self.name}: example {index} took {seconds:.0f} s to read; steps wait for their slowest example")
         declared = self.fields
-        if not isinstance(example, Mapping) or not example:
-            found = "empty" if isinstance(example, Mapping) else _describe(example)
+        if not isinstance(example, dict) or not example:
+            found = "empty" if isinstance(example, dict) else _describe(example)
             raise self._make_error(index, f"is {found}, needs a dict of arrays by field")
         if not declared and (taken := [name for name in RESERVED_FIELDS if name in example]):
             raise self._make_error(index, f"has the reserved field {taken[0]}; rename it")
@@ -248,7 +267,8 @@ class ArraySource:
             raise self._make_error(index, f"has a field named {name!r}; use a name of letters, digits and _")
         if not isinstance(value, np.ndarray | np.generic | bool | int | float):
             raise self._make_error(index, f"{name} is {_describe(value)}, needs an array or a number")
-        array = np.asarray(value)
+        with translate_user_errors(f"{self.name}: example {index}: {name}"):
+            array = np.asarray(value)
         is_number = jax.dtypes.issubdtype(array.dtype, np.number) or array.dtype == np.bool_
         if not is_number or array.dtype.kind in "cm" or (array.dtype.kind == "f" and array.dtype.itemsize > 8):
             raise self._make_error(index, f"{name} is {array.dtype}, needs integers, real numbers or booleans")
@@ -317,10 +337,8 @@ def open_array_source(token_source: "TokenSource") -> ArraySource:
     with _opening:
         source = _opened.get(key)
         if source is None:
-            try:
+            with translate_user_errors(f"{name}: opening it"):
                 examples = make(**token_source.options)
-            except Exception as error:
-                raise make_read_error(error, f"{name}: opening it") from error
             if missing := [method for method in ("__len__", "__getitem__") if not hasattr(examples, method)]:
                 kind = type(examples).__name__
                 raise DataError(f"{name}: {kind} has no {missing[0]}; a data set of arrays needs random access")

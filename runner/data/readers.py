@@ -6,8 +6,9 @@ file that is truncated under a running job would end the process with SIGBUS.
 
 Derived files are small records and the arrays they point to. The protocol of the cache:
 
-1. The key of a record is made of the paths, sizes and modification times of the files it is derived from (in a bucket:
-   of URLs and versions), and of FORMAT.
+1. The key of a record is made of the paths, sizes, modification and change times of the files it is derived from (in
+   a bucket: of URLs and versions), and of FORMAT. No tool can set a change time back, so an edit that keeps size and
+   modification time has another key. So has a file after a chmod or a new hard link, whose record is then made again.
 2. A file is written under a temporary name in the same directory, fsynced, then renamed. A reader sees it whole or not
    at all, even if a process is killed. Processes that race to write a small file write the same content, and the last
    rename wins. A file that is identified by its modification time, or is expensive to make, is made by one process
@@ -52,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 def cache_key(kind: str, files: Sequence[SourceFile | BucketFile]) -> str:
     """Return the name of the record that `kind` derives from `files`."""
-    identity = [file.identity for file in files]
+    identity = [[*file.identity, file.ctime_ns] if isinstance(file, SourceFile) else file.identity for file in files]
     return f"{kind}-{_sha256(json.dumps([FORMAT, kind, identity]).encode())[:32]}"
 
 

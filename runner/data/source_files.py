@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
@@ -33,12 +33,13 @@ TEXT_SUFFIXES = frozenset({
 })
 # fmt: on
 
-# Formats of other tools that are recognised by file names. MDS, a directory, is recognised by its index.
+# Formats of other tools that are recognised by file names. MDS, a directory, is recognised by its index. A name may
+# contain any character, so `.` matches a newline, and `\Z` does not match before one.
 FORMATS = {
-    "megatron": re.compile(r".\.idx$"),
-    "array_record": re.compile(r".\.array_?record(-\d+-of-\d+)?$"),
-    "parquet": re.compile(r".\.parquet$"),
-    "arrow": re.compile(r".\.arrow$"),
+    "megatron": re.compile(r"(?s).\.idx\Z"),
+    "array_record": re.compile(r"(?s).\.array_?record(-\d+-of-\d+)?\Z"),
+    "parquet": re.compile(r"(?s).\.parquet\Z"),
+    "arrow": re.compile(r"(?s).\.arrow\Z"),
 }
 
 # Installed packages are not the standard library, and generated files differ between machines of one version.
@@ -69,7 +70,7 @@ class SourceFile:
 
     @property
     def identity(self) -> list[str | int]:
-        """Values that change with the content; part of the cache key of derived files.
+        """Values that usually change with the content.
 
         Change time and inode are not included, because they also change by a copy, a chmod or a new hard link.
         """
@@ -134,6 +135,9 @@ class BucketFiles:
 def find_source(name: str) -> SourceFiles | BucketFiles:
     """Resolve `python-stdlib`, a path, a URL or a glob (`~` and `**` work).
 
+    A part of a path with `*`, `?` or `[` is a pattern only if nothing exists under exactly this name, see
+    `count_literal_parts`.
+
     Raises:
         DataError: the name matches no readable file.
         OSError: the bucket does not answer.
@@ -176,7 +180,7 @@ def _find_in_bucket(name: str) -> BucketFiles:
         if not names:
             if any(found.startswith(f"{exact}/") for found in listing):
                 hint = f"; {store.url}/{exact}/ holds no {INDEX}: name its objects, as {store.url}/{exact}/*.bin"
-            elif glob.has_magic(exact):
+            elif has_pattern(patterns, listing):
                 hint = ""
             else:
                 near = difflib.get_close_matches(exact, sorted(store.list_names("")), n=1)
@@ -205,8 +209,9 @@ def find_corpus(name: str) -> str | None:
         index = Path(path) / INDEX if os.path.isdir(path) else Path(path)
         return str(index.parent) if index.name == INDEX and index.is_file() and not _is_mds_index(index) else None
     directory = directory if last == INDEX else name.rstrip("/")
-    # A glob or a token file is not a corpus, and asking the bucket would cost a request.
-    if glob.has_magic(directory) or PurePath(directory).suffix in TOKEN_SUFFIXES:
+    split_url_glob(name)  # raises if the bucket's name is a glob
+    # A token file is not a corpus, and asking the bucket would cost a request.
+    if PurePath(directory).suffix in TOKEN_SUFFIXES:
         return None
     with wrap_source_errors(name):
         store = open_store(directory)
@@ -279,13 +284,41 @@ def get_glob_prefix(patterns: Sequence[str]) -> str:
     return re.split(r"[*?[]", "/".join(patterns))[0]
 
 
+def count_literal_parts(parts: Sequence[str], exists: Callable[[str], bool]) -> int:
+    """Return how many of the first parts of a path are names; the rest, if there is any, is a glob.
+
+    A part with `*`, `?` or `[` is a name if it exists under exactly this name, and a pattern otherwise. So
+    `runs[2]/*.txt` names the files of the directory `runs[2]`, and never those of its sibling `runs2`. After the first
+    pattern every part belongs to the glob.
+
+    Args:
+        parts: parts of the path.
+        exists: function that returns True for the first parts of a path, joined by slashes, if they exist.
+    """
+    magic = (number for number, part in enumerate(parts) if glob.has_magic(part))
+    return next((number for number in magic if not exists("/".join(parts[: number + 1]))), len(parts))
+
+
+def has_pattern(patterns: Sequence[str], listing: Mapping[str, FileInfo]) -> bool:
+    """Return True if a part of an object name, split at slashes, is a pattern by the names that exist."""
+    return _count_literal_objects(patterns, listing) < len(patterns)
+
+
 def match_objects(patterns: Sequence[str], listing: Mapping[str, FileInfo], exact: Sequence[str]) -> list[str]:
     """Return the listed names that the glob matches.
 
     An object whose name is one of `exact` is returned alone, because a name may look like a glob.
     """
-    found = next((name for name in exact if name in listing), None)
-    return [found] if found else [name for name in listing if matches_glob(name.split("/"), patterns)]
+    if found := next((name for name in exact if name in listing), None):
+        return [found]
+    depth = _count_literal_objects(patterns, listing)
+    prefix = "".join(f"{part}/" for part in patterns[:depth])
+    below = [name for name in listing if name.startswith(prefix)] if depth < len(patterns) else []
+    return [name for name in below if matches_glob(name.removeprefix(prefix).split("/"), patterns[depth:])]
+
+
+def _count_literal_objects(patterns: Sequence[str], listing: Mapping[str, FileInfo]) -> int:
+    return count_literal_parts(patterns, lambda place: any(name.startswith(f"{place}/") for name in listing))
 
 
 def matches_glob(parts: Sequence[str], patterns: Sequence[str]) -> bool:
@@ -338,16 +371,26 @@ def describe_file(path: Path) -> SourceFile:
     return SourceFile(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
 
-def match_files(pattern: str) -> list[Path]:
-    """Return the file of this name, else the files that match it as a glob, sorted."""
-    if os.path.isfile(pattern):  # before globbing, because the name of a file may hold brackets
-        return [Path(pattern)]
-    return [Path(path) for path in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(path)]
+def match_files(path: str) -> list[Path]:
+    """Return the file of this absolute path, else the files that match it as a glob, sorted."""
+    directory, pattern = _split_glob(path)
+    if not pattern:
+        return [Path(directory)] if os.path.isfile(directory) else []
+    # `root_dir` is not part of the pattern, so its name may contain any character.
+    found = (os.path.join(directory, name) for name in glob.glob(pattern, root_dir=directory, recursive=True))
+    return [Path(name) for name in sorted(found) if os.path.isfile(name)]
+
+
+def _split_glob(path: str) -> tuple[str, str]:
+    """Split a path into a directory that is taken literally, and a glob below it; that is empty without a pattern."""
+    parts = path.split("/")
+    depth = count_literal_parts(parts, os.path.lexists)
+    return "/".join(parts[:depth]) or "/", "/".join(parts[depth:])
 
 
 def suggest_path(name: str) -> str:
     """Return a hint for a path that matched nothing: '; did you mean ...?', or '' if there is none."""
-    if any(character in name for character in "*?["):
+    if _split_glob(os.path.abspath(os.path.expanduser(name)))[1]:
         return ""
     if difflib.get_close_matches(name, [PYTHON_STDLIB]):
         return f"; did you mean {PYTHON_STDLIB}?"

@@ -8,6 +8,7 @@ number of hosts may differ from that of the run.
 import dataclasses
 import functools
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -74,7 +75,9 @@ class EvaluationRequest:
 def parse_source(text: str) -> TokenSource:
     """Parse the value of `--data`, a name or a mapping as in `config.data.validation`. Raises `SpecError`."""
     place = SpecLocation("--data")
-    given = parse_yaml(text, lambda line: place)[0] if text.startswith("{") else {"source": text}
+    # The name of a directory may begin with a brace, too.
+    is_mapping = text.startswith("{") and not os.path.lexists(text.partition("/")[0])
+    given = parse_yaml(text, lambda line: place)[0] if is_mapping else {"source": text}
     return validate_config(Document({"config": given}, {(): place, ("config",): place}), TokenSource)
 
 

@@ -446,7 +446,9 @@ def _make_program(
 
 def request_dumps(directory: Path) -> None:
     """Let XLA write the programs of train steps into a directory. Call it before the process compiles anything."""
-    flags = f"--xla_dump_to={directory} --xla_dump_hlo_module_re=jit_step"
+    # XLA splits the flags at blanks, and takes a value in quotes whole, with a backslash before quotes and backslashes.
+    quoted = str(directory).replace("\\", "\\\\").replace('"', '\\"')
+    flags = f'--xla_dump_to="{quoted}" --xla_dump_hlo_module_re=jit_step'
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
 
 

@@ -17,6 +17,8 @@ _DRIVERS = {  # scheme: module, class, extra of this package that installs the c
 }
 _MAX_NAME_BYTES = 255  # of one name, on the disks of Linux
 _MAX_PATH_BYTES = 4095
+# Files and directories of a run and of published weights, of which a checkpoint has none.
+_NOT_IN_CHECKPOINTS = frozenset({"job.json", "spec.yaml", "config.json", "checkpoints"})
 _VARIABLE = re.compile(r"\$[A-Za-z_{(]|`")
 
 
@@ -41,18 +43,23 @@ def validate_url(text: str) -> None:
         raise InvalidError(f"{text[:60]}... has a name of {longest} bytes; a name has at most {_MAX_NAME_BYTES}")
     if len(path) > _MAX_PATH_BYTES:
         raise InvalidError(f"{text[:60]}... has {len(path)} bytes; a path has at most {_MAX_PATH_BYTES}")
-    # A literal `$HOME` is a legal name, but never the intended directory.
-    if variable := _VARIABLE.search(text):
+    # These are legal names, and a directory may have got one by a move; otherwise they are never the intended ones.
+    parts = text.split("/")
+    for number, part in enumerate(parts, start=1):
+        variable = _VARIABLE.search(part)
+        if (variable is None and "\\" not in part) or os.path.lexists(os.path.expanduser("/".join(parts[:number]))):
+            continue
+        if variable is None:
+            raise InvalidError(
+                f"{text} has a backslash, which separates no directories here; write / between their names"
+            )
         raise InvalidError(
             f"{text} has {variable[0]}...: variables are not expanded; write the path, or ~ for the home directory"
         )
-    # An older run may be in such a directory, and a file may have such a name.
-    if "\\" in text and not os.path.lexists(os.path.expanduser(text)):
-        raise InvalidError(f"{text} has a backslash, which separates no directories here; write / between their names")
 
 
 def local_directory(text: str) -> Path:
-    """Return the absolute path that `text` names on this machine; `~` is the home directory. Touches no disk.
+    """Return the absolute path that `text` names on this machine; `~` is the home directory. Writes nothing.
 
     Raises:
         InvalidError: no directory can have this name, or the user after `~` is not known.
@@ -61,6 +68,9 @@ def local_directory(text: str) -> Path:
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError as error:
+        # As in a shell, `~name` is the name itself where there is no such user.
+        if os.path.lexists(text.partition("/")[0]):
+            return Path(text).absolute()
         raise InvalidError(f"{text}: no home directory is known of {text.partition('/')[0]}") from error
 
 
@@ -118,9 +128,19 @@ def resolve_place(text: str) -> str:
 
 
 def split_checkpoint(text: str) -> tuple[str, str | None]:
-    """Split `<run>/checkpoints/<name>` into run and name; return other text whole, with None as the name."""
+    """Split `<run>/checkpoints/<name>` into run and name; return other text whole, with None as the name.
+
+    Text of this form is whole, too, if a run or published weights are there, because their parent directory may be
+    called `checkpoints` as well. Looks for their files, in a bucket as well.
+
+    Raises:
+        InvalidError: as `make_store`.
+        OSError: the bucket does not answer.
+    """
     directory, separator, name = text.rstrip("/").rpartition("/checkpoints/")
-    return (directory, name) if separator and "/" not in name else (text, None)
+    if not separator or "/" in name:
+        return text, None
+    return (directory, name) if _NOT_IN_CHECKPOINTS.isdisjoint(make_store(text).list_names("")) else (text, None)
 
 
 def _open_bucket(url: str, module: str, driver_name: str) -> Store:

@@ -1,11 +1,15 @@
 """Data sets of arrays: their examples are validated, split and ordered like tokens."""
 
+import asyncio
 import dataclasses
 import errno
+import re
+import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +185,116 @@ def test_a_network_that_fails_is_no_mistake_in_the_data(place: str, kind: str) -
         load(f"{HERE}:Remote", options={"place": place, "kind": kind})
     assert type(caught.value) is ERRORS[kind][1]
     assert f"data.source={HERE}:Remote" in str(caught.value)
+
+
+class Lazy(Mapping[str, Any]):
+    """Example whose fields raise when they are read."""
+
+    def __init__(self, error: BaseException):
+        self.error = error
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["label"])
+
+    def __getitem__(self, name: str) -> Any:
+        raise self.error
+
+
+class LazyDict(dict[str, Any]):
+    """Dict whose `items` raises."""
+
+    def __init__(self, error: BaseException):
+        super().__init__(label=0)
+        self.error = error
+
+    def items(self) -> Any:
+        raise self.error
+
+
+class Rude(Images):
+    """Data set whose code raises what is no `Exception`, or in a place that seems to be no code."""
+
+    def __init__(self, place: str, kind: str):
+        super().__init__()
+        self.place, self.error = place, RUDE_ERRORS[kind]
+        self.fail_at("opening it")
+
+    def fail_at(self, place: str) -> None:
+        if self.place == place:
+            raise self.error
+
+    def __len__(self) -> int:
+        self.fail_at("__len__")
+        return super().__len__()
+
+    def __getitem__(self, index: int) -> Any:
+        if index != 6:
+            return super().__getitem__(index)
+        self.fail_at("example 6: __getitem__")
+        lazy = {"example 6: items": LazyDict, "example 6: items of a mapping": Lazy}.get(self.place)
+        return super().__getitem__(index) if lazy is None else lazy(self.error)
+
+    @property
+    def padding(self) -> dict[str, int]:  # type: ignore[override]
+        self.fail_at("padding")
+        return {}
+
+    @property
+    def fingerprint(self) -> str:
+        self.fail_at("fingerprint")
+        return "rude"
+
+    @fingerprint.setter
+    def fingerprint(self, name: str) -> None:
+        pass
+
+
+RUDE_ERRORS: dict[str, BaseException] = {
+    "generator": GeneratorExit("closed"),
+    "stop": StopIteration("no more"),
+    "interrupt": KeyboardInterrupt("by the library"),
+    "exit": SystemExit("no data"),
+    "cancelled": asyncio.CancelledError("cancelled"),
+    "bug": ZeroDivisionError("a bug"),
+}
+RUDE_PLACES = (
+    "opening it",
+    "__len__",
+    "padding",
+    "fingerprint",
+    "example 6: __getitem__",
+    "example 6: items",
+    "example 6: items of a mapping",
+)
+
+
+@pytest.mark.parametrize("place", RUDE_PLACES)
+@pytest.mark.parametrize("kind", RUDE_ERRORS)
+def test_whatever_a_data_set_raises_is_an_error_that_names_it(place: str, kind: str) -> None:
+    # As the runner's own handler: an interrupt is then none of the user.
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(DataError) as caught:
+            load(f"{HERE}:Rude", options={"place": place, "kind": kind}, validation_fraction=0.0).read("train", 0, N)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    error = RUDE_ERRORS[kind]
+    where = re.escape(place.removesuffix(" of a mapping"))
+    # Python itself reports a `StopIteration` in a generator, which reads the items of a mapping, as another error.
+    reported = f"(RuntimeError: generator raised StopIteration|{type(error).__name__}: {error})"
+    assert re.fullmatch(rf"data\.source={HERE}:Rude: {where} raised {reported}", str(caught.value))
+
+
+def test_ctrl_c_while_an_example_is_read_is_no_error_of_the_data_set() -> None:
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            load(f"{HERE}:Rude", options={"place": "__len__", "kind": "interrupt"})
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 @dataclasses.dataclass

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from runner.data.token_files import TokenSequence
@@ -153,6 +155,56 @@ def test_unstable_inodes_are_ignored_after_one_comparison(tmp_path: Path, monkey
     dataset.check()
     monkeypatch.setattr(TokenSequence, "probe", lambda tokens: pytest.fail("compared again"))
     dataset.check()
+
+
+def _write_text(root: Path, number: int) -> str:
+    (root / "a.txt").write_text("ab"[number] * 5000)
+    return f"{root}/a.txt"
+
+
+def _write_bin(root: Path, number: int) -> str:
+    return str(write_bin(root / "a.bin", IDS + number))
+
+
+def _write_table(root: Path, number: int) -> str:
+    rows = [[7 + number] * 50, [3] * 50] * 50
+    # Without an encoding that depends on the values, both files have the same size.
+    options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    pq.write_table(pa.table({"input_ids": rows}), root / "a.parquet", **options)
+    return f"{root}/a.parquet"
+
+
+def _write_two_records(root: Path, number: int) -> str:
+    cut = (3000, 2000)[number]
+    write_records(root / "a.array_record", [IDS[:cut].tolist(), IDS[cut:].tolist()])
+    return f"{root}/a.array_record"
+
+
+# Writers of two sources that differ in their content alone.
+PAIRS: dict[str, tuple[Callable[[Path, int], str], dict[str, Any]]] = {
+    "text": (_write_text, {}),
+    "bin": (_write_bin, {}),
+    "table": (_write_table, {}),
+    "records": (_write_two_records, {"options": {"dtype": "uint16"}}),
+}
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_an_edit_between_runs_is_no_hit_in_the_cache(kind: str, tmp_path: Path) -> None:
+    write, changes = PAIRS[kind]
+
+    def describe(cache: str) -> Any:
+        dataset = load(source, cache=tmp_path / cache, **changes)
+        return dataset.fingerprint, dataset.vocabulary_size, dataset.read("train", 0, 4)["x"].tolist()
+
+    source = write(tmp_path, 0)
+    before, status = describe("cache"), os.stat(source)
+    write(tmp_path, 1)
+    os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert os.stat(source).st_size == status.st_size
+    found = describe("cache")
+    assert found != before
+    assert found == describe("fresh")
 
 
 def test_a_changed_validation_set_is_detected(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 import pytest
 import tokenizers
 import zstandard
@@ -242,6 +244,39 @@ def test_json_lines_are_read_with_every_extension_and_compression(tmp_path, line
     if compression:
         with pytest.raises(DataError, match=r"is not a valid \..* file"):
             list(read_documents(InputPart(find_files(str(path))[0], 0), None, "text"))
+
+
+# Files of two frames, by what stands where; then the compressions whose tools accept it.
+_SKIPPED = b"\x50\x2a\x4d\x18\x05\0\0\0skips"  # a frame of zstd that holds no content
+FRAMES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "joined": (lambda a, b: a + b, (".gz", ".zst", ".bz2", ".xz")),
+    "padded to a block": (lambda a, b: a + b + bytes(512), (".gz", ".bz2", ".xz")),
+    "padded by one byte": (lambda a, b: a + b + bytes(1), (".gz", ".bz2")),
+    "padded by more than is read at once": (lambda a, b: a + b + bytes(3 << 20), (".gz", ".bz2", ".xz")),
+    "padded between frames": (lambda a, b: a + bytes(1 << 20) + b, (".gz", ".bz2", ".xz")),
+    "padded twice": (lambda a, b: a + bytes(4) + b + bytes(8), (".gz", ".bz2", ".xz")),
+    "with a frame that is skipped": (lambda a, b: a + _SKIPPED + b, (".zst",)),
+    "cut": (lambda a, b: a + b[:-5], ()),
+    "cut and padded": (lambda a, b: a + b[:-5] + bytes(512), ()),
+    "followed by something else": (lambda a, b: a + b + b"something else", ()),
+    "padded and followed by something else": (lambda a, b: a + b + bytes(512) + b"something else", ()),
+    "padded in front": (lambda a, b: bytes(512) + a + b, ()),
+    "zeros": (lambda a, b: bytes(512), ()),
+}
+
+
+@pytest.mark.parametrize("name", FRAMES)
+@pytest.mark.parametrize("compression", [".gz", ".zst", ".bz2", ".xz"])
+def test_frames_are_joined_and_padded_as_the_tools_of_a_format_allow(tmp_path, compression, name):
+    path, (arrange, accepting) = tmp_path / f"a.jsonl{compression}", FRAMES[name]
+    lines, compress = tokenise_inputs.make_jsonl(DOCUMENTS), COMPRESSIONS[compression]
+    path.write_bytes(arrange(compress(lines[:1000]), compress(lines[1000:])))
+    ((part,),) = cut_into_pieces(find_files(str(path)), 1 << 30)
+    if compression in accepting:
+        assert list(read_documents(part, None, "text")) == [text.encode() for text in DOCUMENTS]
+        return
+    with pytest.raises(DataError, match=r"is not a valid \..* file"):
+        list(read_documents(part, None, "text"))
 
 
 TEXT_TYPES = {
@@ -606,6 +641,165 @@ def test_a_changed_input_is_rejected_and_named(tmp_path):
     assert "new.txt is new" in get_error_line(run, **source)
     (tmp_path / "in/new.txt").unlink()
     make_tokenise_job(run, **source)()
+
+
+# Edits of a file whose size and modification time stay.
+
+
+def _rewrite(path: Path) -> None:
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.write(content.replace(b"number", b"NUMBER"))
+
+
+def _rename_over(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes().replace(b"number", b"NUMBER"))
+    os.replace(other, path)
+
+
+def _restore_copy(path: Path) -> None:
+    shutil.copy2(path, path.with_name("copy"))
+    path.with_name("copy").replace(path)
+
+
+def _move_and_return(path: Path) -> None:
+    other = path.parent.with_name("elsewhere")
+    path.parent.rename(other)
+    (other / path.name).rename(other / "moved")
+    (other / "moved").rename(other / path.name)
+    other.rename(path.parent)
+
+
+EDITS: dict[str, Any] = {"rewrite": _rewrite, "rename_over": _rename_over}
+TOUCHES: dict[str, Any] = {
+    "chmod": lambda path: path.chmod(0o640),
+    "link": lambda path: os.link(path, path.parent.parent / "link"),
+    "restored copy": _restore_copy,
+    "move": _move_and_return,
+}
+# Inputs by the file that is changed, and keys of the job.
+LOCAL_INPUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "texts": ("in/00011.txt", {"config.source": "in/*.txt"}),
+    "lines": ("in/a.jsonl", {"config.source": "in/a.jsonl"}),
+    "table": ("in/d.parquet", {"config.source": "in/d.parquet"}),
+    "duplicates": ("in/a.jsonl", {"config.source": "in/a.jsonl", "config.deduplicate": True}),
+    "mixed": ("in/a.jsonl", {"config.source": "in/a.jsonl", "config.shuffle": True}),
+}
+
+
+def _make_local_input(tmp_path: Path, kind: str) -> tuple[Path, dict[str, Any]]:
+    """Write inputs, and return the file that is changed and the keys of the job."""
+    name, keys = LOCAL_INPUTS[kind]
+    write_text_files(tmp_path / "in", DOCUMENTS)
+    (tmp_path / "in/a.jsonl").write_bytes(tokenise_inputs.make_jsonl(DOCUMENTS))
+    # Without compression the text stands in the file.
+    table = tokenise_inputs.make_table(DOCUMENTS)
+    options = {"row_group_size": 7, "use_dictionary": False, "write_statistics": False}
+    pyarrow.parquet.write_table(table, tmp_path / "in/d.parquet", compression="none", **options)
+    return tmp_path / name, keys | {"config.source": f"{tmp_path}/{keys['config.source']}"}
+
+
+class ChangeAt(StopAfter):
+    """Stop notice that never stops, and changes a file once the job has completed some steps."""
+
+    def __init__(self, job: Any, step: int, change: Any):
+        super().__init__(job, step)
+        self._change = change
+
+    def poll(self) -> bool:
+        if self._change is not None and super().poll():
+            change, self._change = self._change, None
+            change()
+        return False
+
+
+def _change(path: Path, how: Any) -> None:
+    """Change a file, and set its modification time back."""
+    status = path.stat()
+    how(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+
+
+def _run_changed(run: Path, keys: dict[str, Any], when: str, change: Any) -> None:
+    """Run a job, and change a file between two attempts or during the only one."""
+    if when == "between":
+        stop_after(make_tokenise_job(run, **keys), 500)
+        change()
+        make_tokenise_job(run, **keys)()
+    else:
+        job = make_tokenise_job(run, **keys)
+        job(stop=ChangeAt(job, 500, change))
+
+
+_DAILY_EDITS = {
+    ("texts", "between", "rename_over"),
+    ("lines", "during", "rewrite"),
+    ("duplicates", "between", "rewrite"),
+}
+_EVERY_EDIT = [
+    pytest.param(*case, marks=() if case in _DAILY_EDITS else pytest.mark.soak)
+    for case in itertools.product(LOCAL_INPUTS, ("between", "during"), EDITS)
+]
+
+
+@pytest.mark.parametrize(("kind", "when", "edit"), _EVERY_EDIT)
+def test_an_edit_that_keeps_size_and_time_is_refused_until_it_is_undone(tmp_path, kind, when, edit):
+    path, keys = _make_local_input(tmp_path, kind)
+    before = path.read_bytes()
+    with pytest.raises(InvalidError, match=rf"{path} has changed since this job began; restore it") as caught:
+        _run_changed(tmp_path / "run", keys, when, lambda: _change(path, EDITS[edit]))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run/corpus/index.json").exists()
+    _change(path, lambda path: path.write_bytes(before))
+    make_tokenise_job(tmp_path / "run", **keys)()
+    make_tokenise_job(tmp_path / "other", **keys)()
+    found, expected = (_read_tokens(tmp_path / name / "corpus") for name in ("run", "other"))
+    assert found == expected
+
+
+@pytest.mark.parametrize("when", ["between", "during"])
+@pytest.mark.parametrize(
+    "kind", ["texts", *(pytest.param(each, marks=pytest.mark.soak) for each in ("duplicates", "lines"))]
+)
+def test_files_that_were_only_touched_are_no_other_input(tmp_path, kind, when):
+    path, keys = _make_local_input(tmp_path, kind)
+    make_tokenise_job(tmp_path / "other", **keys)()
+
+    def touch() -> None:
+        for number, how in enumerate(TOUCHES.values()):
+            _change(path if kind != "texts" else tmp_path / f"in/{number:05}.txt", how)
+
+    _run_changed(tmp_path / "run", keys, when, touch)
+    found, expected = (_read_tokens(tmp_path / name / "corpus") for name in ("run", "other"))
+    assert found == expected
+
+
+def test_an_edit_before_its_first_piece_is_made_is_the_input(tmp_path):
+    _, keys = _make_local_input(tmp_path, "texts")
+    stop_after(make_tokenise_job(tmp_path / "run", **keys), 100)
+    _change(tmp_path / "in/00119.txt", _rewrite)
+    make_tokenise_job(tmp_path / "run", **keys)()
+    make_tokenise_job(tmp_path / "other", **keys)()
+    assert _read_tokens(tmp_path / "run/corpus") == _read_tokens(tmp_path / "other/corpus")
+
+
+def test_a_corpus_that_an_earlier_version_has_begun_is_continued(tmp_path):
+    path, keys = _make_local_input(tmp_path, "texts")
+    stop_after(make_tokenise_job(tmp_path / "run", **keys), 500)
+    sources = tmp_path / "run/corpus/sources.json"
+    sources.write_text(json.dumps({"files": json.loads(sources.read_text())["files"]}))
+    for record in (tmp_path / "run/corpus").glob("[0-9]*.json"):
+        content = json.loads(record.read_text())
+        record.write_text(json.dumps({key: content[key] for key in content if key != "digest"}))
+    _change(path, TOUCHES["chmod"])
+    make_tokenise_job(tmp_path / "run", **keys)()
+    assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
+
+
+def _read_tokens(corpus: Path) -> dict[str, bytes]:
+    return {name: content for name, content in read_corpus_files(corpus).items() if name != "sources.json"}
 
 
 def test_a_replaced_object_of_equal_size_is_rejected_and_named(tmp_path, monkeypatch):

@@ -60,9 +60,9 @@ def test_two_processes_and_another_split_give_the_bits_of_one(
     assert job.outcome() == make_uninterrupted_run(spec, options, devices=2, num_processes=2).outcome()
 
 
-def make_job(directory: Path, source: str, **options: object) -> Job:
+def make_job(directory: Path, source: str, module: str = "tests.support.arrays", **options: object) -> Job:
     """Return a job on images of tests, whose data set fails in some way."""
-    data = {"source": f"tests.support.arrays:{source}", "options": options, "validation_fraction": 0.1}
+    data = {"source": f"{module}:{source}", "options": options, "validation_fraction": 0.1}
     document = make_gpt_document(directory / "run", **CHANGES | {"config.data": data, "config.train.total_steps": 40})
     path = directory / "spec.yaml"
     path.write_text(yaml.safe_dump(document))
@@ -74,6 +74,17 @@ def test_a_bad_example_ends_the_job_with_2_and_its_index(tmp_path: Path) -> None
     attempt = job.start()
     attempt.expect(2)
     assert "tests.support.arrays:Bad: example 6: image is float32 of shape (3, 4, 1)" in attempt.output
+    assert "Traceback" not in attempt.output
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["generator", "stop", "interrupt", "exit", "cancelled"])
+@pytest.mark.parametrize("place", ["example 6: __getitem__", "example 6: items of a mapping", "fingerprint"])
+def test_an_exception_that_is_no_error_ends_the_job_with_2(kind: str, place: str, tmp_path: Path) -> None:
+    module = "tests.data.test_array_examples"
+    attempt = make_job(tmp_path, "Rude", module, kind=kind, place=place).start()
+    attempt.expect(2)
+    assert f"data.source={module}:Rude: {place.removesuffix(' of a mapping')} raised " in attempt.output
     assert "Traceback" not in attempt.output
 
 
