@@ -32,7 +32,7 @@ from runner.checkpoint.fork import (
 )
 from runner.checkpoint.inspect import keeps_metric
 from runner.checkpoint.leaves import init_sharded, replicate_abstract, validate_leaves, validate_memory
-from runner.checkpoint.manifest import read_newest_manifest
+from runner.checkpoint.manifest import Manifest, read_newest_manifest
 from runner.checkpoint.policy import SaveKind
 from runner.checkpoint.restore import validate_checkpoints
 from runner.checkpoint.save import Checkpointer, SaveContents
@@ -474,6 +474,7 @@ class RestoreableJob:
                 found, lineage = restore_fork(
                     attempt, fork, self.make_run_identity(self.identity()), self.abstract_state()
                 )
+            self.continue_program(found.manifest, is_start=True)
             self.state, self.step = found.state, found.manifest.step
             attempt.lineage.update(lineage)
             event, details = "fork", {key: lineage[key] for key in ("run", "id", "changes")}
@@ -488,6 +489,7 @@ class RestoreableJob:
             run_identity, saved = self.make_run_identity(self.identity()), found.manifest.identity
             # Another attempt may have saved later steps since the check before the claim.
             run_identity.validate_trajectory(saved, f"checkpoint {self.step}", self.store.url, lambda: self.step)
+            self.continue_program(found.manifest, is_start=True)
             attempt.report_moves(run_identity.list_moves(saved), self.step)
             attempt.report_spec_changes(run_identity.list_changes(saved), self.step)
             event, details = "restore", {"tier": found.tier}
@@ -512,6 +514,14 @@ class RestoreableJob:
             self.store.write("spec.yaml", dump_spec(self.resolved_spec()).encode())
         if is_fork and found is not None:
             self.commit_fork(found.manifest.metric)
+
+    def continue_program(self, manifest: Manifest, is_start: bool) -> None:
+        """Compare the program of the job with the one that has made a restored checkpoint. Does nothing by default.
+
+        Args:
+            manifest: manifest of the checkpoint.
+            is_start: False if the running job goes back to the checkpoint.
+        """
 
     def on_restored(self) -> None:
         """Adapt the job to `state`, which was restored or initialised. Does nothing by default."""
@@ -615,6 +625,7 @@ class RestoreableJob:
         name, before = _parse_name(suffix), self.step
         found = self.checkpointer.load(name)
         self.state, self.step = self.checkpointer.go_back(found), found.manifest.step
+        self.continue_program(found.manifest, is_start=False)
         self.on_restored()
         if self.writes_own_rows:
             self.row_log.rewind(self.step)

@@ -263,6 +263,13 @@ class CheckpointConfig(FrozenModel):
         default=60.0, description="The run exits with 76 if no save could be committed for this long."
     )
 
+    program: Literal["warn", "refuse"] = Field(
+        default="warn",
+        description="What a start does whose train step is another program than the one that has made the newest step, "
+        "although spec and hardware are the same, because code or packages were changed. warn: it says so and goes on; "
+        "refuse: it ends with 2.",
+    )
+
     @property
     def initial_weights(self) -> InitFromConfig | None:
         """`init_from` as a section, None if it is null."""

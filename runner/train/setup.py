@@ -146,6 +146,12 @@ class TrainSetup:
         digest, memory = compute_program_digest(lowered), get_program_memory(executable)
         return CompiledStep(layout, executable, digest, memory, options)
 
+    def lower_train(self, train_step: Callable[..., Any], layout: BatchLayout) -> jax.stages.Lowered:
+        """Lower `train_step` for one split of the batch, without compiling it."""
+        self.trace_train(train_step, layout)
+        with self.sharding_rules():
+            return lower_step(self.traced[layout.micro_batch_examples], layout)
+
     def compile_val(
         self, val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout
     ) -> jax.stages.Compiled:
