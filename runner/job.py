@@ -9,12 +9,14 @@ The *trajectory* of a job is the sequence of its states. It is identified by the
 (`identity`), such as seed, model and data; a resumed job must have the same values.
 """
 
+import copy
 import dataclasses
 import functools
 import os
 import re
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -30,13 +32,13 @@ from runner.checkpoint.fork import (
     validate_parent_files,
     validate_parent_place,
 )
-from runner.checkpoint.inspect import keeps_metric
+from runner.checkpoint.inspect import keeps_metric, read_document
 from runner.checkpoint.leaves import init_sharded, replicate_abstract, validate_leaves, validate_memory
 from runner.checkpoint.manifest import Manifest, read_newest_manifest
 from runner.checkpoint.policy import SaveKind
 from runner.checkpoint.restore import validate_checkpoints
 from runner.checkpoint.save import Checkpointer, SaveContents
-from runner.console import say, warn
+from runner.console import say, silence, warn
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import COMPILE, END, RESTORE, SET_UP, STEP, Clock, Progress, TimeCategory
 from runner.distributed.preemption import StopNotice
@@ -58,7 +60,7 @@ from runner.metrics.writers import RowLog
 from runner.parallel.mesh import read_device_memory_bytes
 from runner.run.attempt import DRAIN_SECONDS, Attempt, IncidentRecorder, claim_attempt
 from runner.run.compile_cache import CompileCache
-from runner.run.fence import RunIdentity, is_done, validate_directory, validate_owner
+from runner.run.fence import Advice, RunIdentity, is_done, validate_directory, validate_owner
 from runner.run.layout import open_directory, read_result
 from runner.spec import (
     Document,
@@ -71,6 +73,7 @@ from runner.spec import (
     make_document,
     validate_config,
     validate_hooks,
+    validate_spec,
 )
 from runner.storage import JsonObject, Store
 
@@ -145,6 +148,7 @@ class RestoreableJob:
             SpecError: the spec is wrong; the message names file, line and key.
         """
         document = make_document(spec) if document is None else document
+        self._given_document, self._is_trial = document, False
         self.document = self.complete_document(document, spec)
         self.spec = validate_hooks(self.document, spec, type(self))
         # `Any`, since only the subclass knows the fields of its `Config`.
@@ -238,7 +242,44 @@ class RestoreableJob:
 
     def make_run_identity(self, identity: Trajectory) -> RunIdentity:
         """Return the identity to compare with a saved trajectory. `identity` has this job's keys known so far."""
-        return RunIdentity(self.document, self.config, identity, self.unread_keys, self.former_values)
+        # Another trial within a trial would only look for advice that nobody reads.
+        is_accepted = (lambda advice: False) if self._is_trial else self.is_accepted
+        return RunIdentity(
+            self.document, self.config, identity, self.unread_keys, self.former_values, is_accepted=is_accepted
+        )
+
+    def is_accepted(self, advice: Advice) -> bool:
+        """Return True if a start that follows `advice` would pass all checks before the claim. Process 0 only.
+
+        Makes such a job and checks it, which may read data. Changes nothing.
+        """
+        data = copy.deepcopy(self._given_document.data)
+        section, _, name = advice.key.partition(".")
+        data[section] = (data.get(section) or {}) | {name: advice.value}
+        if section == "checkpoint":
+            # The fork, or the run with the weights, gets a directory of its own.
+            data["directory"] = f"{str(data['directory']).rstrip('/')}.{uuid.uuid4().hex}"
+            data[section].pop("init_from" if name == "fork_from" else "fork_from", None)
+        try:
+            former = read_document(self.store).data["config"]
+            for key in advice.former:
+                _, part, *rest = key.split(".")
+                # The place of data is not compared, so it may be another one as well.
+                if not rest or part == "data":
+                    data["config"][part] = former[part]
+                else:
+                    data["config"].setdefault(part, {})[rest[0]] = former[part][rest[0]]
+            document = dataclasses.replace(self._given_document, data=data)
+            with silence():
+                job = type(self)(validate_spec(document), document)
+                job._is_trial = True
+                job.setup(Hosts.single_process())
+                if section != "checkpoint":
+                    job.validate_directory()
+                job.validate_checkpoints(job.abstract_state())
+        except Exception:  # noqa: BLE001 - the job's own code may raise anything, and the refusal has to be told
+            return False
+        return True
 
     def resolved_spec(self) -> ExecutionSpec:
         """Return the spec with every default and `auto` filled in, as it is written to `spec.yaml`. Needs `prepare`."""
