@@ -132,9 +132,8 @@ def validate_fork(fork: ForkConfig, run_identity: RunIdentity, abstract: Any, to
     where = f"{store.url}/{CHECKPOINTS}/{manifest.name}"
     changes = run_identity.compare_values(manifest.identity)
     # Another job has another config, so its keys say nothing.
-    ending = (
-        f"{_ENDING}; to take weights alone, use checkpoint.init_from" if has_weights(manifest, abstract) else _ENDING
-    )
+    advice = "; to take weights alone, use checkpoint.init_from" if has_weights(manifest, abstract) else ""
+    ending = f"a fork takes the whole state{advice}"
     if "job" in changes and not is_listed("job", fork.changes):
         theirs, ours = changes["job"]
         raise ResumeError(f"{where} is of the job {theirs}, this one is {ours}; {ending}")

@@ -321,8 +321,8 @@ def _validate_unread_keys(token_source: "TokenSource", kind: str, *unread: str) 
         default = type(token_source).model_fields[key].default
         if (value := getattr(token_source, key)) != default:
             raise DataError(
-                f"data.{key}={value}: nothing reads it, data.source={token_source.source} {kind}; leave it out (or set it "
-                f"to {default or 'null'} in a stage that sets the source)"
+                f"data.{key}={value}: nothing reads it, data.source={token_source.source} {kind}; leave it out (or "
+                f"set it to {default or 'null'} in a stage that sets the source)"
             )
 
 
