@@ -7,7 +7,6 @@ declares `Config = TrainerConfig[GPTConfig]`. The descriptions of the fields bec
 
 import math
 import re
-import sys
 from bisect import bisect
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
@@ -28,7 +27,6 @@ from runner.errors import InvalidError
 from runner.optim.config import OPTIMIZERS, SCHEDULES, OptimizerConfig, ScheduleConfig
 from runner.run.events import ROLL_BACKS_MAX
 from runner.spec import Auto, FrozenModel, JobConfig, Trajectory, is_below, is_class_path
-from runner.spec.document import dump_yaml
 from runner.storage import JsonObject
 
 DEFAULT_SOURCE = "python-stdlib"
@@ -488,6 +486,14 @@ class StageConfig(FrozenModel):
     def sets(self, key: str) -> bool:
         """Return True if the stage sets a dotted key or a part of it."""
         return any(is_below(f"config.{each}", (key,)) for each in self.set)
+
+
+def complete_sources(values: JsonObject) -> JsonObject:
+    """Return the values of a stage with those that follow: a mixture replaces a single source, and the reverse."""
+    if values.get("data.mixture"):
+        defaults = {name: field.get_default() for name, field in TokenSource.model_fields.items() if name != "source"}
+        return {"data.source": DEFAULT_SOURCE, **{f"data.{name}": value for name, value in defaults.items()}} | values
+    return {"data.mixture": []} | values if "data.source" in values else values
 
 
 class StageStart(NamedTuple):
@@ -1014,29 +1020,44 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         return {"config.stages": [[start, given] for start, given in zip(starts, values, strict=True)]}
 
     def explain_refusal(self, keys: Sequence[str], saved: Trajectory, step: int) -> str:
-        """Return advice on how a run can continue with these changed keys; empty if it cannot.
-
-        For keys that a stage may set, the advice is a stage that sets their new values from `step` on.
-        """
-        hint = super().explain_refusal(keys, saved, step)
+        """Return which changes of these keys a run could continue with; empty if there are none."""
+        keys = self._drop_equal_totals(keys, saved)
         if all(key == "config.train.skip_steps" for key in keys):
             return f"ranges of skip_steps may change from step {max(step, 1)} on"
         if any(key.startswith("config.train.total_") for key in keys):
             names = ", ".join(name for name in SCHEDULES if not ScheduleConfig.is_fixed_to_total(name))
-            hint = (
+            return (
                 f"the learning rates of {self.schedule.name} depend on the total; a run whose schedule is one of "
                 f"{names}, without warmup_share, can be extended, and one of wsd before its decay begins"
             )
         if [*keys] == ["config.stages"]:
-            hint = f"a stage may be added, changed or removed if it begins at step {step} or later"
-        changed = [key.removeprefix("config.") for key in keys if key != "config.data"]
+            return f"a stage may be added, changed or removed if it begins at step {step} or later"
+        return super().explain_refusal(keys, saved, step)
+
+    def _drop_equal_totals(self, keys: Sequence[str], saved: Trajectory) -> list[str]:
+        """Return `keys` without totals that are missing on one side because no learning rate there depends on them."""
+        totals = {f"config.{key}": getattr(self.train, key.partition(".")[2]) for key in TOTAL_KEYS}
+        return [key for key in keys if key not in totals or saved.get(key, totals[key]) != totals[key]]
+
+    def list_advised_stages(
+        self, keys: Sequence[str], saved: Trajectory, step: int, given: Sequence[JsonObject]
+    ) -> list[JsonObject] | None:
+        """Return the given stages with one that sets the values of these keys in this config from `step` on.
+
+        None if a stage cannot change these keys.
+        """
+        changed = [key.removeprefix("config.") for key in self._drop_equal_totals(keys, saved) if key != "config.data"]
         allowed = list_stage_keys(type(self.model))
-        if not step or not changed or not all(is_below(f"config.{key}", allowed) for key in changed):
-            return hint
-        stage = {"from_step": step, "set": self.list_stage_values(changed, saved, step)}
-        entry = dump_yaml([stage], default_flow_style=True, width=sys.maxsize).strip()
-        hint = f"{hint}\n" if hint else "\n"
-        return f"{hint}to change this from step {step} on, leave the former values and set config.stages: {entry}"
+        if not changed or not all(is_below(f"config.{key}", allowed) for key in changed):
+            return None
+        # The first stages may be those of a batch ramp.
+        starts = [start.step for start in self.list_starts()[1:]][len(self.stages) - len(given) :]
+        entry: JsonObject = {"from_step": step, "set": self.list_stage_values(changed, saved, step)}
+        before = [stage for stage, start in zip(given, starts, strict=True) if start < step]
+        after = [stage for stage, start in zip(given, starts, strict=True) if start > step]
+        for stage in (stage for stage, start in zip(given, starts, strict=True) if start == step):
+            entry = stage | {"set": entry["set"] | stage["set"]}
+        return [*before, entry, *after]
 
     def explain_digest(self, key: str, keys: Sequence[str]) -> str:
         """Return that the content of the data has changed, unless another key may be the cause."""
@@ -1077,6 +1098,11 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
                     values["optimizer.learning_rate"] = self.optimizer.learning_rate
             else:
                 values[f"{section}.{name}"] = self.model_dump(mode="json").get(section, {}).get(name)
+        if "data.mixture" in values and not self.data.mixture:
+            # Where the source was is not compared, so it is not among the keys.
+            del values["data.mixture"]
+            values |= {f"data.{key}": dumped.get("data", {}).get(key) for key in ("dtype", "train_on")}
+            values["data.source"] = self.data.source
         return values
 
     @property

@@ -12,6 +12,7 @@ all records are escaped. A secret that was passed to `hide_secret` is always pri
 `format_duration` formats the durations that the views of a run show.
 """
 
+import contextlib
 import errno
 import io
 import json
@@ -22,6 +23,7 @@ import re
 import select
 import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from runner.errors import StorageError
@@ -155,6 +157,16 @@ def hide_secret(secret: str) -> None:
 def say(line: str) -> None:
     """Print a line to standard output, if anyone still reads it."""
     LOGGER.info("%s", line)
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Print no line of the runner inside the context, on any thread."""
+    LOGGER.disabled, before = True, LOGGER.disabled
+    try:
+        yield
+    finally:
+        LOGGER.disabled = before
 
 
 def write_text(text: str) -> bool:

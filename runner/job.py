@@ -9,12 +9,14 @@ The *trajectory* of a job is the sequence of its states. It is identified by the
 (`identity`), such as seed, model and data; a resumed job must have the same values.
 """
 
+import copy
 import dataclasses
 import functools
 import os
 import re
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -30,13 +32,13 @@ from runner.checkpoint.fork import (
     validate_parent_files,
     validate_parent_place,
 )
-from runner.checkpoint.inspect import keeps_metric
+from runner.checkpoint.inspect import keeps_metric, read_document
 from runner.checkpoint.leaves import init_sharded, replicate_abstract, validate_leaves, validate_memory
-from runner.checkpoint.manifest import read_newest_manifest
+from runner.checkpoint.manifest import Manifest, read_newest_manifest
 from runner.checkpoint.policy import SaveKind
 from runner.checkpoint.restore import validate_checkpoints
 from runner.checkpoint.save import Checkpointer, SaveContents
-from runner.console import say, warn
+from runner.console import say, silence, warn
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import COMPILE, END, RESTORE, SET_UP, STEP, Clock, Progress, TimeCategory
 from runner.distributed.preemption import StopNotice
@@ -58,7 +60,7 @@ from runner.metrics.writers import RowLog
 from runner.parallel.mesh import read_device_memory_bytes
 from runner.run.attempt import DRAIN_SECONDS, Attempt, IncidentRecorder, claim_attempt
 from runner.run.compile_cache import CompileCache
-from runner.run.fence import RunIdentity, is_done, validate_directory, validate_owner
+from runner.run.fence import Advice, RunIdentity, is_done, validate_directory, validate_owner
 from runner.run.layout import open_directory, read_result
 from runner.spec import (
     Document,
@@ -71,6 +73,7 @@ from runner.spec import (
     make_document,
     validate_config,
     validate_hooks,
+    validate_spec,
 )
 from runner.storage import JsonObject, Store
 
@@ -145,6 +148,7 @@ class RestoreableJob:
             SpecError: the spec is wrong; the message names file, line and key.
         """
         document = make_document(spec) if document is None else document
+        self._given_document, self._is_trial = document, False
         self.document = self.complete_document(document, spec)
         self.spec = validate_hooks(self.document, spec, type(self))
         # `Any`, since only the subclass knows the fields of its `Config`.
@@ -238,7 +242,44 @@ class RestoreableJob:
 
     def make_run_identity(self, identity: Trajectory) -> RunIdentity:
         """Return the identity to compare with a saved trajectory. `identity` has this job's keys known so far."""
-        return RunIdentity(self.document, self.config, identity, self.unread_keys, self.former_values)
+        # Another trial within a trial would only look for advice that nobody reads.
+        is_accepted = (lambda advice: False) if self._is_trial else self.is_accepted
+        return RunIdentity(
+            self.document, self.config, identity, self.unread_keys, self.former_values, is_accepted=is_accepted
+        )
+
+    def is_accepted(self, advice: Advice) -> bool:
+        """Return True if a start that follows `advice` would pass all checks before the claim. Process 0 only.
+
+        Makes such a job and checks it, which may read data. Changes nothing.
+        """
+        data = copy.deepcopy(self._given_document.data)
+        section, _, name = advice.key.partition(".")
+        data[section] = (data.get(section) or {}) | {name: advice.value}
+        if section == "checkpoint":
+            # The fork, or the run with the weights, gets a directory of its own.
+            data["directory"] = f"{str(data['directory']).rstrip('/')}.{uuid.uuid4().hex}"
+            data[section].pop("init_from" if name == "fork_from" else "fork_from", None)
+        try:
+            former = read_document(self.store).data["config"]
+            for key in advice.former:
+                _, part, *rest = key.split(".")
+                # The place of data is not compared, so it may be another one as well.
+                if not rest or part == "data":
+                    data["config"][part] = former[part]
+                else:
+                    data["config"].setdefault(part, {})[rest[0]] = former[part][rest[0]]
+            document = dataclasses.replace(self._given_document, data=data)
+            with silence():
+                job = type(self)(validate_spec(document), document)
+                job._is_trial = True
+                job.setup(Hosts.single_process())
+                if section != "checkpoint":
+                    job.validate_directory()
+                job.validate_checkpoints(job.abstract_state())
+        except Exception:  # noqa: BLE001 - the job's own code may raise anything, and the refusal has to be told
+            return False
+        return True
 
     def resolved_spec(self) -> ExecutionSpec:
         """Return the spec with every default and `auto` filled in, as it is written to `spec.yaml`. Needs `prepare`."""
@@ -474,6 +515,7 @@ class RestoreableJob:
                 found, lineage = restore_fork(
                     attempt, fork, self.make_run_identity(self.identity()), self.abstract_state()
                 )
+            self.continue_program(found.manifest, is_start=True)
             self.state, self.step = found.state, found.manifest.step
             attempt.lineage.update(lineage)
             event, details = "fork", {key: lineage[key] for key in ("run", "id", "changes")}
@@ -488,6 +530,7 @@ class RestoreableJob:
             run_identity, saved = self.make_run_identity(self.identity()), found.manifest.identity
             # Another attempt may have saved later steps since the check before the claim.
             run_identity.validate_trajectory(saved, f"checkpoint {self.step}", self.store.url, lambda: self.step)
+            self.continue_program(found.manifest, is_start=True)
             attempt.report_moves(run_identity.list_moves(saved), self.step)
             attempt.report_spec_changes(run_identity.list_changes(saved), self.step)
             event, details = "restore", {"tier": found.tier}
@@ -512,6 +555,14 @@ class RestoreableJob:
             self.store.write("spec.yaml", dump_spec(self.resolved_spec()).encode())
         if is_fork and found is not None:
             self.commit_fork(found.manifest.metric)
+
+    def continue_program(self, manifest: Manifest, is_start: bool) -> None:
+        """Compare the program of the job with the one that has made a restored checkpoint. Does nothing by default.
+
+        Args:
+            manifest: manifest of the checkpoint.
+            is_start: False if the running job goes back to the checkpoint.
+        """
 
     def on_restored(self) -> None:
         """Adapt the job to `state`, which was restored or initialised. Does nothing by default."""
@@ -615,6 +666,7 @@ class RestoreableJob:
         name, before = _parse_name(suffix), self.step
         found = self.checkpointer.load(name)
         self.state, self.step = self.checkpointer.go_back(found), found.manifest.step
+        self.continue_program(found.manifest, is_start=False)
         self.on_restored()
         if self.writes_own_rows:
             self.row_log.rewind(self.step)

@@ -22,6 +22,7 @@ import jax
 import optax
 
 from runner.checkpoint.fork import find_continued_manifest
+from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.save import SaveContents
 from runner.config import ModelConfig, TrainerConfig
 from runner.console import say, warn
@@ -74,18 +75,20 @@ from runner.train.checks import (
     validate_same_on_all_hosts,
     validate_same_program,
 )
-from runner.train.compile import MEMORY_SHARE, CompiledStep
+from runner.train.compile import MEMORY_SHARE, BatchLayout, CompiledStep, compute_program_digest
 from runner.train.evaluators import Evaluator, Validation, add_averages, make_ema_evaluators
 from runner.train.flops import Flops, Sizing, compute_mfu_per_token_rate, count_forward_flops
 from runner.train.kernel_check import KernelCase, KernelChecker, set_kernels_of_process
 from runner.train.lora import get_model_weights, replace_base
 from runner.train.loss import count_correct, cross_entropy_sum, document_arguments, target_weights
 from runner.train.optimizer import SPEC
+from runner.train.programs import Program, ProgramChange, ProgramHistory, get_program_record
 from runner.train.replay import ReplaySchedule, get_replay_inputs
 from runner.train.report import Report
 from runner.train.setup import TrainSetup, TrainSetupBuilder, get_tokens
 from runner.train.stability import RollBacks, find_earliest_begin, make_stability
 from runner.train.stages import (
+    CompiledStage,
     StagePlan,
     StageSequence,
     find_first_change,
@@ -111,6 +114,7 @@ class BaseTrainer(RestoreableJob):
         roll_backs: roll-backs of the run, and the data that they have skipped.
         stages: stages of the run, and the one that it is in.
         setup_builder: builder of `train_setup`.
+        programs: programs of the train step that have made the steps of the run.
         calls_hooks: True if the class calls hooks, so that its spec may list some.
         text_job: path (`module:Class`) of the `TextJob` that tokenises the text of `config.data.tokenise`.
         texts: texts to tokenise before the run, with their jobs, in order; empty without `config.data.tokenise`.
@@ -194,6 +198,7 @@ class BaseTrainer(RestoreableJob):
             model_inputs=self.model_inputs,
             stage=self.stages.make_context(0),
         )
+        self.programs = ProgramHistory()
         self._replays: ReplaySchedule | None = None  # from the restore on, if the spec asks for replays
 
     # Methods for an experiment to override.
@@ -773,6 +778,10 @@ class BaseTrainer(RestoreableJob):
             self.stages.number = self.config.find_stage(max(step - 1, 0))
         known = find_known_micro_batch(self.train_setup, self.store, hosts, fork, self.stages.current.plan.start)
         self.stages.current.builder.validate_steps(self.stages.current.train_setup, known)
+        if self.spec.checkpoint.program == "refuse":
+            # A start that is refused must not stop a running attempt, so this comes before the claim. Kernels that the
+            # job must avoid, and a smaller micro-batch, are known only after it: `continue_program` compares again.
+            hosts.run_on_main(lambda: self.validate_program(known, hosts.num_processes))
 
     def describe_wait(self) -> str:
         """Return the example of the data that is being read for longest."""
@@ -797,7 +806,64 @@ class BaseTrainer(RestoreableJob):
         # Commands that only read files, such as `report`, get it from here.
         if not self.setup_builder.is_language_model(self.train_setup):
             given["language_model"] = False
-        self.attempt.record("compile", None, program=self.compiled.digest, micro_batch_examples=examples, **given)
+        program = self.describe_program(
+            self.stages.current, self.compiled.layout, self.compiled.digest, hosts.num_processes
+        )
+        self.attempt.record(
+            "compile",
+            None,
+            program=program.digest,
+            facts=program.facts,
+            micro_batch_examples=examples,
+            **given,
+        )
+
+    def describe_program(self, stage: CompiledStage, layout: BatchLayout, digest: str, num_processes: int) -> Program:
+        """Return the program of a stage, with the values besides the code on which its digest depends."""
+        return self.programs.describe(stage, self.stages.plans, layout, digest, self.hooks.identity(), num_processes)
+
+    def validate_program(self, known_micro_batch: int | None, num_processes: int) -> None:
+        """Raise `SpecError` if the code has made the newest checkpoint with another program. Process 0 only."""
+        manifest = find_continued_manifest(self.store, self.spec.checkpoint.fork_from)
+        if manifest is None:
+            return
+        stage = self.stages.current
+        layout = stage.builder.get_largest_layout(stage.train_setup, known_micro_batch)
+        digest = compute_program_digest(stage.train_setup.lower_train(stage.builder.train_step, layout))
+        program = self.describe_program(stage, layout, digest, num_processes)
+        change = ProgramHistory().resume(get_program_record(manifest.topology), program)
+        self.validate_program_change(change, manifest.step)
+
+    def validate_program_change(self, change: ProgramChange | None, step: int) -> None:
+        """Raise `SpecError` if the spec refuses this change of the program since `step`."""
+        if change is not None and not change.is_expected and self.spec.checkpoint.program == "refuse":
+            reason = f"is refuse, and {change.describe(step)}; restore the former ones, or set warn to go on with these"
+            raise self.document.error("checkpoint.program", reason)
+
+    def continue_program(self, manifest: Manifest, is_start: bool) -> None:
+        """Compare the program with the one that has made a restored checkpoint, and report or refuse a change."""
+        # The step was made by this stage; later ones have other programs.
+        stage = self.stages.compiled[self.config.find_stage(max(manifest.step - 1, 0))]
+        compiled = stage.start_compiling(self.stages.limit_bytes).result()
+        hosts, step = self.attempt.hosts, manifest.step
+        program = self.describe_program(stage, compiled.layout, compiled.digest, hosts.num_processes)
+
+        def resume() -> None:
+            change = self.programs.resume(get_program_record(manifest.topology), program)
+            if change is None or not is_start:
+                return
+            self.validate_program_change(change, step)
+            (say if change.is_expected else warn)(change.describe(step))
+            self.attempt.record(
+                "changed",
+                step,
+                changes=change.list_changes(),
+                program=[change.before, change.now],
+                expected=change.is_expected,
+            )
+
+        # Only process 0 writes manifests and prints, and all learn of a refusal.
+        hosts.run_on_main(resume)
 
     def check_kernels(self, known_micro_batch: int | None) -> None:
         """Test the kernels of the step on the devices, and trace it again without those that fail."""
@@ -924,10 +990,17 @@ class BaseTrainer(RestoreableJob):
         hardware = self.train_setup.describe_hardware(hosts.num_processes)
         if len(self.stages.plans) > 1:
             hardware["stage"] = self.stages.current.plan.start
+        program = self.describe_program(
+            self.stages.current, self.compiled.layout, self.compiled.digest, hosts.num_processes
+        )
         return SaveContents(
             metric=None if best is None else self.report.metric(best.metric, self.step),
             roll_back_to=None if roll_back is None else find_earliest_begin(self.state, roll_back),
-            topology=hardware | {"micro_batch_examples": self.compiled.layout.micro_batch_examples},
+            topology=hardware
+            | {
+                "micro_batch_examples": self.compiled.layout.micro_batch_examples,
+                "program": self.programs.add(program),
+            },
             carry=self.report.carry,
             attachments=self.report.attachments,
             flush=self.report.sync,

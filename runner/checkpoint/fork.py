@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from runner.checkpoint.inspect import BEST, find_best_checkpoint, read_document
-from runner.checkpoint.leaves import validate_manifest_leaves
+from runner.checkpoint.leaves import flatten_with_names, has_adapter, validate_manifest_leaves
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
     Manifest,
@@ -37,13 +37,12 @@ from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, ResumeError, StorageError, suggest_nearest
 from runner.run.attempt import Attempt
 from runner.run.fence import RunIdentity, is_listed, shorten_keys
-from runner.spec import ExecutionSpec, ForkConfig, is_below, validate_spec
+from runner.spec import PARAMS, ExecutionSpec, ForkConfig, is_below, validate_spec
 from runner.storage import JsonObject, Store, local_directory, open_store, resolve_place, split_checkpoint, validate_url
 
 NEWEST = "newest"
 _MAX_NAMED = 20  # steps in a message
 _MAX_LEAVES = 16  # in a message
-_ENDING = "a fork takes the whole state; to take weights alone, use checkpoint.init_from"
 
 
 # The parent.
@@ -137,14 +136,16 @@ def validate_fork(fork: ForkConfig, run_identity: RunIdentity, abstract: Any, to
     where = f"{store.url}/{CHECKPOINTS}/{manifest.name}"
     changes = run_identity.compare_values(manifest.identity)
     # Another job has another config, so its keys say nothing.
+    advice = "; to take weights alone, use checkpoint.init_from" if has_weights(manifest, abstract) else ""
+    ending = f"a fork takes the whole state{advice}"
     if "job" in changes and not is_listed("job", fork.changes):
         theirs, ours = changes["job"]
-        raise ResumeError(f"{where} is of the job {theirs}, this one is {ours}; {_ENDING}")
+        raise ResumeError(f"{where} is of the job {theirs}, this one is {ours}; {ending}")
     try:
         validate_manifest_leaves(manifest, abstract, max_listed=_MAX_LEAVES)
     except ResumeError as error:
         first, *leaves = str(error).split("\n")
-        raise ResumeError("\n".join([f"{store.url}: {first}; {_ENDING}", *leaves])) from error
+        raise ResumeError("\n".join([f"{store.url}: {first}; {ending}", *leaves])) from error
     validate_changes(fork, run_identity, manifest, where)
     if manifest.step >= total_steps:
         raise InvalidError(
@@ -152,6 +153,17 @@ def validate_fork(fork: ForkConfig, run_identity: RunIdentity, abstract: Any, to
             "choose an earlier checkpoint"
         )
     return manifest
+
+
+def has_weights(manifest: Manifest, abstract: Any) -> bool:
+    """Return True if a checkpoint has the parameters of a trainer's abstract state, and nothing frozen beside them."""
+    wanted = {
+        name: (list(leaf.shape), str(leaf.dtype))
+        for name, leaf in flatten_with_names(abstract).items()
+        if name.startswith(f"{PARAMS}.")
+    }
+    saved = {name: (leaf["shape"], leaf["dtype"]) for name, leaf in manifest.leaves.items()}
+    return bool(wanted) and not has_adapter(manifest.leaves) and all(saved.get(name) == wanted[name] for name in wanted)
 
 
 def validate_parent_files(hosts: Hosts, fork: ForkConfig) -> None:

@@ -72,6 +72,12 @@ MANIFEST_KEYS = (
         int,
         "Micro-batch size per device; reused by later attempts on the same hardware.",
     ),
+    Key("topology.program", dict, "Program of the train step that has made the step."),
+    Key("topology.program.digest", str, "Digest of its StableHLO, as in the event `compile`."),
+    Key("topology.program.facts", dict, "Values on which the digest depends besides the code, as in `compile`."),
+    Key("topology.program.known", dict, "Newest programs of the run: digest of the facts -> digest of the program."),
+    Key("topology.program.known.*", str, "Digest of the program."),
+    Key("topology.program.changes", int, "Changes of the program, with spec and hardware unchanged, up to the step."),
     Key(
         "carry",
         dict,

@@ -512,12 +512,7 @@ def load_weights(attempt: Attempt, source: str, weights: Any, name: str = PARAMS
     directory, checkpoint = split_checkpoint(source)
     wanted = {leaf_name: make_abstract(leaf) for leaf_name, leaf in flatten_with_names(weights).items()}
     saved_names = map_weight_names(name, wanted)
-    abstract = {
-        saved_names[leaf_name]: leaf
-        if saved_names[leaf_name] == leaf_name
-        else jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=leaf.sharding)
-        for leaf_name, leaf in wanted.items()
-    }
+    abstract = _make_saved_abstract(wanted, name)
     store, hosts = open_store(directory), attempt.hosts
 
     def list_candidates() -> list[str]:
@@ -533,6 +528,17 @@ def load_weights(attempt: Attempt, source: str, weights: Any, name: str = PARAMS
         for leaf_name, leaf in wanted.items()
     ]
     return jax.tree.unflatten(jax.tree.structure(weights), leaves)
+
+
+def _make_saved_abstract(wanted: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the leaves of a checkpoint that hold the `wanted` ones, by their names there; see `load_weights`."""
+    saved_names = map_weight_names(name, wanted)
+    return {
+        saved_names[leaf_name]: leaf
+        if saved_names[leaf_name] == leaf_name
+        else jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=leaf.sharding)
+        for leaf_name, leaf in wanted.items()
+    }
 
 
 # Checks before an attempt is claimed. Process 0 only.
@@ -552,25 +558,29 @@ def validate_checkpoints(store: Store, run_identity: RunIdentity) -> Manifest | 
     return manifest
 
 
-def validate_source_run(source: str, weights: str = PARAMS) -> None:
+def validate_source_run(source: str, weights: Any, name: str = PARAMS) -> None:
     """Raise `InvalidError` if another run, or one of its checkpoints, does not have these weights. Process 0 only.
 
     Args:
         source: directory or URL of a run, or one of its `checkpoints/<name>`.
-        weights: `params` or the name of an average.
+        weights: abstract arrays with the names, shapes and types to load.
+        name: `params` or the name of an average.
     """
-    directory, name = split_checkpoint(source)
+    directory, checkpoint = split_checkpoint(source)
     store = open_store(directory)
     try:
-        manifest = read_newest_manifest(store) if name is None else read_manifest(store, f"{CHECKPOINTS}/{name}")
+        manifest = (
+            read_newest_manifest(store) if checkpoint is None else read_manifest(store, f"{CHECKPOINTS}/{checkpoint}")
+        )
         if manifest is None:
             raise ResumeError(f"{store.url}: no checkpoint is here")
         if has_adapter(manifest.leaves):
             raise InvalidError(
                 f"{source} is of a run with an adapter; export it, which merges the adapter, and use the export instead"
             )
-        validate_weight_name(manifest.leaves, weights)
+        validate_weight_name(manifest.leaves, name)
+        validate_manifest_leaves(manifest, _make_saved_abstract(flatten_with_names(weights), name), may_hold_more=True)
     except InvalidError:
         raise
     except (FileNotFoundError, ValueError) as error:
-        raise ResumeError(f"{store.url}/{CHECKPOINTS}/{name}: {error}") from error
+        raise ResumeError(f"{store.url}/{CHECKPOINTS}/{checkpoint}: {error}") from error

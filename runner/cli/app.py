@@ -26,6 +26,7 @@ from runner.errors import (
 )
 from runner.process import STANDBY_VARIABLE
 
+_UNUSABLE_JAX_OPTIONS = ("JAX_DISABLE_JIT", "JAX_NO_TRACING")
 _RUN = "SPEC"  # placeholder in the list of commands: a command line that names no command names a spec
 _READ_EXIT_CODES = (
     "0 done; 2 invalid command line or spec, or no such run; 76 the storage cannot be reached, or the output "
@@ -251,8 +252,9 @@ def _import(module: str) -> Any:
         if not str(frame.f_globals.get("__name__")).startswith("jax."):
             raise
         raise InvalidError(f"environment: {error}; correct that variable, or unset it") from error
-    if "jax" in sys.modules and sys.modules["jax"].config.jax_disable_jit:
-        raise InvalidError(
-            "environment: JAX_DISABLE_JIT is set, and the runner compiles its programs ahead of time; unset it"
-        )
+    if "jax" in sys.modules:
+        for name in _UNUSABLE_JAX_OPTIONS:
+            if getattr(sys.modules["jax"].config, name.lower()):
+                reason = "the runner traces its programs and compiles them ahead of time"
+                raise InvalidError(f"environment: {name} is set, and {reason}; unset it")
     return found

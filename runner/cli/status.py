@@ -259,6 +259,9 @@ def _draw_summary(history: History) -> Text:
         lines = format_changes(fork)
         changes = f", with {_join_changes(lines)}" if lines else ", without changes"
         summary.append(f"forked from {fork.run} at step {fork.step:,}{changes}\n")
+    if steps := history.program_changes:
+        shown = ", ".join(f"{step:,}" for step in steps[-_MAX_CHANGES:])
+        summary.append_text(Text(f"the code of the train step has changed after step {shown}\n", "yellow"))
     if history.reason and history.state is not RunState.RUNNING:
         summary.append_text(Text(f"{history.reason}\n", "red"))
 

@@ -37,8 +37,8 @@ from runner.job import RestoreableJob
 from runner.metrics.file import read_rows
 from runner.process import make_environment, start_processes
 from runner.run.events import ROLL_BACK_FOLDER
-from runner.spec import load_document, load_job_class, validate_config, validate_spec
-from runner.storage import JsonObject, LocalStore, read_json
+from runner.spec import hash_record, load_document, load_job_class, validate_config, validate_spec
+from runner.storage import JsonObject, LocalStore, read_json, read_log
 
 BORDER_MOMENTS = ("before a stage", "after a stage begins")
 KILL_MOMENTS = ("between two saves", "in a save", "while starting")
@@ -208,6 +208,14 @@ class TrialRun:
         store = LocalStore(self.directory)
         return read_json(store, f"{ROLL_BACK_FOLDER}/1")["detected"] if store.list_names(ROLL_BACK_FOLDER) else None
 
+    def read_programs(self) -> list[tuple[str, str]]:
+        """Return (digest of the facts, digest of the program) of the train step of each start, in order."""
+        return [
+            (hash_record(event["facts"]), event["program"])
+            for event in read_log(LocalStore(self.directory), "events")
+            if event["event"] == "compile"
+        ]
+
     def is_saving(self) -> bool:
         """Return True if a step beyond the newest committed one is being written."""
         # A directory of a step appears with its first array, long before the manifest that commits it.
@@ -271,6 +279,9 @@ def verify_resume(arguments: VerifyResumeArguments) -> int:
         finally:
             undisturbed.end()
             killed.end()
+        programs = find_program_change([*undisturbed.read_programs(), *killed.read_programs()])
+        if programs is not None:
+            say(f"verify-resume: {programs}")
         problem = find_difference(undisturbed, killed, trial.steps, first_kill)
         if problem is not None:
             say(f"verify-resume: DIFFERENT: {problem}")
@@ -338,6 +349,23 @@ def _run_with_kills(
         run.start()
         run.finish()
     return first_kill
+
+
+def find_program_change(programs: Sequence[tuple[str, str]]) -> str | None:
+    """Return the first change of the train step in words, or None if each start with equal facts has the same program.
+
+    Args:
+        programs: (digest of the facts, digest of the program) of each start, in order.
+    """
+    known: dict[str, str] = {}
+    for facts, program in programs:
+        before = known.setdefault(facts, program)
+        if program != before:
+            return (
+                f"the program of the train step has changed between two starts on the same hardware, {before} -> "
+                f"{program}: the code was edited meanwhile, or it builds the model from more than its spec"
+            )
+    return None
 
 
 def find_difference(undisturbed: TrialRun, killed: TrialRun, last_step: int, first_kill: int) -> str | None:

@@ -389,6 +389,7 @@ def load_dataset(
     batch_examples: int,
     vocabulary_size: int | None = None,
     cache_directory: Path | None = None,
+    may_have_unread_keys: bool = False,
 ) -> Dataset:
     """Open, tokenise where necessary, and split the data. Called on every host, without communication between hosts.
 
@@ -398,6 +399,7 @@ def load_dataset(
         batch_examples: global batch size, on which the order of packed documents depends.
         vocabulary_size: vocabulary of the model, if the spec names it.
         cache_directory: directory of the cache; by default that of the environment (`RUNNER_CACHE`).
+        may_have_unread_keys: True for a later stage, whose shared keys may be those that an earlier one reads.
 
     Raises:
         DataError: the data cannot serve the config.
@@ -471,7 +473,8 @@ def load_dataset(
         if not source.bytes_fetched_per_token:
             _ = source.fingerprint  # with which `check` compares files on a disk that were possibly replaced
         validation[name] = _make_examples(source, config, TokenSplit(0, len(source), config.units_per_example))
-    validate_shared_keys(config, [source for source in sources.values() if isinstance(source, Source)])
+    if not may_have_unread_keys:
+        validate_shared_keys(config, [source for source in sources.values() if isinstance(source, Source)])
     fields = get_batch_fields(config)
     _validate_examples(
         fields,

@@ -318,9 +318,11 @@ def open_format(
 def _validate_unread_keys(token_source: "TokenSource", kind: str, *unread: str) -> None:
     """Raise `DataError` if one of the keys `unread`, which a source of this kind ignores, is set."""
     for key in unread:
-        if (value := getattr(token_source, key)) != type(token_source).model_fields[key].default:
+        default = type(token_source).model_fields[key].default
+        if (value := getattr(token_source, key)) != default:
             raise DataError(
-                f"data.{key}={value}: nothing reads it, data.source={token_source.source} {kind}; leave it out"
+                f"data.{key}={value}: nothing reads it, data.source={token_source.source} {kind}; leave it out (or "
+                f"set it to {default or 'null'} in a stage that sets the source)"
             )
 
 

@@ -22,6 +22,7 @@ _FIGURES_MAX = 64
 _MARKS_MAX = 256
 _NAMED_PROCESSES_MAX = 8
 _POINTS_MAX = 2048
+_PROGRAM_CHANGES_MAX = 64
 _UNSEEN_MAX = 64
 _STEP_EVENTS = {
     "init",
@@ -134,6 +135,8 @@ class LedgerSummary:
         fork: the newest event `fork`; empty if the run is no fork.
         stages: an event `stage` of each of the first `STAGES_MAX` stages, by its first step: that of its border, if it
             is known.
+        program_changes: (attempt, step) of each change of the program in the surviving trajectory, with spec and
+            hardware unchanged; the newest of them.
     """
 
     checkpoints: Set[int] = frozenset()
@@ -151,6 +154,7 @@ class LedgerSummary:
     events: "collections.deque[JsonObject]" = field(default_factory=lambda: collections.deque(maxlen=EVENTS_MAX))
     fork: JsonObject = field(default_factory=dict)
     stages: dict[int, JsonObject] = field(default_factory=dict)
+    program_changes: list[tuple[int, int]] = field(default_factory=list)
 
 
 def get_int(row: JsonObject, key: str) -> int | None:
@@ -276,6 +280,14 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
                     # directory.
                     if event == "restore" and row.get("tier") != "fast":
                         summary.verified.add(step)
+                    # Written before the restore in the same attempt. An earlier attempt that began at this step, and
+                    # saved no later one, has left no step of its program.
+                    summary.program_changes = [
+                        known for known in summary.program_changes if known[1] < step or known[0] == number
+                    ]
+            case "changed":
+                if step is not None and isinstance(row.get("program"), list) and row.get("expected") is False:
+                    summary.program_changes = [*summary.program_changes, (number, step)][-_PROGRAM_CHANGES_MAX:]
             case "load" if step is not None:
                 _drop_steps_after(summary, step)
                 attempt.repeated_steps += max((get_step(row, "before") or 0) - step, 0)
@@ -337,6 +349,7 @@ def _drop_steps_after(summary: LedgerSummary, step: int) -> None:
     summary.verified = {known for known in summary.verified if known <= step}
     summary.figures = {key: known for key, known in summary.figures.items() if known[0] <= step}
     summary.stages = {begin: row for begin, row in summary.stages.items() if begin <= step}
+    summary.program_changes = [known for known in summary.program_changes if known[1] <= step]
     if summary.validation and summary.validation[-1][0] > step:
         summary.validation = [point for point in summary.validation if point[0] <= step]
         summary.best_validation = min(summary.validation, key=lambda point: point[1], default=None)

@@ -41,6 +41,8 @@ class RunLineage:
         name: its name; None if the directory has checkpoints but no `job.json`.
         step: its newest committed step; None if it has none.
         ancestors: its parent, the parent of that, and so on; empty if it is not a fork.
+        program_changes: how often the program of its train step has changed, with spec and hardware unchanged, those of
+            its ancestors included.
     """
 
     run: str
@@ -48,6 +50,7 @@ class RunLineage:
     name: str | None
     step: int | None
     ancestors: tuple[ForkRecord, ...] = ()
+    program_changes: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class LineageNode:
         state: state of its directory.
         depth: number of its ancestors in the tree.
         fork: checkpoint of the nearest node above of lower depth with which it began; None if it has no ancestor.
+        program_changes: as in `RunLineage`; 0 if it is not below the root.
     """
 
     run: str
@@ -71,6 +75,7 @@ class LineageNode:
     state: ParentState
     depth: int = 0
     fork: ForkRecord | None = None
+    program_changes: int = 0
 
 
 def read_lineage(store: Store) -> RunLineage:
@@ -83,7 +88,9 @@ def read_lineage(store: Store) -> RunLineage:
     owner, manifest = read_owner(store), read_newest_manifest(store)
     if manifest is not None:
         run_id, name = (manifest.job, None) if owner is None else (owner.id, owner.name)
-        return RunLineage(store.url, run_id, name, manifest.step, parse_ancestors(manifest.lineage or {}))
+        program = (manifest.topology or {}).get("program", {})
+        ancestors = parse_ancestors(manifest.lineage or {})
+        return RunLineage(store.url, run_id, name, manifest.step, ancestors, program.get("changes", 0))
     if owner is None:
         raise InvalidError(f"{store.url}: no run is here; give a run's directory, its spec, or a directory of runs")
     # A fork that was killed before its first commit is recorded only in the ledger.
@@ -127,7 +134,9 @@ def build_tree(runs: Sequence[RunLineage]) -> list[LineageNode]:
     places_by_id: dict[str, list[str]] = {}
     for run in sorted(runs, key=lambda each: each.run):
         places_by_id.setdefault(run.id, []).append(run.run)
-        nodes[run.run, ""] = LineageNode(run.run, run.id, run.name, run.step, ParentState.THERE)
+        nodes[run.run, ""] = LineageNode(
+            run.run, run.id, run.name, run.step, ParentState.THERE, program_changes=run.program_changes
+        )
     for run in runs:
         key: NodeKey = (run.run, "")
         for ancestor in run.ancestors:
@@ -162,6 +171,9 @@ def format_tree(nodes: Iterable[LineageNode]) -> Iterator[str]:
         reached = "" if node.step is None else f", step {node.step:,}"
         state = "" if node.state is ParentState.THERE else f": {node.state.value}"
         yield f"{indent}{to_single_line(node.run)} ({name}id {to_single_line(node.id)}{reached}){state}"
+        if node.program_changes:
+            times = f"{node.program_changes:,} time{'s' * (node.program_changes != 1)}"
+            yield f"{indent}  the code of the train step has changed {times}, see the events `changed`"
         if node.fork is not None:
             yield f"{indent}  from step {node.fork.step:,}, fingerprint {node.fork.fingerprint}"
             yield from (f"{indent}  {line}" for line in format_changes(node.fork))

@@ -243,6 +243,7 @@ class HistoryReader:
             events=tuple(ledger.events),
             fork=read_fork(ledger.fork),
             stages=stages,
+            program_changes=tuple(step for _, step in ledger.program_changes),
             spec=spec,
             unread=tuple(self._unread),
         )

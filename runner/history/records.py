@@ -245,6 +245,7 @@ class History:
         events: newest events of the ledger in its order, unchecked.
         fork: where it was forked from; None if it is not a fork.
         stages: its stages in order, also those that have not begun.
+        program_changes: steps after which another program made the steps, with spec and hardware unchanged; the newest.
         spec: content of `spec.yaml`; empty if it is missing or damaged.
         unread: one line for everything that could not be read.
     """
@@ -277,6 +278,7 @@ class History:
     events: tuple[JsonObject, ...] = ()
     fork: ForkRecord | None = None
     stages: tuple[StageRecord, ...] = ()
+    program_changes: tuple[int, ...] = ()
     spec: JsonObject = field(default_factory=dict)
     unread: tuple[str, ...] = ()
 

@@ -373,7 +373,7 @@ def validate_init_from(
     with document.errors_at("checkpoint.init_from"):
         store = _open_published_store(rule)
         if store is None:
-            _use_best(rule.path, lambda path: validate_source_run(path, rule.weights))
+            _use_best(rule.path, lambda path: validate_source_run(path, weights(), rule.weights))
         else:
             _match_published(open_published_weights(store), rule, family, weights())
 

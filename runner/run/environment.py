@@ -18,7 +18,7 @@ from runner.process import count_cpus
 from runner.storage import JsonObject, Key
 
 ENVIRONMENT_KEYS = (
-    Key("versions", dict, "Versions of Python, runner, jax, jaxlib and libtpu, as far as they are installed."),
+    Key("versions", dict, "Versions of Python, runner, jax, jaxlib, libtpu, flax and optax, as far as installed."),
     Key("hosts", list, "Host name of each process."),
     Key(
         "cpus",
@@ -37,7 +37,7 @@ ENVIRONMENT_KEYS = (
 )
 SUBMITTED = "RUNNER_SUBMITTED"  # Unix seconds, set by the engine or the user
 GIT_SECONDS = 2.0  # deadline of each git command; a slower repository is left out
-_DISTRIBUTIONS = ("runner", "jax", "jaxlib", "libtpu")
+_DISTRIBUTIONS = ("runner", "jax", "jaxlib", "libtpu", "flax", "optax")
 _OPTIONS = (
     "JAX_DEFAULT_MATMUL_PRECISION",
     "JAX_DEFAULT_PRNG_IMPL",

@@ -86,9 +86,14 @@ EVENTS = (
     ),
     EventType(
         "changed",
-        "Versions, CPUs, commit or hosts differ from those with which the restored checkpoint was saved.",
+        "Versions, CPUs, commit or hosts, or the program of the train step, differ from those with which the restored "
+        "checkpoint was saved.",
         "process 0",
-        (Key("changes", list, "The differences, a few words each."),),
+        (
+            Key("changes", list, "The differences, a few words each."),
+            Key("program", list, "Digest of the recorded program and of the present one; absent if they are equal."),
+            Key("expected", bool, "True if spec or hardware differ, so that the program of the same code does too."),
+        ),
     ),
     EventType(
         "moved",
@@ -108,6 +113,11 @@ EVENTS = (
         "process 0",
         (
             Key("program", str, "Digest of the program (StableHLO); `plan` prints the same one on the same mesh."),
+            Key(
+                "facts",
+                dict,
+                "Values besides the code on which it depends: sections of the spec, mesh, versions.",
+            ),
             Key("micro_batch_examples", int, "Micro-batch size per device."),
             Key("compiler_options", dict, "XLA options of the chip from the catalogue; absent if it has none."),
             Key(

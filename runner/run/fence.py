@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +123,32 @@ def is_listed(key: str, entries: Iterable[str]) -> bool:
 
 
 @dataclass(frozen=True)
+class Advice:
+    """Change of the spec with which a refused job could go on.
+
+    Attributes:
+        key: dotted key to set.
+        value: its value.
+        purpose: what the change is for, as the beginning of a line.
+        former: changed keys of the trajectory that keep their former values.
+    """
+
+    key: str
+    value: Any
+    purpose: str
+    former: Sequence[str] = ()
+
+    def format(self) -> str:
+        """Return the advice as a line, whose value can be copied into a spec."""
+        value = (
+            self.value
+            if isinstance(self.value, str)
+            else dump_yaml(self.value, default_flow_style=True, width=sys.maxsize)
+        )
+        return f"{self.purpose} set {self.key}: {value.strip()}"
+
+
+@dataclass(frozen=True)
 class RunIdentity:
     """Identity of the run that a start would continue.
 
@@ -137,6 +163,8 @@ class RunIdentity:
             steps completed before the first update that differs; None if no update differs.
         is_discarded: function of a saved trajectory and its step. It returns True if a later roll-back has discarded
             that step.
+        is_accepted: function of an advised change of the spec. It returns True if a start with that change would pass
+            all checks before the claim. May read data and take seconds. Process 0 only.
     """
 
     document: Document
@@ -146,6 +174,7 @@ class RunIdentity:
     former_values: Mapping[str, Container[str]] = field(default_factory=dict)
     find_first_change: Callable[[Trajectory, Sequence[str]], int | None] = lambda saved, keys: 0
     is_discarded: Callable[[Trajectory, int], bool] = lambda saved, step: False
+    is_accepted: Callable[["Advice"], bool] = lambda advice: False
 
     def is_continued(self, saved: Trajectory, step: int) -> bool:
         """Return True if the spec continues a trajectory that was saved at `step`; see `validate_trajectory`."""
@@ -204,17 +233,36 @@ class RunIdentity:
         ]
         past = f": it differs from step {first} on, and step {step} is committed" if first else ""
         hint = self.config.explain_refusal(keys, saved, step)
-        # A fork takes the whole state, so it cannot change keys on which the form of the state depends.
-        if step and not hint and not any(key == "job" or key.startswith("hooks") for key in keys):
-            if changes := self.config.list_fork_changes(keys):
-                fork = {"run": url, "step": step, "changes": shorten_keys(changes)}
-                entry = dump_yaml(fork, default_flow_style=True, width=sys.maxsize).strip()
-                hint = f"\nto go on with other values there, set checkpoint.fork_from: {entry}"
-            else:
-                hint = f"\nto begin there with its weights alone, set checkpoint.init_from: {url}/checkpoints/{step}"
+        # Only what would be accepted is advised; whether it would be depends on the data and the arrays of the state.
+        advice = next(filter(self.is_accepted, self._list_advices(keys, saved, step, url)), None)
         ending = f"\n{url}: this would be another trajectory{past}; use another directory"
-        separator = "" if hint.startswith("\n") or not hint else "; "
-        raise ResumeError("\n".join(lines) + ending + separator + hint)
+        raise ResumeError(
+            "\n".join(lines) + ending + (f"; {hint}" if hint else "") + (f"\n{advice.format()}" if advice else "")
+        )
+
+    def _list_advices(self, keys: Sequence[str], saved: Trajectory, step: int, url: str) -> Iterator[Advice]:
+        """Yield the changes of the spec that may let the job go on at `step`, the least change first."""
+        if not step:
+            return
+        given = (self.document.data.get("config") or {}).get("stages") or []
+        if (stages := self.config.list_advised_stages(keys, saved, step, given)) is not None:
+            purpose = f"to change this from step {step} on, leave the former values and"
+            yield Advice("config.stages", stages, purpose, tuple(keys))
+        # A fork takes the whole state, on whose form the job and its hooks decide.
+        if any(key == "job" or key.startswith("hooks") for key in keys):
+            return
+        checkpoint = self.document.data.get("checkpoint") or {}
+        place = {key: f" (in place of {key})" if checkpoint.get(key) else "" for key in ("fork_from", "init_from")}
+        if changes := self.config.list_fork_changes(keys):
+            fork = {"run": url, "step": step, "changes": shorten_keys(changes)}
+            yield Advice(
+                "checkpoint.fork_from", fork, f"to go on with other values in another directory{place['init_from']},"
+            )
+        yield Advice(
+            "checkpoint.init_from",
+            f"{url}/checkpoints/{step}",
+            f"to begin with its weights alone in another directory{place['fork_from']},",
+        )
 
     def _list_changes(self, saved: Trajectory) -> list[str]:
         return [key for key in self._list_differences(saved) if not self._is_moved(saved, key)]

@@ -59,7 +59,7 @@ class JobConfig(FrozenModel):
         return {}
 
     def explain_refusal(self, keys: Sequence[str], saved: Section, step: int) -> str:
-        """Return advice on how a run can continue although these keys have changed; empty by default.
+        """Return which changes of these keys a run could continue with; empty by default.
 
         Args:
             keys: keys of the trajectory that differ.
@@ -67,6 +67,19 @@ class JobConfig(FrozenModel):
             step: newest committed step.
         """
         return ""
+
+    def list_advised_stages(
+        self, keys: Sequence[str], saved: Section, step: int, given: Sequence[Section]
+    ) -> list[Section] | None:
+        """Return `config.stages` that change these keys from `step` on; None if no stage can, as by default.
+
+        Args:
+            keys: keys of the trajectory that differ.
+            saved: trajectory of the run.
+            step: newest committed step.
+            given: stages that the spec has.
+        """
+        return None
 
     def explain_digest(self, key: str, keys: Sequence[str]) -> str:
         """Return why a key of the trajectory that is a digest has changed, as an end of a line; empty by default.
@@ -261,6 +274,13 @@ class CheckpointConfig(FrozenModel):
     )
     max_unsaved_minutes: PositiveFloat = Field(
         default=60.0, description="The run exits with 76 if no save could be committed for this long."
+    )
+
+    program: Literal["warn", "refuse"] = Field(
+        default="warn",
+        description="What a start does whose train step is another program than the one that has made the newest step, "
+        "although spec and hardware are the same, because code or packages were changed. warn: it says so and goes on; "
+        "refuse: it ends with 2.",
     )
 
     @property

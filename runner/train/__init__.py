@@ -15,6 +15,7 @@
 - `report`: rows of metrics
 - `setup`: abstract train state, shardings and optimizer on a mesh
 - `stages`: stages of a run: configs, trajectory, data, compiled steps
+- `programs`: programs of a run's steps, by which edited code is noticed
 - `checks`: checks of hardware, data and earlier attempts
 - `flops`: FLOPs, memory and traffic of a step
 """

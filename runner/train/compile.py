@@ -6,6 +6,7 @@ traced again during training. The compiler's own memory figures determine the la
 memory. This module does not depend on the model or the data.
 """
 
+import base64
 import functools
 import hashlib
 import json
@@ -19,11 +20,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax._src.cudnn import fused_attention_stablehlo
+from jax._src.lib import tpu
+from jax.extend.mlir import ir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner.accelerator import is_gpu_deterministic, make_compiler_options
 from runner.checkpoint.leaves import find_form_problems, is_on_host, make_strongly_typed
 from runner.config import TrainerConfig
+from runner.console import warn
 from runner.data import Dataset, Fields, get_batch_fields, load_global_batch
 from runner.errors import InvalidError, StateError
 from runner.metrics.meta import (
@@ -57,6 +61,10 @@ CompilerOptions = Mapping[str, str | bool | int]  # options of XLA by name
 # XLA generates the code of a CPU program in several parts in parallel. The code of an operation, down to the last bit,
 # can depend on the other operations of its part, and these depend on the number of devices.
 _CODE_PARTS = "xla_cpu_parallel_codegen_split_count"
+# Parts of a program's text that may differ although the code is the same: addresses of Python functions, and Pallas
+# kernels for TPUs, whose bytecode has the file and line of each operation.
+_ADDRESS = re.compile(r'(@CustomSPMDPartitioning\(.*?backend_config = )"\d+"')
+_KERNEL = re.compile(r"(?<=body\\22: \\22)[A-Za-z0-9+/=]+(?=\\22)")
 _VAL_RESERVED = ("loss", "bits_per_byte")  # the runner's own metrics below `val/`
 
 
@@ -340,8 +348,25 @@ def compile_lowered(lowered: jax.stages.Lowered, layout: BatchLayout) -> tuple[j
 
 
 def compute_program_digest(lowered: jax.stages.Lowered) -> str:
-    """Return a digest of the StableHLO that the compiler is given."""
-    return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
+    """Return a digest of the StableHLO that the compiler is given.
+
+    It depends neither on positions in source files nor on addresses in this process.
+    """
+    text = _KERNEL.sub(_remove_positions, _ADDRESS.sub(r"\1", lowered.as_text()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _remove_positions(match: re.Match[str]) -> str:
+    """Return the text of a kernel, without positions in source files, for its bytecode in base64."""
+    try:
+        with ir.Context() as context:
+            # Most operations of the stable form belong to no dialect that is registered.
+            context.allow_unregistered_dialects = True
+            tpu.register_dialect(context)
+            return str(ir.Module.parse(base64.b64decode(match[0])).operation.get_asm(enable_debug_info=False))
+    except ir.MLIRError as error:
+        warn(f"a kernel cannot be read, so the digest of the program depends on its place in the source: {error}")
+        return match[0]
 
 
 @dataclass(frozen=True)

@@ -146,6 +146,12 @@ class TrainSetup:
         digest, memory = compute_program_digest(lowered), get_program_memory(executable)
         return CompiledStep(layout, executable, digest, memory, options)
 
+    def lower_train(self, train_step: Callable[..., Any], layout: BatchLayout) -> jax.stages.Lowered:
+        """Lower `train_step` for one split of the batch, without compiling it."""
+        self.trace_train(train_step, layout)
+        with self.sharding_rules():
+            return lower_step(self.traced[layout.micro_batch_examples], layout)
+
     def compile_val(
         self, val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout
     ) -> jax.stages.Compiled:
@@ -353,15 +359,21 @@ class TrainSetupBuilder:
     @functools.cached_property
     def dataset(self) -> Dataset:
         """Data set of the spec. Reads the data on this host."""
+        # A later stage has keys from the config that an earlier one may read.
+        is_later_stage = self.stage is not None and self.stage.get_vocabulary_size is not None
         has_one_source = not self.config.data.mixture and not self.config.data.validation
         with self.document.errors_at("config.data.source" if has_one_source else "config.data"):
             vocabulary_size = self.vocabulary_size if self.has_vocabulary_size else None
             batch = self.config.train.global_batch_examples
             dataset = load_dataset(
-                self.config.data, seed=self.seed, batch_examples=batch, vocabulary_size=vocabulary_size
+                self.config.data,
+                seed=self.seed,
+                batch_examples=batch,
+                vocabulary_size=vocabulary_size,
+                may_have_unread_keys=is_later_stage,
             )
         # An unread key is an error, and only now is it known that the sources are token files.
-        if dataset.tokenizer is None and not self.config.is_default("data.tokenizer"):
+        if not is_later_stage and dataset.tokenizer is None and not self.config.is_default("data.tokenizer"):
             raise self.document.error(
                 "config.data.tokenizer", "it has no effect, because token files are tokenized already; leave it out"
             )

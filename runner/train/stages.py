@@ -20,7 +20,7 @@ import numpy as np
 import optax
 
 from runner.checkpoint.leaves import format_type, list_leaf_names
-from runner.config import TOTAL_KEYS, TrainerConfig, list_stage_keys
+from runner.config import TOTAL_KEYS, TrainerConfig, complete_sources, list_stage_keys
 from runner.data import TRAIN, DataPosition, Dataset, SkippedBatches, SkippedExamples, has_targets
 from runner.errors import InvalidError, SpecError, format_error, suggest_choices
 from runner.metrics.meta import Meta
@@ -32,7 +32,7 @@ from runner.train.compile import CompiledStep
 from runner.train.optimizer import ScheduleStage, compute_rates, make_stage_schedules
 from runner.train.replay import ReplayedStep
 from runner.train.setup import StageContext, TrainSetup, TrainSetupBuilder
-from runner.train.state import TrainState, get_shardings
+from runner.train.state import PARAMS, TrainState, get_shardings
 from runner.train.step import Batch, skip_step
 
 _STAGES = "config.stages"
@@ -125,7 +125,8 @@ def make_stages(
     for number, stage in enumerate(config.stages, 1):
         origins = [place if place[1] == "train" else (*place, "set") for place in places[:number]]
         own = document.replace_values(
-            ("config",), [(origin, entry.set) for origin, entry in zip(origins, config.stages, strict=False)]
+            ("config",),
+            [(origin, complete_sources(entry.set)) for origin, entry in zip(origins, config.stages, strict=False)],
         )
         # The total of the config counts the steps of all stages up to this one.
         end = config.get_total_steps(number)
@@ -430,8 +431,11 @@ class CompiledStage:
         ]
         if problems:
             shown = ", ".join(problems[:4]) + (f" and {len(problems) - 4} more" if len(problems) > 4 else "")
-            reason = f"it changes the shape of the state, which a run cannot: {shown}; begin another run, with "
-            raise self.plan.document.error("config", f"{reason}checkpoint.init_from")
+            # Weights of other shapes cannot be taken over.
+            has_same_weights = not any(problem.startswith(f"{PARAMS}.") for problem in problems)
+            advice = "begin another run" + (", with checkpoint.init_from" if has_same_weights else "")
+            reason = f"it changes the shape of the state, which a run cannot: {shown}; {advice}"
+            raise self.plan.document.error("config", reason)
 
     def find_restarts(self, dataset: Dataset) -> list[str]:
         """Return a line for each source that starts a new epoch although an earlier stage had it."""

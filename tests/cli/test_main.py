@@ -280,6 +280,7 @@ def test_a_missing_spec_ends_with_2_and_one_line():
 BAD_VARIABLES = {
     "JAX_DISABLE_JIT=1": "JAX_DISABLE_JIT is set",
     "JAX_DEFAULT_MATMUL_PRECISION=nonsense": '"nonsense" for JAX flag jax_default_matmul_precision',
+    "JAX_NO_TRACING=1": "JAX_NO_TRACING is set",
     "JAX_ENABLE_X64=nonsense": "'nonsense' for environment 'jax_enable_x64'",
     "JAX_NUM_CPU_DEVICES=nonsense": '"nonsense" for JAX flag jax_num_cpu_devices',
     "JAX_PLATFORMS=nonsense": "initialize backend 'nonsense'",

@@ -62,7 +62,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def test_versions_are_the_installed_ones() -> None:
     found = environment.collect_versions()
-    assert {"python", "jax", "jaxlib"} <= set(found) <= {"python", "jax", "jaxlib", "runner", "libtpu"}
+    assert {"python", "jax", "jaxlib"} <= set(found) <= {"python", "jax", "jaxlib", "runner", "libtpu", "flax", "optax"}
     assert all(isinstance(version, str) and version for version in found.values())
 
 
