@@ -5,9 +5,12 @@ a copy writes, into its target. The job's own code is not needed, since the mani
 is needed to read the arrays. A copy is verified on both sides: while it is read, and where it has arrived.
 """
 
+import contextlib
+import dataclasses
 import datetime
 import enum
 import errno
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +30,7 @@ from runner.checkpoint.leaves import (
     encode_leaves,
     find_adapter_merge,
     flatten_with_names,
+    format_type,
     has_adapter,
     map_weight_names,
     parse_dtype,
@@ -50,7 +54,8 @@ from runner.checkpoint.manifest import (
 from runner.checkpoint.policy import find_best_step
 from runner.console import warn
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, InvalidError, NewerFormatError, StorageError
-from runner.spec import PARAMS, Document, ExecutionSpec, parse_document, validate_spec
+from runner.process import read_memory_bytes
+from runner.spec import PARAMS, Document, ExecutionSpec, Trust, parse_document, validate_spec
 from runner.storage import (
     ForbiddenError,
     Store,
@@ -168,8 +173,12 @@ def find_best_checkpoint(store: Store, spec: ExecutionSpec) -> str:
     return str(found)
 
 
-def read_document(store: Store) -> Document:
+def read_document(store: Store, trust: Trust | None = None) -> Document:
     """Return the resolved spec of the run in `store`, not yet validated.
+
+    Args:
+        store: directory of the run.
+        trust: modules that the spec may name besides those of this project; by default none.
 
     Raises:
         InvalidError: no run has begun there.
@@ -181,7 +190,7 @@ def read_document(store: Store) -> Document:
         raise InvalidError(f"{store.url}: no {SPEC} is here; needs the directory of a run that has begun") from error
     except UnicodeDecodeError as error:
         raise InvalidError(f"{store.url}/{SPEC}: is not text: {error}") from error
-    return parse_document(text, f"{store.url}/{SPEC}")
+    return dataclasses.replace(parse_document(text, f"{store.url}/{SPEC}"), trust=trust or Trust())
 
 
 def _use_newest(store: Store, use: Callable[[Store, Manifest], Result]) -> Result:
@@ -293,10 +302,30 @@ def read_weights(store: Store, manifest: Manifest, weights: str) -> Iterator[tup
 
 def read_named_leaves(store: Store, manifest: Manifest, names: Iterable[str]) -> Iterator[tuple[str, jax.Array]]:
     """Iterate over leaves by their names in the manifest, like `read_weights`."""
+    names = [*names]
+    validate_leaf_memory(store, manifest, names)
     for leaf in read_leaves(store, f"{CHECKPOINTS}/{manifest.name}", manifest, names):
         if leaf.problem is not None:
             raise ValueError(leaf.problem)
         yield leaf.name, leaf.array
+
+
+def validate_leaf_memory(store: Store, manifest: Manifest, names: Iterable[str]) -> None:
+    """Raise `InvalidError` if this machine cannot hold one of these leaves. The manifest may declare any shape."""
+    limit_bytes = read_memory_bytes()
+    for name in names:
+        leaf = manifest.leaves[name]
+        # A type that is not known here takes at least a byte.
+        with contextlib.suppress(TypeError):
+            item_bytes = 1
+            item_bytes = parse_dtype(leaf["dtype"]).itemsize
+        num_bytes = math.prod(leaf["shape"]) * item_bytes
+        if num_bytes > limit_bytes:
+            raise InvalidError(
+                f"{store.url}/{CHECKPOINTS}/{manifest.name}: {name} is {format_type(leaf['dtype'], leaf['shape'])} of "
+                f"{num_bytes / 2**30:,.2f} GiB, and this machine has {limit_bytes / 2**30:,.2f} GiB of memory; read it "
+                "on a larger machine"
+            )
 
 
 def _read_like(store: Store, manifest: Manifest, like: Any, weights: str) -> Any:
@@ -345,6 +374,7 @@ def _read_merged_like(store: Store, manifest: Manifest, like: Any, weights: str)
 
 def _read_verified(store: Store, manifest: Manifest, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Return leaves like those of `abstract`, by their names in the manifest, each checked by its bits."""
+    validate_leaf_memory(store, manifest, abstract)
     directory = f"{CHECKPOINTS}/{manifest.name}"
     arrays = readers.read_arrays(store, directory, manifest, encode_leaves(dict(abstract)))
     found = decode_leaves(arrays, dict(abstract))
@@ -519,6 +549,7 @@ def _find_problems(store: Store, directory: str, manifest: Manifest, depth: Veri
         return problems
     if fingerprint.combine_digests(manifest.leaves) != manifest.fingerprint:
         return ["the fingerprint is not that of the leaves"]
+    validate_leaf_memory(store, manifest, manifest.leaves)
     try:
         leaves = read_leaves(store, directory, manifest, manifest.leaves)
         return [leaf.problem for leaf in leaves if leaf.problem is not None]

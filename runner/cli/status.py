@@ -31,8 +31,8 @@ from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader, format_changes, open_text_stores
 from runner.history.records import History, RunState, StageRecord, Verification, to_json
 from runner.metrics.rows import POLICY_COUNTS, format_metrics, list_own_metrics
-from runner.run.layout import LAYOUT, read_owner
-from runner.spec import load_document, validate_spec
+from runner.run.layout import LAYOUT, OWNER, read_owner
+from runner.spec import list_named_modules, load_document, validate_spec
 from runner.storage import JsonObject, Store, find_kind, local_directory, open_store
 
 WATCH_SECONDS = 2.0
@@ -61,6 +61,20 @@ def find_directory(where: str) -> str:
     if not where.endswith((".yaml", ".yml")):
         return where
     return str(validate_spec(load_document(where)).directory)
+
+
+def find_run(where: str, trust: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the directory of a run, and the modules whose classes its `spec.yaml` may name.
+
+    These are the modules that the user lists in `trust`, and those that a spec of the user's own names.
+    """
+    directory = find_directory(where)
+    # The `spec.yaml` of a run's directory is no spec of the user's own. A copied run may lack `job.json`.
+    path = Path(where)
+    is_of_run = path.name == "spec.yaml" and any((path.parent / name).exists() for name in (OWNER, "checkpoints"))
+    if directory == where or is_of_run:
+        return directory, [*trust]
+    return directory, [*trust, *list_named_modules(load_document(where).data)]
 
 
 def open_run_store(where: str) -> Store:
