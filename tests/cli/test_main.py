@@ -52,7 +52,8 @@ OPTIONS = {
     ("sample",): "--prompt --chat --step --weights --tokens --temperature --top-p --seed --trust",
     ("evaluate",): "--data --step --all --weights --follow -o --output --harness --include-path --json --coordinator "
     "--num-processes --process-id --trust",
-    ("export",): "--trust --step --weights --dtype --adapter --context --tokenizer -o --push --public --license --base-model",
+    ("export",): "--step --weights --dtype --adapter --context --tokenizer --trust -o --push --public --license "
+    "--base-model",
     ("checkpoints",): "--verify --deep",
     ("checkpoints", "copy"): "",
     ("verify-resume",): "--set --steps --kills --processes --devices-per-process --seed",
