@@ -52,7 +52,7 @@ from runner.checkpoint.manifest import (
     read_newest_manifest,
 )
 from runner.checkpoint.policy import find_best_step
-from runner.console import warn
+from runner.console import escape_unprintable, warn
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, InvalidError, NewerFormatError, StorageError
 from runner.process import read_memory_bytes
 from runner.spec import PARAMS, Document, ExecutionSpec, Trust, parse_document, validate_spec
@@ -151,7 +151,8 @@ def use_checkpoint(
     except (InvalidError, StorageError):
         raise
     except (OSError, ValueError) as error:
-        raise InvalidError(f"{store.url}/{CHECKPOINTS}/{name or step}: {error}") from error
+        reason = escape_unprintable(f"{name or step}: {error}")
+        raise InvalidError(f"{store.url}/{CHECKPOINTS}/{reason}") from error
 
 
 def find_best_name(store: Store) -> str | None:
@@ -209,7 +210,7 @@ def _use_newest(store: Store, use: Callable[[Store, Manifest], Result]) -> Resul
                 if isinstance(error, InvalidError | StorageError) and not isinstance(error, _CHECKPOINT_ERRORS):
                     raise
                 has_vanished = has_vanished or not is_committed(store, str(step))
-                rejected.append(f"checkpoint {step} is not good: {error}")
+                rejected.append(escape_unprintable(f"checkpoint {step} is not good: {error}"))
                 continue
             for line in rejected:
                 warn(line)
@@ -429,7 +430,7 @@ def _copy_named(source: Store, name: str, target: Store) -> str:
     try:
         manifest = read_manifest(source, directory)
     except (FileNotFoundError, ValueError) as error:
-        raise InvalidError(f"{source.url}/{directory}: {error}") from error
+        raise InvalidError(f"{source.url}/{escape_unprintable(f'{directory}: {error}')}") from error
     taken = f"{target.url}/{directory} is there already; nothing is overwritten"
     if target.exists(f"{directory}/{MANIFEST}"):
         raise InvalidError(taken)
@@ -452,7 +453,9 @@ def _copy_named(source: Store, name: str, target: Store) -> str:
             list(pool.map(copy_file, manifest.files))
         problems = find_file_problems(target, place, manifest.files)
         if problems:
-            raise InvalidError(f"{target.url}/{directory}: {problems[0]}; nothing was committed")
+            raise InvalidError(
+                f"{target.url}/{escape_unprintable(f'{directory}: {problems[0]}')}; nothing was committed"
+            )
         # As in a save, the manifest comes last and commits the copy.
         create_file(target, f"{place}/{MANIFEST}", manifest.encode())
         if is_staged:
@@ -573,10 +576,11 @@ def format_report(store: Store, depth: VerifyDepth, best: str | None = None) -> 
     """
     lines, code = [], EXIT_DONE
     for entry in list_entries(store, depth):
+        name = f"{escape_unprintable(entry.name):>10}"
         is_bad = bool(entry.problems and entry.is_committed)
         if entry.manifest is None:
             state = "of a newer runner" if entry.is_newer else "DAMAGED" if is_bad else "not committed"
-            lines.append(f"{entry.name:>10}  {state}")
+            lines.append(f"{name}  {state}")
         else:
             manifest = entry.manifest
             try:
@@ -585,11 +589,11 @@ def format_report(store: Store, depth: VerifyDepth, best: str | None = None) -> 
                 moment = "at an unknown time"
             state = "DAMAGED" if is_bad else "committed" if depth is VerifyDepth.MANIFEST else "good"
             lines.append(
-                f"{entry.name:>10}  {state}  {manifest.num_bytes / 1e6:,.1f} MB in {len(manifest.files)} files  "
-                f"{moment}  attempt {manifest.attempt}  fingerprint {manifest.fingerprint}"
+                f"{name}  {state}  {manifest.num_bytes / 1e6:,.1f} MB in {len(manifest.files)} files  "
+                f"{moment}  attempt {manifest.attempt}  fingerprint {escape_unprintable(manifest.fingerprint)}"
                 + (f"  best: {manifest.metric:g}" if entry.name == best and manifest.metric is not None else "")
             )
-        lines += [f"{'':>10}  {problem}" for problem in entry.problems]
+        lines += [f"{'':>10}  {escape_unprintable(problem)}" for problem in entry.problems]
         code = max(code, EXIT_INVALID if entry.is_newer else EXIT_FAILED if is_bad else EXIT_DONE)
     return lines or [f"{store.url}: no checkpoints"], code
 

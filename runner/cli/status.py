@@ -17,13 +17,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from runner.cli.arguments import StatusArguments
-from runner.console import finish_output, format_duration
+from runner.console import escape_controls, finish_output, format_duration, write_text
 from runner.distributed.clock import TimeCategory
 from runner.errors import EXIT_DONE, InvalidError, RetryableError, RunnerError
 from runner.history.goodput import list_restarts
@@ -163,7 +164,7 @@ def print_status(arguments: StatusArguments) -> int:
 
         def show(history: History, is_text: bool) -> bool:
             if arguments.as_json:
-                print(json.dumps(to_json(history) | ({"phase": "tokenise"} if is_text else {})))
+                write_text(json.dumps(to_json(history) | ({"phase": "tokenise"} if is_text else {})) + "\n")
             else:
                 if is_text:
                     console.print("the text of the run is tokenised, before it trains; that job:")
@@ -189,8 +190,24 @@ def print_status(arguments: StatusArguments) -> int:
     return EXIT_DONE
 
 
+class PrintableText:
+    """Renderable whose texts cannot control the terminal, in the styles of another one."""
+
+    def __init__(self, shown: RenderableType):
+        self._shown = shown
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the segments of the other renderable with their texts escaped."""
+        for segment in console.render(self._shown, options):
+            yield segment if segment.control else Segment(escape_controls(segment.text), segment.style)
+
+
 def draw(history: History) -> RenderableType:
     """Return the screen, the most important lines first."""
+    return PrintableText(_draw(history))
+
+
+def _draw(history: History) -> RenderableType:
     parts: list[RenderableType] = [_draw_summary(history), *_plot_loss(history.trend)]
 
     lost = f", {history.lost_steps:,} steps lost" if history.lost_steps else ""
