@@ -173,10 +173,16 @@ def say(line: str) -> None:
     LOGGER.info("%s", line)
 
 
-def write_text(text: str) -> bool:
-    """Print a part of a command's result in UTF-8, whatever the locale. Returns and raises as `finish_output`."""
+def write_text(text: str, *, is_program: bool = False) -> bool:
+    """Print a part of a command's result in UTF-8, whatever the locale. Returns and raises as `finish_output`.
+
+    Args:
+        text: the text; control characters are escaped.
+        is_program: True for a script or manifest made of the user's own spec, which is printed unchanged.
+    """
+    shown = text if is_program else escape_controls(text)
     sys.stdout.flush()
-    sys.stdout.buffer.write(escape_controls(text).encode())
+    sys.stdout.buffer.write(shown.encode(errors="surrogateescape"))
     sys.stdout.buffer.flush()
     return finish_output()
 
