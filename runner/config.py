@@ -19,6 +19,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -26,7 +27,8 @@ from pydantic import (
 from runner.errors import InvalidError
 from runner.optim.config import OPTIMIZERS, SCHEDULES, OptimizerConfig, ScheduleConfig
 from runner.run.events import ROLL_BACKS_MAX
-from runner.spec import Auto, FrozenModel, JobConfig, Trajectory, is_below, is_class_path
+from runner.spec import Auto, Document, FrozenModel, JobConfig, Trajectory, is_below, is_class_path
+from runner.spec.model import CLASS_PATH
 from runner.storage import JsonObject
 
 DEFAULT_SOURCE = "python-stdlib"
@@ -139,6 +141,15 @@ class TokenSource(FrozenModel):
         description="Tokens of dialogues that count in the loss: those of the answers (assistant tokens) or all. "
         "Required for a corpus of dialogues, and for tables with a mask or labels; unused otherwise.",
     )
+
+    @field_validator("source")
+    @classmethod
+    def _validate_trust(cls, source: str, info: ValidationInfo) -> str:
+        """Refuse a class of a module that the document may not name."""
+        # Also if a file has this name now: it may be gone when the class is loaded.
+        if isinstance(info.context, Document) and CLASS_PATH.fullmatch(source):
+            info.context.validate_trust(source)
+        return source
 
 
 class MixtureSource(TokenSource):

@@ -5,9 +5,12 @@ never raise: with a closed terminal, a broken pipe or a full disk, only the line
 its output calls `finish_output` to learn of it.
 
 `say` and `warn` write records to the standard logger `runner`. Records below the level of a warning go to standard
-output, the others to standard error. They are printed unchanged until a job is about to run and calls
-`configure_console`. From then on the job's own loggers are printed to the same streams, and unprintable characters of
-all records are escaped. A secret that was passed to `hide_secret` is always printed as `***`.
+output, the others to standard error. From the call of `configure_console` on, by a job that is about to run, the job's
+own loggers are printed to the same streams. A secret that was passed to `hide_secret` is always printed as `***`.
+
+A run's directory may be somebody else's, so what is printed of it must not control the terminal: `say`, `warn` and
+`write_text`, through which every line of a command goes, print control characters escaped (`escape_controls`). Only the
+screens of `rich` add such characters themselves, and their texts are escaped before.
 
 `format_duration` formats the durations that the views of a run show.
 """
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
 Form = Literal["text", "json"]
 
 LOGGER = logging.getLogger("runner")
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb]"
+)
 _SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CONNECTION_STRING)$")
 _MIN_SECRET_CHARACTERS = 8  # A shorter value would hide parts of ordinary words.
 _secrets: set[str] = set()
@@ -148,6 +154,16 @@ def escape_unprintable(text: str) -> str:
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
+def escape_controls(text: str) -> str:
+    r"""Return `text` with characters that control a terminal as `\u001b`; newlines, tabs and all other text stay.
+
+    Besides the control characters these are the marks that change the direction of text, and halves of surrogate pairs,
+    which stand for bytes of a file name that are not UTF-8.
+    """
+    # The form of JSON, so that a text in JSON still is.
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
 def hide_secret(secret: str) -> None:
     """Hide `secret` in all records from now on."""
     if len(secret) >= _MIN_SECRET_CHARACTERS:
@@ -169,10 +185,16 @@ def silence() -> Iterator[None]:
         LOGGER.disabled = before
 
 
-def write_text(text: str) -> bool:
-    """Print a part of a command's result in UTF-8, whatever the locale. Returns and raises as `finish_output`."""
+def write_text(text: str, *, is_program: bool = False) -> bool:
+    """Print a part of a command's result in UTF-8, whatever the locale. Returns and raises as `finish_output`.
+
+    Args:
+        text: the text; control characters are escaped.
+        is_program: True for a script or manifest made of the user's own spec, which is printed unchanged.
+    """
+    shown = text if is_program else escape_controls(text)
     sys.stdout.flush()
-    sys.stdout.buffer.write(text.encode(errors="surrogateescape"))
+    sys.stdout.buffer.write(shown.encode(errors="surrogateescape"))
     sys.stdout.buffer.flush()
     return finish_output()
 
@@ -205,9 +227,9 @@ def _replace_secrets(text: str) -> str:
 class LineFormatter(logging.Formatter):
     """Formatter of records as lines.
 
-    `plain` is the message without secrets; `text` is the message for a person, which may have several lines; `dated` is
-    one line with time, level and process; `json` is one line with the keys that Google Cloud Logging recognizes:
-    severity, time and message.
+    `plain` is the message without secrets; `text` is the message of a job for a person, which may have several lines;
+    `dated` is one line with time, level and process; `json` is one line with the keys that Google Cloud Logging
+    recognizes: severity, time and message.
     """
 
     def __init__(self, form: Form | Literal["plain", "dated"], process: int | None = None):
@@ -222,7 +244,7 @@ class LineFormatter(logging.Formatter):
             message = f"{message}\n{self.formatException(record.exc_info)}"
         message = _replace_secrets(message)
         if self._form == "plain":
-            return message
+            return escape_controls(message)
         if self._form == "text":
             return "\n".join(f"{self._prefix}{escape_unprintable(line)}" for line in message.expandtabs().split("\n"))
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{record.msecs:03.0f}Z"

@@ -84,10 +84,10 @@ def test_a_progress_line_has_few_metrics_and_none_of_single_layers(metrics: Json
 
 def test_evaluate_has_its_own_metrics_and_no_perplexity(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     accuracy = get_newest_row(run)["val/accuracy"]
-    code, out, err = capture_command(capfd, "evaluate", run)
+    code, out, err = capture_command(capfd, "evaluate", "--trust", "tests", run)
     assert (code, err) == (0, "")
     assert re.fullmatch(rf"step 6: loss [\d.]+, accuracy {accuracy:.4g} \(32 targets\)\n", out)
-    record = json.loads(capture_command(capfd, "evaluate", run, "--json")[1])
+    record = json.loads(capture_command(capfd, "evaluate", "--trust", "tests", run, "--json")[1])
     assert record["loss"] == get_newest_row(run)["val/loss"]
     assert record["metrics"] == record["sets"]["validation"]["metrics"] == {"accuracy": accuracy}
     assert (record["perplexity"], record["loss_per_byte"], record["language_model"]) == (None, None, False)
@@ -107,28 +107,28 @@ def test_evaluate_calls_its_own_evaluators(
     shutil.copytree(run, copy)
     spec = (copy / "spec.yaml").read_text()
     (copy / "spec.yaml").write_text(spec.replace("images:Classify", f"images:{job}"))
-    code, out, err = capture_command(capfd, "evaluate", copy, "--json")
+    code, out, err = capture_command(capfd, "evaluate", "--trust", "tests", copy, "--json")
     assert code == 0
     assert re.fullmatch(f"{warning}.*\n", err)
     metrics = json.loads(out)["metrics"]
     assert set(metrics) == {"accuracy", *figures}
     assert metrics.get("step", 6) == 6
-    assert "bright" not in capture_command(capfd, "evaluate", copy, "--data", CHANGES["config.data"]["source"])[1]
+    assert "bright" not in capture_command(capfd, "evaluate", "--trust", "tests", copy, "--data", CHANGES["config.data"]["source"])[1]
 
 
 def test_means_over_a_large_set_are_exact(
     run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Means are sums over parts of the set."""
-    whole = json.loads(capture_command(capfd, "evaluate", run, "--json", "--data", CHANGES["config.data"]["source"])[1])
+    whole = json.loads(capture_command(capfd, "evaluate", "--trust", "tests", run, "--json", "--data", CHANGES["config.data"]["source"])[1])
     monkeypatch.setattr("runner.inference.evaluate._STRETCH_BATCHES", 3)
-    parts = json.loads(capture_command(capfd, "evaluate", run, "--json", "--data", CHANGES["config.data"]["source"])[1])
+    parts = json.loads(capture_command(capfd, "evaluate", "--trust", "tests", run, "--json", "--data", CHANGES["config.data"]["source"])[1])
     assert whole["metrics"] == parts["metrics"]
     assert whole["tokens"] > 64 * 3
 
 
 def test_sample_rejects_a_classifier_in_one_line(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, err = capture_command(capfd, "sample", run)
+    code, out, err = capture_command(capfd, "sample", run, "--trust", "tests")
     assert (code, out) == (2, "")
     assert "trains no language model" in err
     assert len(err.splitlines()) == 1
@@ -154,7 +154,7 @@ def test_plan_counts_examples(tmp_path: Path, capfd: pytest.CaptureFixture[str])
 
 
 def test_evaluate_refuses_data_with_other_arrays(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, _, err = capture_command(capfd, "evaluate", run, "--data", "tests.support.arrays:Images")
+    code, _, err = capture_command(capfd, "evaluate", "--trust", "tests", run, "--data", "tests.support.arrays:Images")
     assert code == 2
     assert "its examples hold image float32 4x4x1," in err
 

@@ -482,7 +482,7 @@ def run(arguments: JobSetArguments) -> int:
         manifest = render(spec, text, arguments, _find_submit_time(metadata["name"], metadata.get("namespace")))
     validate_size(manifest, len(text.encode()))
     if arguments.dry_run:
-        write_text(dump(manifest))
+        write_text(dump(manifest), is_program=True)
     else:
         _kubectl("apply", "-f", "-", text=dump(manifest))
     return EXIT_DONE

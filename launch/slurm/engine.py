@@ -99,7 +99,7 @@ def run(arguments: SlurmArguments) -> int:
     allocation = allocate(document, spec, arguments.nodes, arguments.gpus_per_node)
     script = render(spec, allocation, arguments)
     if arguments.dry_run:
-        write_text(script)
+        write_text(script, is_program=True)
         return EXIT_DONE
     if shutil.which("sbatch") is None:
         raise InvalidError("sbatch is not on the PATH; submit on a login node of the cluster, or print with --dry-run")

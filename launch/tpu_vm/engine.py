@@ -457,7 +457,7 @@ def run(arguments: TpuVmArguments) -> int:
         warn(f"launch: WARNING: UNCOMMITTED CHANGES ARE NOT SHIPPED ({len(commit.uncommitted)}): {changed}")
     if arguments.dry_run:
         archive = ["git", "archive", "--format=tar.gz", f"--output={programs.archive}", commit.hash]
-        write_text("".join(f"{shlex.join(command)}\n" for command in (archive, *commands)))
+        write_text("".join(f"{shlex.join(command)}\n" for command in (archive, *commands)), is_program=True)
         return EXIT_DONE
     if shutil.which("gcloud") is None:
         raise InvalidError("gcloud is not on the PATH; install the Google Cloud CLI and run gcloud auth login")

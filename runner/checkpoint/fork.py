@@ -32,7 +32,7 @@ from runner.checkpoint.manifest import (
     read_newest_manifest,
 )
 from runner.checkpoint.restore import RestoredState, restore_from_run, validate_files_of_run
-from runner.console import warn
+from runner.console import escape_unprintable, warn
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, ResumeError, StorageError, suggest_nearest
 from runner.run.attempt import Attempt
@@ -103,7 +103,8 @@ def read_parent_manifest(fork: ForkConfig) -> tuple[Store, Manifest]:
     except (InvalidError, StorageError):
         raise
     except ValueError as error:
-        raise ResumeError(f"{store.url}/{CHECKPOINTS}/{name}: {error}; choose another step") from error
+        reason = escape_unprintable(str(error))
+        raise ResumeError(f"{store.url}/{CHECKPOINTS}/{name}: {reason}; choose another step") from error
 
 
 def find_continued_manifest(store: Store, fork: ForkConfig | None) -> Manifest | None:

@@ -5,9 +5,12 @@ a copy writes, into its target. The job's own code is not needed, since the mani
 is needed to read the arrays. A copy is verified on both sides: while it is read, and where it has arrived.
 """
 
+import contextlib
+import dataclasses
 import datetime
 import enum
 import errno
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +30,7 @@ from runner.checkpoint.leaves import (
     encode_leaves,
     find_adapter_merge,
     flatten_with_names,
+    format_type,
     has_adapter,
     map_weight_names,
     parse_dtype,
@@ -48,9 +52,10 @@ from runner.checkpoint.manifest import (
     read_newest_manifest,
 )
 from runner.checkpoint.policy import find_best_step
-from runner.console import warn
+from runner.console import escape_unprintable, warn
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, InvalidError, NewerFormatError, StorageError
-from runner.spec import PARAMS, Document, ExecutionSpec, parse_document, validate_spec
+from runner.process import read_memory_bytes
+from runner.spec import PARAMS, Document, ExecutionSpec, Trust, parse_document, validate_spec
 from runner.storage import (
     ForbiddenError,
     Store,
@@ -146,7 +151,8 @@ def use_checkpoint(
     except (InvalidError, StorageError):
         raise
     except (OSError, ValueError) as error:
-        raise InvalidError(f"{store.url}/{CHECKPOINTS}/{name or step}: {error}") from error
+        reason = escape_unprintable(f"{name or step}: {error}")
+        raise InvalidError(f"{store.url}/{CHECKPOINTS}/{reason}") from error
 
 
 def find_best_name(store: Store) -> str | None:
@@ -168,8 +174,12 @@ def find_best_checkpoint(store: Store, spec: ExecutionSpec) -> str:
     return str(found)
 
 
-def read_document(store: Store) -> Document:
+def read_document(store: Store, trust: Trust | None = None) -> Document:
     """Return the resolved spec of the run in `store`, not yet validated.
+
+    Args:
+        store: directory of the run.
+        trust: modules that the spec may name besides those of this project; by default none.
 
     Raises:
         InvalidError: no run has begun there.
@@ -181,7 +191,7 @@ def read_document(store: Store) -> Document:
         raise InvalidError(f"{store.url}: no {SPEC} is here; needs the directory of a run that has begun") from error
     except UnicodeDecodeError as error:
         raise InvalidError(f"{store.url}/{SPEC}: is not text: {error}") from error
-    return parse_document(text, f"{store.url}/{SPEC}")
+    return dataclasses.replace(parse_document(text, f"{store.url}/{SPEC}"), trust=trust or Trust())
 
 
 def _use_newest(store: Store, use: Callable[[Store, Manifest], Result]) -> Result:
@@ -200,7 +210,7 @@ def _use_newest(store: Store, use: Callable[[Store, Manifest], Result]) -> Resul
                 if isinstance(error, InvalidError | StorageError) and not isinstance(error, _CHECKPOINT_ERRORS):
                     raise
                 has_vanished = has_vanished or not is_committed(store, str(step))
-                rejected.append(f"checkpoint {step} is not good: {error}")
+                rejected.append(escape_unprintable(f"checkpoint {step} is not good: {error}"))
                 continue
             for line in rejected:
                 warn(line)
@@ -292,10 +302,30 @@ def read_weights(store: Store, manifest: Manifest, weights: str) -> Iterator[tup
 
 def read_named_leaves(store: Store, manifest: Manifest, names: Iterable[str]) -> Iterator[tuple[str, jax.Array]]:
     """Iterate over leaves by their names in the manifest, like `read_weights`."""
+    names = [*names]
+    validate_leaf_memory(store, manifest, names)
     for leaf in read_leaves(store, f"{CHECKPOINTS}/{manifest.name}", manifest, names):
         if leaf.problem is not None:
             raise ValueError(leaf.problem)
         yield leaf.name, leaf.array
+
+
+def validate_leaf_memory(store: Store, manifest: Manifest, names: Iterable[str]) -> None:
+    """Raise `InvalidError` if this machine cannot hold one of these leaves. The manifest may declare any shape."""
+    limit_bytes = read_memory_bytes()
+    for name in names:
+        leaf = manifest.leaves[name]
+        # A type that is not known here takes at least a byte.
+        with contextlib.suppress(TypeError):
+            item_bytes = 1
+            item_bytes = parse_dtype(leaf["dtype"]).itemsize
+        num_bytes = math.prod(leaf["shape"]) * item_bytes
+        if num_bytes > limit_bytes:
+            raise InvalidError(
+                f"{store.url}/{CHECKPOINTS}/{manifest.name}: {name} is {format_type(leaf['dtype'], leaf['shape'])} of "
+                f"{num_bytes / 2**30:,.2f} GiB, and this machine has {limit_bytes / 2**30:,.2f} GiB of memory; read it "
+                "on a larger machine"
+            )
 
 
 def _read_like(store: Store, manifest: Manifest, like: Any, weights: str) -> Any:
@@ -344,6 +374,7 @@ def _read_merged_like(store: Store, manifest: Manifest, like: Any, weights: str)
 
 def _read_verified(store: Store, manifest: Manifest, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Return leaves like those of `abstract`, by their names in the manifest, each checked by its bits."""
+    validate_leaf_memory(store, manifest, abstract)
     directory = f"{CHECKPOINTS}/{manifest.name}"
     arrays = readers.read_arrays(store, directory, manifest, encode_leaves(dict(abstract)))
     found = decode_leaves(arrays, dict(abstract))
@@ -398,7 +429,7 @@ def _copy_named(source: Store, name: str, target: Store) -> str:
     try:
         manifest = read_manifest(source, directory)
     except (FileNotFoundError, ValueError) as error:
-        raise InvalidError(f"{source.url}/{directory}: {error}") from error
+        raise InvalidError(f"{source.url}/{escape_unprintable(f'{directory}: {error}')}") from error
     taken = f"{target.url}/{directory} is there already; nothing is overwritten"
     if target.exists(f"{directory}/{MANIFEST}"):
         raise InvalidError(taken)
@@ -421,7 +452,9 @@ def _copy_named(source: Store, name: str, target: Store) -> str:
             list(pool.map(copy_file, manifest.files))
         problems = find_file_problems(target, place, manifest.files)
         if problems:
-            raise InvalidError(f"{target.url}/{directory}: {problems[0]}; nothing was committed")
+            raise InvalidError(
+                f"{target.url}/{escape_unprintable(f'{directory}: {problems[0]}')}; nothing was committed"
+            )
         # As in a save, the manifest comes last and commits the copy.
         create_file(target, f"{place}/{MANIFEST}", manifest.encode())
         if is_staged:
@@ -518,6 +551,7 @@ def _find_problems(store: Store, directory: str, manifest: Manifest, depth: Veri
         return problems
     if fingerprint.combine_digests(manifest.leaves) != manifest.fingerprint:
         return ["the fingerprint is not that of the leaves"]
+    validate_leaf_memory(store, manifest, manifest.leaves)
     try:
         leaves = read_leaves(store, directory, manifest, manifest.leaves)
         return [leaf.problem for leaf in leaves if leaf.problem is not None]
@@ -541,10 +575,11 @@ def format_report(store: Store, depth: VerifyDepth, best: str | None = None) -> 
     """
     lines, code = [], EXIT_DONE
     for entry in list_entries(store, depth):
+        name = f"{escape_unprintable(entry.name):>10}"
         is_bad = bool(entry.problems and entry.is_committed)
         if entry.manifest is None:
             state = "of a newer runner" if entry.is_newer else "DAMAGED" if is_bad else "not committed"
-            lines.append(f"{entry.name:>10}  {state}")
+            lines.append(f"{name}  {state}")
         else:
             manifest = entry.manifest
             try:
@@ -553,11 +588,11 @@ def format_report(store: Store, depth: VerifyDepth, best: str | None = None) -> 
                 moment = "at an unknown time"
             state = "DAMAGED" if is_bad else "committed" if depth is VerifyDepth.MANIFEST else "good"
             lines.append(
-                f"{entry.name:>10}  {state}  {manifest.num_bytes / 1e6:,.1f} MB in {len(manifest.files)} files  "
-                f"{moment}  attempt {manifest.attempt}  fingerprint {manifest.fingerprint}"
+                f"{name}  {state}  {manifest.num_bytes / 1e6:,.1f} MB in {len(manifest.files)} files  "
+                f"{moment}  attempt {manifest.attempt}  fingerprint {escape_unprintable(manifest.fingerprint)}"
                 + (f"  best: {manifest.metric:g}" if entry.name == best and manifest.metric is not None else "")
             )
-        lines += [f"{'':>10}  {problem}" for problem in entry.problems]
+        lines += [f"{'':>10}  {escape_unprintable(problem)}" for problem in entry.problems]
         code = max(code, EXIT_INVALID if entry.is_newer else EXIT_FAILED if is_bad else EXIT_DONE)
     return lines or [f"{store.url}: no checkpoints"], code
 

@@ -22,6 +22,15 @@ Overrides = Annotated[
 WeightsName = Annotated[
     str, typer.Option("--weights", metavar="W", help="Trained weights (params), or an average of them (ema_0.999).")
 ]
+TrustedModules = Annotated[
+    list[str],
+    typer.Option(
+        "--trust",
+        metavar="MODULE",
+        help="Module, with its submodules, whose classes the run's directory may name; repeatable. Those of this "
+        "project, and those that your own SPEC names, need none.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -166,6 +175,7 @@ class SampleArguments:
         float, typer.Option(metavar="P", help="Sample from the most probable tokens that together have probability P.")
     ] = 1.0
     seed: Annotated[int, typer.Option(metavar="S", help="Seed of the random numbers.")] = 0
+    trust: TrustedModules = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +217,7 @@ class EvaluateArguments:
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per checkpoint, at full precision.")] = (
         False
     )
+    trust: TrustedModules = field(default_factory=list)
     coordinator: Coordinator = None
     num_processes: NumProcesses = None
     process_id: ProcessId = None
@@ -255,6 +266,7 @@ class ExportArguments:
     output: Annotated[
         str | None, typer.Option("-o", metavar="OUT", help="Directory or URL to create; nothing may exist there.")
     ] = None
+    trust: TrustedModules = field(default_factory=list)
     push: Annotated[
         str | None, typer.Option(metavar="OWNER/NAME", help="Upload to this repository on the Hugging Face Hub.")
     ] = None

@@ -4,7 +4,7 @@ from runner.checkpoint.inspect import VerifyDepth, copy_checkpoint, find_best_na
 from runner.checkpoint.manifest import CHECKPOINTS
 from runner.cli.arguments import CheckpointsArguments, CopyArguments, ProfileArguments
 from runner.cli.status import convert_read_errors, find_directory, open_run_store
-from runner.console import finish_output, say
+from runner.console import say, write_text
 from runner.errors import EXIT_DONE, InvalidError
 from runner.spec import MAX_PROFILE_STEPS
 from runner.storage import open_store, split_checkpoint
@@ -25,8 +25,7 @@ def list_checkpoints(arguments: CheckpointsArguments) -> int:
         depth = VerifyDepth.FILES if arguments.is_verify else VerifyDepth.MANIFEST
         depth = VerifyDepth.BITS if arguments.is_deep else depth
         lines, code = format_report(store, depth, find_best_name(store))
-        print("\n".join(lines))
-        finish_output()
+        write_text("".join(f"{line}\n" for line in lines))
     return code
 
 
@@ -35,7 +34,7 @@ def copy(arguments: CopyArguments) -> int:
     with convert_read_errors():
         directory, name = split_checkpoint(arguments.source)
         copied = copy_checkpoint(open_store(directory), name, open_store(arguments.target))
-        print(f"copied and verified: {arguments.target.rstrip('/')}/checkpoints/{copied}")
+        say(f"copied and verified: {arguments.target.rstrip('/')}/checkpoints/{copied}")
     return EXIT_DONE
 
 

@@ -15,7 +15,7 @@ from runner.accelerator import CHIPS, Accelerator, find_chip, parse_accelerator
 from runner.checkpoint.leaves import flatten_with_names
 from runner.cli.arguments import PlanArguments, SchemaArguments, SpecFromArguments
 from runner.config import TrainerConfig
-from runner.console import finish_output, say, write_text
+from runner.console import say, write_text
 from runner.data.source_files import find_corpus, find_source
 from runner.errors import EXIT_DONE, InvalidError
 from runner.huggingface.assets import TOKENIZER, unnest_config
@@ -86,8 +86,7 @@ def print_schema(arguments: SchemaArguments) -> int:
         validate_spec(document)
         job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
         config = job_class.Config
-    print(json.dumps(json_schema(config, any_other=arguments.spec is None), indent=2))
-    finish_output()
+    write_text(json.dumps(json_schema(config, any_other=arguments.spec is None), indent=2) + "\n")
     return EXIT_DONE
 
 

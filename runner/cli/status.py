@@ -17,13 +17,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from runner.cli.arguments import StatusArguments
-from runner.console import finish_output, format_duration
+from runner.console import escape_controls, finish_output, format_duration, write_text
 from runner.distributed.clock import TimeCategory
 from runner.errors import EXIT_DONE, InvalidError, RetryableError, RunnerError
 from runner.history.goodput import list_restarts
@@ -31,8 +32,8 @@ from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader, format_changes, open_text_stores
 from runner.history.records import History, RunState, StageRecord, Verification, to_json
 from runner.metrics.rows import POLICY_COUNTS, format_metrics, list_own_metrics
-from runner.run.layout import LAYOUT, read_owner
-from runner.spec import load_document, validate_spec
+from runner.run.layout import LAYOUT, OWNER, read_owner
+from runner.spec import list_named_modules, load_document, validate_spec
 from runner.storage import JsonObject, Store, find_kind, local_directory, open_store
 
 WATCH_SECONDS = 2.0
@@ -61,6 +62,20 @@ def find_directory(where: str) -> str:
     if not where.endswith((".yaml", ".yml")) or os.path.isdir(where):
         return where
     return str(validate_spec(load_document(where)).directory)
+
+
+def find_run(where: str, trust: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the directory of a run, and the modules whose classes its `spec.yaml` may name.
+
+    These are the modules that the user lists in `trust`, and those that a spec of the user's own names.
+    """
+    directory = find_directory(where)
+    # The `spec.yaml` of a run's directory is no spec of the user's own. A copied run may lack `job.json`.
+    path = Path(where)
+    is_of_run = path.name == "spec.yaml" and any((path.parent / name).exists() for name in (OWNER, "checkpoints"))
+    if directory == where or is_of_run:
+        return directory, [*trust]
+    return directory, [*trust, *list_named_modules(load_document(where).data)]
 
 
 def open_run_store(where: str) -> Store:
@@ -149,7 +164,7 @@ def print_status(arguments: StatusArguments) -> int:
 
         def show(history: History, is_text: bool) -> bool:
             if arguments.as_json:
-                print(json.dumps(to_json(history) | ({"phase": "tokenise"} if is_text else {})))
+                write_text(json.dumps(to_json(history) | ({"phase": "tokenise"} if is_text else {})) + "\n")
             else:
                 if is_text:
                     console.print("the text of the run is tokenised, before it trains; that job:")
@@ -175,8 +190,24 @@ def print_status(arguments: StatusArguments) -> int:
     return EXIT_DONE
 
 
+class PrintableText:
+    """Renderable whose texts cannot control the terminal, in the styles of another one."""
+
+    def __init__(self, shown: RenderableType):
+        self._shown = shown
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the segments of the other renderable with their texts escaped."""
+        for segment in console.render(self._shown, options):
+            yield segment if segment.control else Segment(escape_controls(segment.text), segment.style)
+
+
 def draw(history: History) -> RenderableType:
     """Return the screen, the most important lines first."""
+    return PrintableText(_draw(history))
+
+
+def _draw(history: History) -> RenderableType:
     parts: list[RenderableType] = [_draw_summary(history), *_plot_loss(history.trend)]
 
     lost = f", {history.lost_steps:,} steps lost" if history.lost_steps else ""

@@ -11,7 +11,7 @@ from pathlib import Path
 from runner.checkpoint.inspect import find_checkpoint, read_document
 from runner.cli.arguments import EvaluateArguments, ExportArguments, SampleArguments
 from runner.cli.run import find_placement
-from runner.cli.status import convert_read_errors, find_directory, validate_output
+from runner.cli.status import convert_read_errors, find_run, validate_output
 from runner.console import say, warn, write_text
 from runner.distributed.agreement import Hosts
 from runner.distributed.preemption import end_process
@@ -33,7 +33,7 @@ from runner.inference.evaluate import (
 from runner.inference.open_run import NEWEST, ReadOnlyRun, SampleRequest, open_run, sample
 from runner.job import RestoreableJob
 from runner.metrics.file import read_encoded_rows
-from runner.spec import load_job_class, validate_spec
+from runner.spec import Trust, load_job_class, validate_spec
 from runner.spec.imports import import_extra
 from runner.storage import (
     JsonObject,
@@ -64,7 +64,7 @@ def print_sample(arguments: SampleArguments) -> int:
         is_chat=arguments.is_chat,
     )
     with convert_read_errors():
-        run = open_run(find_directory(arguments.where))
+        run = open_run(*find_run(arguments.where, arguments.trust))
         run.prepare_process()
         for piece in sample(run, request):
             if not write_text(piece):
@@ -78,7 +78,7 @@ def print_evaluation(arguments: EvaluateArguments) -> int:
         import_extra(_HARNESS)  # a missing package is reported before weights are loaded
     output = None if arguments.output is None else validate_output(arguments.output, [])
     with convert_read_errors():
-        run = open_run(find_directory(arguments.where))
+        run = open_run(*find_run(arguments.where, arguments.trust))
         if output is not None:
             validate_outside_run(output, run.store)
         request = EvaluationRequest(
@@ -170,13 +170,13 @@ def append_record(path: Path, record: JsonObject) -> None:
 def export(arguments: ExportArguments) -> int:
     """Export weights of a run in Hugging Face's layout, into a directory, to the Hub, or both."""
     repository = None if arguments.push is None else HubRepository(arguments.push, is_public=arguments.is_public)
-    where = find_directory(arguments.where)
+    where, trust = find_run(arguments.where, arguments.trust)
     directory, _ = split_checkpoint(where)
     store = open_store(directory)
     if arguments.output is not None and "://" not in arguments.output:
         validate_output(arguments.output, [store], "a directory")
     # The spec that the run has recorded counts, not the file that the user may have edited since.
-    document = read_document(store)
+    document = read_document(store, Trust(tuple(trust)))
     spec = validate_spec(document)
     job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
     # The job is never set up: its class alone knows how its leaves map to Hugging Face's names.

@@ -1,10 +1,9 @@
 """Data sets of arrays: a class of the user's own whose examples are dicts of NumPy arrays, such as images and labels.
 
-`data.source: module:Class` names it; it is called with the keys of `data.options`. A function that returns a data set,
-such as a `grain.MapDataset`, works too. The data set has `__len__` and `__getitem__(index)`, which returns a dict of
-arrays or numbers. It is immutable: an index has the same example on every host and in every attempt. Two attributes are
-optional: `fingerprint`, a text that identifies the data, and `padding`, the value by field of the padding examples at
-the end of a validation set (0 by default).
+`data.source: module:Class` names it; it is called with the keys of `data.options`. The class has `__len__` and
+`__getitem__(index)`, which returns a dict of arrays or numbers. A data set is immutable: an index has the same example
+on every host and in every attempt. Two attributes are optional: `fingerprint`, a text that identifies the data, and
+`padding`, the value by field of the padding examples at the end of a validation set (0 by default).
 
 The first example declares the fields; all others must have the same names, dtypes and shapes. 64-bit numbers are
 converted to 32 bits, because JAX computes in 32 bits by default.
@@ -46,6 +45,7 @@ PADDING_MASK = "padding_mask"  # True for a real example
 RESERVED_FIELDS = (PADDING_MASK, "example", "loss_weight")
 LENGTH_MAX = 1 << 48  # a data set that repeats itself has a length near the largest integer
 ALONE_SECONDS = 0.005  # of reading on one thread, after which others help
+_METHODS = ("__len__", "__getitem__")
 SLOW_SECONDS = 10.0  # for one example, above which a run warns
 _SHOWN_SECONDS = 1.0  # of a read, from which on the report of a hang names it
 _SAMPLE_EXAMPLES = 16  # in the fingerprint
@@ -313,6 +313,14 @@ _opened: weakref.WeakValueDictionary[tuple[str, int, str], ArraySource] = weakre
 _opening = threading.Lock()
 
 
+def _has_method(found: type, method: str) -> bool:
+    return callable(getattr(found, method, None))
+
+
+def _is_data_set_class(found: object) -> bool:
+    return isinstance(found, type) and all(_has_method(found, method) for method in _METHODS)
+
+
 def open_array_source(token_source: "TokenSource") -> ArraySource:
     """Open the data set that `module:Class` names, or use the open one. Called on every host.
 
@@ -321,13 +329,17 @@ def open_array_source(token_source: "TokenSource") -> ArraySource:
     """
     name = f"data.source={token_source.source}"
     try:
-        make = load_attribute(token_source.source, callable)
+        make = load_attribute(token_source.source, _is_data_set_class)
     except InvalidError as error:
         raise DataError(f"{name}: {error}") from error
     if isinstance(make, type) and issubclass(make, Source):
         raise DataError(f"{name}: is a Source of tokens, and data.sequence_length is missing; set it")
-    if not callable(make):
-        raise DataError(f"{name}: is {_describe(make)}; name a class, or a function that returns a data set")
+    # Checked before anything is called: what is named may be any function of the module.
+    if not isinstance(make, type):
+        raise DataError(f"{name}: is {_describe(make)}; name a class with {' and '.join(_METHODS)}")
+    if not _is_data_set_class(make):
+        missing = next(method for method in _METHODS if not _has_method(make, method))
+        raise DataError(f"{name}: the class has no {missing}; a data set of arrays needs random access")
     # The arguments are bound before the call, so that a TypeError inside the class is not mistaken for bad options.
     try:
         inspect.signature(make).bind(**token_source.options)
@@ -339,8 +351,7 @@ def open_array_source(token_source: "TokenSource") -> ArraySource:
         if source is None:
             with translate_user_errors(f"{name}: opening it"):
                 examples = make(**token_source.options)
-            if missing := [method for method in ("__len__", "__getitem__") if not hasattr(examples, method)]:
-                kind = type(examples).__name__
-                raise DataError(f"{name}: {kind} has no {missing[0]}; a data set of arrays needs random access")
+            if not _is_data_set_class(type(examples)):  # by a `__new__` or a metaclass of its own
+                raise DataError(f"{name}: makes {_describe(examples)}; a data set has {' and '.join(_METHODS)}")
             source = _opened[key] = ArraySource(examples, name, token_source.source)
     return source

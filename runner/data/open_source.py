@@ -6,6 +6,7 @@ to open it: the digest (which is also part of the data set's fingerprint) and th
 """
 
 import copy
+import dataclasses
 import hashlib
 import inspect
 import io
@@ -395,7 +396,7 @@ def split_text(document: Document, spec: ExecutionSpec, url: str, job: str) -> t
     """
     # The digest remains that of the spec as the user wrote it, because supervisors compute that digest too.
     unfilled = document.data if document.unfilled is None else document.unfilled
-    document = Document(copy.deepcopy(document.data), document.locations, unfilled, document.written)
+    document = dataclasses.replace(document, data=copy.deepcopy(document.data), unfilled=unfilled)
     config = document.data["config"]
     section = config["data"].pop("tokenise")
     found: dict[str, tuple[KeyPath, JsonObject]] = {}
@@ -451,7 +452,7 @@ def split_text(document: Document, spec: ExecutionSpec, url: str, job: str) -> t
             | {key: logging[key] for key in ("level", "level_other_hosts", "format") if key in logging},
             "config": own,
         }
-        own_document = Document(data, document.locations, written=written)
+        own_document = Document(data, document.locations, written=written, trust=document.trust)
         texts.append(RawText(name, text["source"], text["options"], f"{data['directory']}/corpus", own_document))
     return document, texts
 

@@ -234,6 +234,7 @@ def load_hooks(document: Document, entries: Sequence[HookEntry], job: SeenJob) -
             if entry.effective_name in (FIRED, *(each.name for each in listed)):
                 raise InvalidError(f"a hook is called {entry.effective_name} already; give this one a name of its own")
             # The class is imported before its config is validated, because it declares the config's keys.
+            document.validate_trust(entry.hook)
             hook_class: type[Hook] = load_class(entry.hook, Hook)
             hook = hook_class(validate_config(document, hook_class.Config, place), job)
             # Defaults are filled in, since the resolved spec must not depend on a later version's defaults.

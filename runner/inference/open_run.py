@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,7 @@ from runner.evaluation.generation import (
 from runner.huggingface.assets import TOKENIZER, ExportAssets, find_assets, read_assets
 from runner.job import RestoreableJob
 from runner.parallel.mesh import AXES, make_mesh, read_device_memory_bytes
-from runner.spec import PARAMS, load_job_class, validate_spec
+from runner.spec import PARAMS, Trust, load_job_class, validate_spec
 from runner.storage import Store, open_store, parse_number
 from runner.train.evaluators import cast_like
 from runner.trainer import BaseTrainer
@@ -180,14 +180,18 @@ def parse_step(checkpoint: str) -> int:
     return int(checkpoint.rpartition("/")[2])
 
 
-def open_run(directory: str) -> ReadOnlyRun:
+def open_run(directory: str, trust: Sequence[str] = ()) -> ReadOnlyRun:
     """Open the run in a directory or at a URL. Reads `spec.yaml` and claims no attempt.
 
+    Args:
+        directory: directory or URL of the run.
+        trust: modules, with their submodules, whose classes the run may name besides those of this project.
+
     Raises:
-        InvalidError: no run has begun there, or its job is not a trainer.
+        InvalidError: no run has begun there, its job is not a trainer, or its spec names a class of another module.
     """
     store = open_store(directory)
-    document = read_document(store)
+    document = read_document(store, Trust(tuple(trust)))
     spec = validate_spec(document)
     job_class = load_job_class(document, RestoreableJob)
     # Other jobs have a state, but no model that could be applied to tokens.
@@ -197,6 +201,9 @@ def open_run(directory: str) -> ReadOnlyRun:
     config = {name: value for name, value in spec.config.items() if name != "adapter"}
     document = dataclasses.replace(document, data={**document.data, "config": config})
     spec = spec.model_copy(update={"directory": directory, "config": config})
+    # Compiled programs in the directory are code, which only a run of the user's own spec loads.
+    if spec.topology is not None:
+        spec = spec.model_copy(update={"topology": spec.topology.model_copy(update={"compile_cache": "host"})})
     return ReadOnlyRun(directory, store, job_class(spec, document))
 
 

@@ -39,7 +39,7 @@ import google_crc32c
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from runner.console import say, warn
+from runner.console import escape_controls, say, warn
 from runner.errors import format_error
 from runner.metrics.file import METRICS_FILE, find_tail_problem, open_metrics_file, read_encoded_rows
 from runner.metrics.meta import RowValue, find_bins
@@ -298,10 +298,10 @@ class LiveProgress:
 
     def __init__(self, name: str, total_steps: int, step: int, console: Console):
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}", markup=False),
             TimeRemainingColumn(),
         )
         self._progress = Progress(*columns, console=console)
@@ -313,9 +313,10 @@ class LiveProgress:
         """Move the bar. A row with results of an evaluation is also printed on a permanent line."""
         # The terminal may be closed at any time.
         with contextlib.suppress(OSError):
-            self._progress.update(self._task, completed=row["step"], figures=_format_row(row))
+            line = escape_controls(_format_row(row))
+            self._progress.update(self._task, completed=row["step"], figures=line)
             if any(key.startswith("val/") for key in row):
-                self._progress.console.print(f"step {row['step']}  {_format_row(row)}", highlight=False)
+                self._progress.console.print(f"step {row['step']}  {line}", highlight=False)
 
     def close(self) -> None:
         """Stop the bar and leave it on the terminal."""
@@ -345,7 +346,7 @@ def make_progress(spec: ExecutionSpec, total_steps: int, step: int, count_units:
     """Return a progress bar if standard output is a terminal and logs are text, plain lines otherwise."""
     # A program that calls a job itself may have no standard output.
     if sys.stdout is not None and sys.stdout.isatty() and spec.logging.format == "text":
-        return LiveProgress(spec.name, total_steps, step, Console())
+        return LiveProgress(spec.name, total_steps, step, Console(markup=False))
     return PlainProgress(count_units, total_steps)
 
 

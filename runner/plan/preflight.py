@@ -13,7 +13,7 @@ import jax
 
 from runner.accelerator import Accelerator, parse_accelerator
 from runner.checkpoint.leaves import validate_memory
-from runner.console import finish_output, warn
+from runner.console import warn, write_text
 from runner.distributed.agreement import Hosts
 from runner.errors import EXIT_DONE, EXIT_INVALID, InvalidError
 from runner.job import RestoreableJob
@@ -93,15 +93,14 @@ def plan(request: PlanRequest) -> int:
             "warnings": findings.warnings,
             "plan": sections_to_json(sections),
         }
-        print(json.dumps(content, indent=2))
+        write_text(json.dumps(content, indent=2) + "\n")
     else:
         # Problems come last, next to the verdict, where a terminal shows them.
         lines = format_sections(sections) if sections else []
         lines += ["", *(f"warning: {line}" for line in findings.warnings)] if findings.warnings else []
         lines += ["", *(f"problem: {line}" for line in findings.problems)] if findings.problems else []
         lines += ["", "would not run" if findings.problems else "would run"]
-        print("\n".join(lines).lstrip("\n"))
-    finish_output()
+        write_text("\n".join(lines).lstrip("\n") + "\n")
     return EXIT_INVALID if findings.problems else EXIT_DONE
 
 
@@ -391,10 +390,10 @@ def _search(request: PlanRequest) -> int:
             }
             for compiled in found
         ]
-        print(json.dumps(content, indent=2))
+        write_text(json.dumps(content, indent=2) + "\n")
     else:
-        print("\n".join(_format_search(found, dropped, len(candidates), accelerator, machine)))
-    finish_output()
+        lines = _format_search(found, dropped, len(candidates), accelerator, machine)
+        write_text("".join(f"{line}\n" for line in lines))
     return EXIT_DONE if found else EXIT_INVALID
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from runner.console import LOGGER, LineFormatter
+from runner.console import LOGGER, LineFormatter, escape_controls
 from runner.storage import BackgroundWriter, Store, default_cache_directory
 
 LOG_FOLDER = "logs"
@@ -47,7 +47,8 @@ class _Appender(logging.handlers.RotatingFileHandler):
         """Print the first error to standard error, and ignore the others."""
         if not self._has_warned:
             self._has_warned = True
-            print(f"{self.baseFilename} cannot be written ({sys.exc_info()[1]})", file=sys.stderr, flush=True)
+            line = f"{self.baseFilename} cannot be written ({sys.exc_info()[1]})"
+            print(escape_controls(line), file=sys.stderr, flush=True)
 
 
 class LogFile(logging.Handler):
@@ -88,7 +89,7 @@ class LogFile(logging.Handler):
             appender = _Appender(path)
         except OSError as error:
             self._has_begun = False
-            print(f"there is no log file: {error}", file=sys.stderr, flush=True)
+            print(escape_controls(f"there is no log file: {error}"), file=sys.stderr, flush=True)
             return
         appender.setFormatter(LineFormatter("dated", process))
         while True:

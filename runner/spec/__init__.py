@@ -12,6 +12,7 @@ A spec is read in three steps, each of which reports all of its problems at once
 Later stages report a problem of a key in the same form through `Document.error`.
 
 - `model`: models of the sections
+- `trust`: modules whose classes the spec of a run's directory may name
 - `document`: YAML with locations, overrides, messages
 - `imports`: classes by name, packages that are extras
 - `validation`: documents against models; keys on which the bits of a run depend; specs as YAML and JSON Schema
@@ -46,6 +47,7 @@ from runner.spec.model import (
     NotifyConfig,
     Topology,
 )
+from runner.spec.trust import Trust, list_named_modules
 from runner.spec.validation import (
     SpecModel,
     Trajectory,
@@ -86,6 +88,7 @@ __all__ = [
     "SpecModel",
     "Topology",
     "Trajectory",
+    "Trust",
     "compute_trajectory",
     "dump_spec",
     "fill_in_defaults",
@@ -96,6 +99,7 @@ __all__ = [
     "is_one_of",
     "json_schema",
     "list_former_paths",
+    "list_named_modules",
     "load_attribute",
     "load_class",
     "load_document",

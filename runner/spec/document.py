@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import yaml
 from runner.console import escape_unprintable
 from runner.errors import FailedError, InvalidError, SpecError
 from runner.spec.model import ExecutionSpec, Section
+from runner.spec.trust import Trust
 
 KeyPath = tuple[str, ...]
 _MAX_SUGGESTED = 1000  # files that are considered for a suggestion
@@ -220,12 +221,19 @@ class Document:
         unfilled: the data as the user wrote them, if `data` is different; else None.
         written: paths of keys or sections of `data` that the user has written under another path, and that path.
             `locations` and messages have the paths that the user has written.
+        trust: modules that the document may name, if it is not the user's own; None: any module.
     """
 
     data: dict[str, Any]
     locations: dict[KeyPath, SpecLocation]
     unfilled: Section | None = None
     written: Mapping[KeyPath, KeyPath] = field(default_factory=dict)
+    trust: Trust | None = None
+
+    def validate_trust(self, path: str) -> None:
+        """Raise `InvalidError` if the document may not name the class path `module:Class`."""
+        if self.trust is not None:
+            self.trust.validate(path)
 
     def compute_digest(self) -> str:
         """Return a digest of the data as written, which is the same for the same spec and overrides."""
@@ -280,7 +288,7 @@ class Document:
         origin = changes[-1][0]
         whole = SpecLocation(f"{self.locate(origin).text}: {'.'.join(origin)}", key=".".join(section))
         kept = {path: place for path, place in self.locations.items() if path[: len(section)] != section}
-        changed = Document(copy.deepcopy(self.data), {**kept, section: whole}, self.unfilled, self.written)
+        changed = replace(self, data=copy.deepcopy(self.data), locations={**kept, section: whole})
         for origin, values in changes:
             for key, value in values.items():
                 path, place = (*section, *key.split(".")), self.locate((*origin, key))
@@ -297,7 +305,7 @@ class Document:
         place, name = self.locate(origin), ".".join(origin)
         derived = SpecLocation(place.text if place.key == name else f"{place.text}: {name}", place.line)
         unfilled = self.data if self.unfilled is None else self.unfilled
-        filled = Document(copy.deepcopy(self.data), {**self.locations}, unfilled, self.written)
+        filled = replace(self, data=copy.deepcopy(self.data), locations={**self.locations}, unfilled=unfilled)
         branch = filled.data
         for n, key in enumerate(section, 1):
             if branch.get(key) is None:

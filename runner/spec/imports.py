@@ -13,7 +13,7 @@ from types import ModuleType
 
 from runner.errors import InvalidError, suggest_choices, suggest_nearest
 from runner.spec.document import Document
-from runner.spec.model import JOB_PATTERN
+from runner.spec.model import CLASS_PATH, JOB_PATTERN
 
 # Extras for users, each with the top-level packages that only it installs.
 EXTRA_PACKAGES = {
@@ -64,14 +64,19 @@ def import_extra(module: str) -> ModuleType:
 
 
 def load_job_class(document: Document, base: type) -> type:
-    """Import the class that `job` of a valid document names. Raises `SpecError` unless it is a subclass of `base`."""
+    """Import the class that `job` of a valid document names.
+
+    Raises:
+        SpecError: it is not a subclass of `base`, or the document may not name its module.
+    """
     with document.errors_at("job"):
+        document.validate_trust(document.data["job"])
         return load_class(document.data["job"], base)
 
 
 def is_class_path(name: str) -> bool:
     """Return True if `name` is `module:Class`, the name of a class or function, and no file has this name."""
-    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None and not os.path.exists(name)
+    return CLASS_PATH.fullmatch(name) is not None and not os.path.exists(name)
 
 
 def load_class(text: str, base: type) -> type:

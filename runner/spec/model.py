@@ -3,6 +3,7 @@
 The descriptions appear in the reference in `specs/README.md` and in the JSON Schema that editors show.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -29,6 +30,7 @@ MAX_PROFILE_STEPS = 100  # a profile is kept in memory, and the job waits while 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 HOOK_PATTERN = r"^[A-Za-z][A-Za-z0-9_-]*$"  # a hook's name becomes part of the names of leaves
 JOB_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
+CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # `module:Class`, where a name of files may stand too
 
 
 class FrozenModel(BaseModel):

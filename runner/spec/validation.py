@@ -90,7 +90,7 @@ def _validate(document: Document, model: type[SpecModel], data: Any, section: Ke
     """Validate the `data` of a section of the document."""
     try:
         # From JSON, pydantic's strict mode still accepts a list for a tuple and a mapping for a model.
-        return model.model_validate_json(json.dumps(data))
+        return model.model_validate_json(json.dumps(data), context=document)
     except ValidationError as error:
         problems = list(_explain(document, model, data, section, error.errors(include_url=False)))
     # In the order of the file; pydantic's order is that of the model.

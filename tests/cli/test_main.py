@@ -49,10 +49,11 @@ OPTIONS = {
     ("lineage",): "--json",
     ("report",): "-o --output",
     ("dashboard",): "--port --host --token",
-    ("sample",): "--prompt --chat --step --weights --tokens --temperature --top-p --seed",
+    ("sample",): "--prompt --chat --step --weights --tokens --temperature --top-p --seed --trust",
     ("evaluate",): "--data --step --all --weights --follow -o --output --harness --include-path --json --coordinator "
-    "--num-processes --process-id",
-    ("export",): "--step --weights --dtype --adapter --context --tokenizer -o --push --public --license --base-model",
+    "--num-processes --process-id --trust",
+    ("export",): "--step --weights --dtype --adapter --context --tokenizer --trust -o --push --public --license "
+    "--base-model",
     ("checkpoints",): "--verify --deep",
     ("checkpoints", "copy"): "",
     ("verify-resume",): "--set --steps --kills --processes --devices-per-process --seed",

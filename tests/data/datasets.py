@@ -113,7 +113,7 @@ KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "array_mixture": lambda directory: {
         "mixture": [
             {"name": "many", "source": "tests.support.arrays:Images", "weight": 2.5},
-            {"name": "few", "source": "tests.support.arrays:make_grain_images", "options": {"examples": 50}},
+            {"name": "few", "source": "tests.support.arrays:GrainImages", "options": {"examples": 50}},
         ],
         "sequence_length": None,
     },

@@ -1,7 +1,6 @@
 """Data sets of arrays: their examples are validated, split and ordered like tokens."""
 
 import asyncio
-import dataclasses
 import errno
 import re
 import signal
@@ -102,8 +101,8 @@ def test_a_named_set_is_read_whole() -> None:
     np.testing.assert_array_equal(dataset.read("data", 3, 1)["image"][0], Images(seed=7)[3]["image"])
 
 
-def test_a_function_may_return_a_data_set_of_grain() -> None:
-    dataset = load(f"{MODULE}:make_grain_images", options={"examples": 100, "factor": 2.0})
+def test_a_class_may_read_a_data_set_of_grain() -> None:
+    dataset = load(f"{MODULE}:GrainImages", options={"examples": 100, "factor": 2.0})
     found = dataset.read("validation", 0, 1)
     np.testing.assert_array_equal(found["image"][0], Images(100)[80]["image"] * 2)
     assert dataset.fields["label"].padding == 0
@@ -297,21 +296,49 @@ def test_ctrl_c_while_an_example_is_read_is_no_error_of_the_data_set() -> None:
         signal.signal(signal.SIGINT, previous)
 
 
-@dataclasses.dataclass
 class Factory:
-    """Callable that has no hash."""
+    """Callable with random access that is no class."""
 
-    examples: int
+    def __call__(self, **options: Any) -> Images:
+        raise AssertionError("called")
 
-    def __call__(self) -> Images:
-        return Images(self.examples)
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        raise AssertionError("called")
 
 
-make_few = Factory(30)
+make_few = Factory()
 
 
-def test_any_callable_may_make_the_data_set() -> None:
-    assert load(f"{HERE}:make_few").num_train_examples == 24
+def make_images(**options: Any) -> Images:
+    raise AssertionError("called")
+
+
+class Opened:
+    """Class without random access."""
+
+    def __new__(cls, **options: Any) -> Any:
+        raise AssertionError("called")
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Replaced(Images):
+    def __new__(cls) -> Any:
+        return [1]
+
+
+class Unsized(Images):
+    def __new__(cls) -> Any:
+        return 1
+
+
+def test_a_class_may_make_another_data_set() -> None:
+    with pytest.raises(DataError, match="example 0: is a int, needs a dict"):
+        load(f"{HERE}:Replaced")
 
 
 class Nothing(Images):
@@ -354,7 +381,7 @@ class Halved(Images):
     padding = {"label": 0.5}  # noqa: RUF012
 
 
-class Unopened:
+class Unopened(Images):
     def __init__(self) -> None:
         raise FileNotFoundError("no such directory")
 
@@ -376,12 +403,18 @@ class Tokens(Source):
         ),
         (f"{HERE}:Refilled", {}, r"example 0 is overwritten when another one is read; return a copy"),
         (f"{HERE}:Endless", {}, r"has 9,\d\d\d,.* examples; leave out repeat"),
-        (f"{HERE}:Countless", {}, "Countless has no __len__; a data set of arrays needs random access"),
+        (f"{HERE}:Countless", {}, "Countless: the class has no __len__; a data set of arrays needs random access"),
+        (f"{HERE}:Opened", {}, "Opened: the class has no __getitem__; a data set of arrays needs random access"),
+        (f"{HERE}:Unsized", {}, "Unsized: makes a int; a data set has __len__ and __getitem__"),
+        (f"{HERE}:make_few", {}, "make_few: is a Factory; name a class with __len__ and __getitem__"),
+        (f"{HERE}:make_images", {}, "make_images: is a function; name a class with"),
+        ("subprocess:check_call", {"options": {"args": "touch called", "shell": True}}, "is a function; name a class"),
+        ("subprocess:Popen", {"options": {"args": "touch called", "shell": True}}, "the class has no __len__"),
         (f"{HERE}:Padded", {}, "padding names mask, and its examples hold image, label, index"),
         (f"{HERE}:Halved", {}, "padding of label is 0.5, which is no int32"),
         (f"{HERE}:Unopened", {}, "opening it raised FileNotFoundError: no such directory"),
         (f"{HERE}:Tokens", {}, "is a Source of tokens, and data.sequence_length is missing"),
-        (f"{HERE}:N", {}, "is a int; name a class, or a function"),
+        (f"{HERE}:N", {}, "is a int; name a class with"),
         (f"{MODULE}:Image", {}, "has no Image; did you mean Images?"),
         (f"{MODULE}:Images", {"options": {"width": 3}}, "data.options: got an unexpected keyword argument 'width'"),
         (f"{MODULE}:Images", {"options": {"examples": 0}}, "is empty: it holds 0 examples"),

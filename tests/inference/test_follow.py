@@ -44,7 +44,7 @@ def test_each_step_of_a_live_run_is_scored_once_until_the_end(tmp_path: Path) ->
             make_gpt(run, BigramTrainer, **make_changes(tmp_path))()
 
     found: list[dict[str, Any]] = []
-    for record in follow(open_run(str(run)), None, Hosts.single_process(), wait=continue_run):
+    for record in follow(open_run(str(run), ["tests"]), None, Hosts.single_process(), wait=continue_run):
         found.append(record)
     assert waited == [2, 2]
     assert [record["step"] for record in found] == [2, 3, 4, 6]
@@ -66,13 +66,13 @@ def test_following_continues_its_own_file_and_writes_no_file_of_the_run(
     with own.open("ab") as file:
         file.write(b'{"step": 6, "to')  # torn by a kill
     capfd.readouterr()
-    assert main(["evaluate", str(run), "--follow", "-o", str(own)]) == 0
+    assert main(["evaluate", str(run), "--follow", "-o", str(own), "--trust", "tests"]) == 0
     out, _ = capfd.readouterr()
     records = [json.loads(line) for line in own.read_text().splitlines()]
     assert [record["step"] for record in records] == [4, 6]
     assert records[1]["tasks"]["squares"].keys() == {"acc", "acc_norm", "acc_bytes"}
     assert [line.split(":")[0] for line in out.splitlines()] == ["step 6", "step 6 squares"]
-    assert main(["evaluate", str(run), "--follow", "-o", str(own)]) == 0
+    assert main(["evaluate", str(run), "--follow", "-o", str(own), "--trust", "tests"]) == 0
     assert read_recorded_steps(own) == [4, 6]
     assert hash_tree(run) == before
 

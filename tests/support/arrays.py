@@ -133,10 +133,18 @@ class Changing(Images):
         return example | {"image": example["image"] + np.float32(1)} if is_changed else example
 
 
-def make_grain_images(examples: int = 100, factor: float = 1.0) -> grain.MapDataset:
-    """Return images as a data set of grain."""
-    images = Images(examples)
-    return grain.MapDataset.source(images).map(lambda example: example | {"image": example["image"] * factor})
+class GrainImages:
+    """Images through a data set of grain."""
+
+    def __init__(self, examples: int = 100, factor: float = 1.0):
+        images = grain.MapDataset.source(Images(examples))
+        self.images = images.map(lambda example: example | {"image": example["image"] * factor})
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.images[index]  # type: ignore[no-any-return]
 
 
 class Bright(nn.Module):
