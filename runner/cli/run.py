@@ -14,6 +14,8 @@ import sys
 import traceback
 from types import TracebackType
 
+import jax
+
 from runner.accelerator import add_deterministic_flags, platform_errors
 from runner.cli.arguments import JobArguments
 from runner.console import configure_console, warn
@@ -23,6 +25,7 @@ from runner.distributed.preemption import StopNotice, end_process
 from runner.distributed.rendezvous import Placement, detect_placement, join_job
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_RETRYABLE, PeerLostError, RunnerError, error_from_exit
 from runner.job import RestoreableJob
+from runner.process import add_cpu_threads
 from runner.run.logs import drain_log_file, install_log_file
 from runner.run.membership import Membership
 from runner.spec import Document, ExecutionSpec, load_job_class
@@ -51,6 +54,7 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
     # XLA reads its flags when JAX starts, and the cache must be open before anything is compiled: before `join_job`.
     if spec.topology is None or spec.topology.deterministic:
         add_deterministic_flags(os.environ)
+    add_cpu_threads(os.environ, jax.config.jax_num_cpu_devices)
     job.compile_cache.open()
     for library in _CHATTY_LIBRARIES:
         logging.getLogger(library).setLevel(logging.CRITICAL)
