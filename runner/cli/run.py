@@ -30,8 +30,9 @@ from runner.run.logs import drain_log_file, install_log_file
 from runner.run.membership import Membership
 from runner.spec import Document, ExecutionSpec, load_job_class
 
-# Libraries whose own log lines would repeat what the runner reports in one line.
-_CHATTY_LIBRARIES = ("absl", "urllib3", "google", "azure", "botocore")
+# Libraries whose own log lines would repeat what the runner reports in one line. That of JAX advises to unset the
+# variables of proxies, which `join_job` bypasses.
+_CHATTY_LIBRARIES = ("absl", "urllib3", "google", "azure", "botocore", "jax._src.distributed")
 
 
 def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: StopNotice, clock: Clock) -> None:
