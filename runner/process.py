@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import IO, NoReturn
 
@@ -62,12 +62,30 @@ def make_environment(num_devices: int | None, given: Mapping[str, str] = os.envi
     flags = _NUM_FAKED.sub("", variables.get("XLA_FLAGS", "")).split()
     variables["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={num_devices}"])
     variables["JAX_PLATFORMS"] = "cpu"
+    variables.pop("JAX_NUM_CPU_DEVICES", None)  # it outranks the flag
+    add_cpu_threads(variables)
+    return variables
+
+
+def add_cpu_threads(variables: MutableMapping[str, str], num_devices: int = -1) -> None:
+    """Set `NPROC`, the number of XLA's threads on CPUs, if there are more simulated devices than CPUs.
+
+    Call it before JAX starts its backend. A value that is already set is kept.
+
+    Args:
+        variables: environment variables, which are changed.
+        num_devices: `jax.config.jax_num_cpu_devices`; if it is negative, as it is by default, the flag in `XLA_FLAGS`
+            is read.
+    """
+    if num_devices < 0:
+        # The last one counts.
+        flags = _NUM_FAKED.findall(variables.get("XLA_FLAGS", ""))
+        num_devices = int(flags[-1].rpartition("=")[2]) if flags else 1
     if num_devices > count_cpus():
         # XLA makes as many threads as there are CPUs or devices. In a collective each device waits on a thread of its
         # own, and if they take all threads, none is left for the work that they wait for: the step hangs. Not set
         # otherwise, because XLA splits its sums by the number of threads, so another number gives other bits.
         variables.setdefault("NPROC", str(_THREADS_PER_FAKED_DEVICE * num_devices))
-    return variables
 
 
 def count_cpus() -> int:

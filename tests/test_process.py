@@ -59,6 +59,34 @@ def test_more_devices_than_cpus_get_additional_threads(patched_environment, num_
     assert make_environment(num_devices)["NPROC"] == "5"
 
 
+# Flags of XLA, `jax.config.jax_num_cpu_devices`, and the number of threads on two CPUs.
+SIMULATED = [
+    ("", -1, None),
+    ("--xla_force_host_platform_device_count=2", -1, None),
+    ("--xla_force_host_platform_device_count=8", -1, "32"),
+    ("--xla_cpu_x=1 --xla_force_host_platform_device_count=8 --xla_cpu_y=2", -1, "32"),
+    ("--xla_force_host_platform_device_count=8 --xla_force_host_platform_device_count=2", -1, None),
+    ("", 8, "32"),
+    ("--xla_force_host_platform_device_count=8", 2, None),
+    ("--xla_force_host_platform_device_count=2", 3, "12"),
+]
+
+
+@pytest.mark.parametrize(("flags", "num_devices", "threads"), SIMULATED)
+def test_simulated_devices_of_the_user_get_additional_threads(patched_environment, flags, num_devices, threads):
+    variables = {"XLA_FLAGS": flags}
+    process.add_cpu_threads(variables, num_devices)
+    assert variables.get("NPROC") == threads
+    given = {"XLA_FLAGS": flags, "NPROC": "5"}
+    process.add_cpu_threads(given, num_devices)
+    assert given["NPROC"] == "5"
+
+
+def test_a_requested_number_of_devices_outranks_that_of_the_environment(patched_environment):
+    assert "JAX_NUM_CPU_DEVICES" not in make_environment(2, {"JAX_NUM_CPU_DEVICES": "8"})
+    assert make_environment(None, {"JAX_NUM_CPU_DEVICES": "8"}) == {"JAX_NUM_CPU_DEVICES": "8"}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
 def test_a_free_port_is_not_an_ephemeral_port():
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())

@@ -14,6 +14,8 @@ import sys
 import traceback
 from types import TracebackType
 
+import jax
+
 from runner.accelerator import add_deterministic_flags, platform_errors
 from runner.cli.arguments import JobArguments
 from runner.console import configure_console, warn
@@ -23,12 +25,14 @@ from runner.distributed.preemption import StopNotice, end_process
 from runner.distributed.rendezvous import Placement, detect_placement, join_job
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_RETRYABLE, PeerLostError, RunnerError, error_from_exit
 from runner.job import RestoreableJob
+from runner.process import add_cpu_threads
 from runner.run.logs import drain_log_file, install_log_file
 from runner.run.membership import Membership
 from runner.spec import Document, ExecutionSpec, load_job_class
 
-# Libraries whose own log lines would repeat what the runner reports in one line.
-_CHATTY_LIBRARIES = ("absl", "urllib3", "google", "azure", "botocore")
+# Libraries whose own log lines would repeat what the runner reports in one line. That of JAX advises to unset the
+# variables of proxies, which `join_job` bypasses.
+_CHATTY_LIBRARIES = ("absl", "urllib3", "google", "azure", "botocore", "jax._src.distributed")
 
 
 def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: StopNotice, clock: Clock) -> None:
@@ -51,6 +55,7 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
     # XLA reads its flags when JAX starts, and the cache must be open before anything is compiled: before `join_job`.
     if spec.topology is None or spec.topology.deterministic:
         add_deterministic_flags(os.environ)
+    add_cpu_threads(os.environ, jax.config.jax_num_cpu_devices)
     job.compile_cache.open()
     for library in _CHATTY_LIBRARIES:
         logging.getLogger(library).setLevel(logging.CRITICAL)

@@ -29,6 +29,7 @@ import re
 import select
 import socket
 import time
+from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
@@ -48,6 +49,7 @@ _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 # Variables that reveal a job of several processes: a number above one, or a list of several hosts.
 _COUNTS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE", "MEGASCALE_NUM_SLICES")
 _LISTS = ("TPU_WORKER_HOSTNAMES", "TPU_PROCESS_ADDRESSES")
+_PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")  # in either case
 _FLAGS = "--coordinator HOST:PORT --num-processes N --process-id K"
 
 
@@ -233,6 +235,28 @@ def get_bind_address(placement: Placement) -> str:
     except ValueError:
         return f"[::]:{port}"
     return placement.coordinator
+
+
+def bypass_proxies(variables: MutableMapping[str, str], address: str) -> None:
+    """Add the host of an address to `no_proxy`, if the environment names a proxy, and keep what is there.
+
+    gRPC, with which JAX connects to process 0, would ask the proxy for that connection, but a proxy is for hosts outside
+    of the cluster. Call it before JAX starts.
+
+    Args:
+        variables: environment variables, which are changed.
+        address: HOST:PORT of process 0.
+    """
+    if not any(name.lower() in _PROXIES and value for name, value in variables.items()):
+        return
+    host, _ = _split_address(address)
+    # A program that finds `no_proxy` does not read `NO_PROXY`, and gRPC does not read `no_proxy` beside its own variable.
+    exceptions = {"no_proxy": variables.get("no_proxy", variables.get("NO_PROXY", ""))}
+    exceptions |= {name: variables[name] for name in ("no_grpc_proxy",) if name in variables}
+    for name, hosts in exceptions.items():
+        known = [each.strip() for each in hosts.split(",")]
+        if host not in known:
+            variables[name] = ",".join(filter(None, [*known, host]))
 
 
 class _Listener:
@@ -521,6 +545,7 @@ def join_job(placement: Placement | None, deadlines: Deadlines, members: Members
     if num_processes == 1:
         return Hosts.single_process(num_missing)
     install_abort_handler()
+    bypass_proxies(os.environ, placement.coordinator)
     # `runner.distributed.preemption` watches for preemption itself.
     jax.config.update("jax_enable_preemption_service", False)
     try:

@@ -10,8 +10,11 @@ and publishes them, so its heartbeat never hides that the training thread hangs.
 3. If a process is lost or overdue, process 0 writes the diagnosis: a line that names it and its phase. While a process
    waits for its data, a long step of the others causes no diagnosis.
 4. On a diagnosis every process calls `on_diagnosis`, which saves the stacks of its threads, and ends with exit code 76.
-   A process that cannot reach process 0 any more decides alone.
-5. A failure on one process alone (in a hook or an evaluator) is published in the same way, before any deadline, and
+   A process that cannot reach process 0 any more decides alone. If process 0 is frozen, calls to it do not return, so
+   the other processes watch the time since their last exchange on a second thread.
+5. An attempt that is fenced ends on every process with the message and the exit code of that: process 0 sends them
+   before it ends, and each process that ends for another reason asks the directory first.
+6. A failure on one process alone (in a hook or an evaluator) is published in the same way, before any deadline, and
    every process prints it. If the failure ends the job, the diagnosis has exit code 1 and follows soon.
 
 A straggler is a process that is alive but completes its steps late:
@@ -41,10 +44,12 @@ from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import DATA, STEP, Clock, Progress
 from runner.distributed.preemption import end_process
-from runner.errors import EXIT_FAILED, EXIT_RETRYABLE, PeerLostError, RunnerError, format_error
+from runner.errors import EXIT_FAILED, EXIT_RETRYABLE, FencedError, PeerLostError, RunnerError, format_error
 from runner.spec import Deadlines
 
-LOST_SECONDS = 30.0
+# A heartbeat is sent and read once a second, so a frozen process is noticed within three seconds more: within the 30 s of
+# README.md.
+LOST_SECONDS = 27.0
 SUSPECTED_LOST_SECONDS = 5.0  # instead of LOST_SECONDS once a collective has failed on any process
 UNREACHABLE_SECONDS = 5.0  # of the coordinator
 _POLL_SECONDS = 1.0
@@ -101,6 +106,9 @@ class Diagnosis(NamedTuple):
 
     line: str
     code: int | None
+
+
+Ending = tuple[str, int]  # line and exit code with which a process ends
 
 
 def find_failure(beats: Mapping[int, Heartbeat]) -> Diagnosis | None:
@@ -307,7 +315,7 @@ class Watchdog:
         hosts: Hosts,
         deadlines: Deadlines,
         clock: Clock,
-        on_diagnosis: Callable[[str, int], None],
+        on_diagnosis: Callable[[str, int], Ending | None],
         on_straggler: Callable[[StragglerReport], None],
         on_progress: Callable[[int], None],
     ):
@@ -317,7 +325,8 @@ class Watchdog:
             hosts: this process and its peers.
             deadlines: deadlines of the spec.
             clock: clock of this process.
-            on_diagnosis: receives the line and exit code of the diagnosis on every process, before it ends.
+            on_diagnosis: receives the line and exit code of the diagnosis on every process, before it ends; may return
+                others to end with.
             on_straggler: receives a change in the set of stragglers, on process 0.
             on_progress: receives the last completed step on process 0, from time to time, if it has changed.
         """
@@ -326,6 +335,7 @@ class Watchdog:
         self._on_diagnosis, self._on_straggler, self._on_progress = on_diagnosis, on_straggler, on_progress
         self._reported_step, self._next_report_beat = 0, 1
         self._is_over = threading.Event()
+        self._ending = threading.Lock()  # taken once: only one thread ends this process
         self._reporting = threading.Lock()  # over the two below
         self._reporter: threading.Thread | None = None  # thread of the newest callback that is not a diagnosis
         self._is_silent = False
@@ -341,12 +351,20 @@ class Watchdog:
     def __enter__(self) -> Progress:
         self._hosts.liveness.set_abort_callback(self._decide_alone)
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+        if not self._hosts.is_main:
+            threading.Thread(target=self._watch_coordinator, name="coordinator", daemon=True).start()
         return self.progress
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._wait_for_diagnosis(error)
         self._is_over.set()
+        if self._hosts.is_main and self._hosts.num_processes > 1 and isinstance(error, RunnerError):
+            # Only process 0 may know that the attempt is fenced; the others would blame the loss of process 0, and
+            # advise a start that fences the attempt of others.
+            if isinstance(error, FencedError) or isinstance(error.__cause__, FencedError):
+                with contextlib.suppress(PeerLostError):
+                    self._hosts.store.set(key_value.DIAGNOSIS, [str(error), error.exit_code, True])
         self.progress.has_arrived.set()
         self._hosts.liveness.set_abort_callback(None)
 
@@ -400,6 +418,17 @@ class Watchdog:
                 if time.monotonic() - self._reached_seconds > UNREACHABLE_SECONDS and not self._is_over.is_set():
                     self._decide_alone()
 
+    def _watch_coordinator(self) -> None:
+        """End this process if it has exchanged nothing with process 0 for `LOST_SECONDS`. On the other processes."""
+        self._reached_seconds = checked_seconds = time.monotonic()
+        while not self._is_over.wait(_POLL_SECONDS):
+            now, previous, checked_seconds = time.monotonic(), checked_seconds, time.monotonic()
+            if now - previous > UNREACHABLE_SECONDS:
+                # This process itself was stopped, see `_poll`.
+                self._reached_seconds = now
+            if now - self._reached_seconds > LOST_SECONDS:
+                self._decide_alone()
+
     def _poll(self) -> None:
         """Do the work of one second: check this process, exchange heartbeats and the diagnosis."""
         now, previous = time.monotonic(), self._polled_seconds
@@ -450,7 +479,9 @@ class Watchdog:
         hosts, store = self._hosts, self._hosts.store
         store.set(key_value.process_key(key_value.HEARTBEATS, hosts.process_id), asdict(beat))
         fields = store.try_get(key_value.DIAGNOSIS)
-        diagnosis = None if fields is None else Diagnosis(*fields)
+        # The attempt is fenced if process 0 ends because it may not write any more, so that no process may.
+        *message, is_fenced = fields or [False]
+        diagnosis = Diagnosis(*message) if message else None
         crashed = hosts.liveness.find_crashed()
         # All calls above have reached the coordinator.
         self._reached_seconds = time.monotonic()
@@ -461,12 +492,12 @@ class Watchdog:
             values = store.list_values(key_value.HEARTBEATS)
             found = self._diagnose({process: Heartbeat(**value) for process, value in values.items()}, crashed)
             if found is not None and found != diagnosis:
-                store.set(key_value.DIAGNOSIS, found)
+                store.set(key_value.DIAGNOSIS, [*found, False])
                 diagnosis = found
         if diagnosis is None:
             return
         if diagnosis.code is not None:
-            self._end(diagnosis.line, diagnosis.code)
+            self._end(diagnosis.line, diagnosis.code, is_fenced)
         elif diagnosis.line != self._last_warning:
             self._last_warning = diagnosis.line
             warn(diagnosis.line)
@@ -499,11 +530,20 @@ class Watchdog:
         unresponsive = {} if self._hosts.is_main else {0: description}
         self._end(format_diagnosis({self._hosts.process_id: self._make_beat()}, unresponsive), EXIT_RETRYABLE)
 
-    def _end(self, line: str, code: int) -> None:
-        # On a thread of its own with a deadline, because the write to the directory may hang.
-        callback = threading.Thread(target=self._on_diagnosis, args=(line, code), daemon=True)
-        callback.start()
-        callback.join(_CALLBACK_SECONDS)
+    def _end(self, line: str, code: int, is_fenced: bool = False) -> None:
+        self._ending.acquire()
+        if not is_fenced:  # else nothing may be recorded
+            endings: list[Ending] = []
+
+            def call_back() -> None:
+                ending = self._on_diagnosis(line, code)
+                endings.extend([] if ending is None else [ending])
+
+            # On a thread of its own with a deadline, because the directory may hang.
+            callback = threading.Thread(target=call_back, daemon=True)
+            callback.start()
+            callback.join(_CALLBACK_SECONDS)
+            line, code = (*endings, (line, code))[0]
         if self._hosts.is_main and self._hosts.num_processes > 1:
             time.sleep(_DELIVERY_SECONDS)  # The store ends with process 0, and the diagnosis with it.
-        end_process(code, line if code == EXIT_FAILED else f"{line}; run the same command again")
+        end_process(code, f"{line}; run the same command again" if code == EXIT_RETRYABLE else line)

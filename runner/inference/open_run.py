@@ -39,6 +39,7 @@ from runner.evaluation.generation import (
 from runner.huggingface.assets import TOKENIZER, ExportAssets, find_assets, read_assets
 from runner.job import RestoreableJob
 from runner.parallel.mesh import AXES, make_mesh, read_device_memory_bytes
+from runner.process import add_cpu_threads
 from runner.spec import PARAMS, Trust, load_job_class, validate_spec
 from runner.storage import Store, open_store, parse_number
 from runner.train.evaluators import cast_like
@@ -62,6 +63,7 @@ class ReadOnlyRun:
         """
         if self.job.topology.deterministic:
             add_deterministic_flags(os.environ)
+        add_cpu_threads(os.environ, jax.config.jax_num_cpu_devices)
         # JAX would otherwise reserve most of the GPU memory, which a run on the same host needs.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         self.job.compile_cache.open()

@@ -124,6 +124,26 @@ class Attempt:
             return False
         return True
 
+    def find_fence_error(self) -> RunnerError | None:
+        """Return the error to end with if this attempt may not write any more; else None. Asks the store. Any thread.
+
+        Raises:
+            OSError: the store does not answer.
+        """
+        try:
+            self.fence.check()
+        except FencedError as error:
+            self.progress.clock.attach_store(None)
+            return self._explain_fence(error)
+        return None
+
+    def _explain_fence(self, error: FencedError) -> RunnerError:
+        is_split = self.hosts.num_missing or self.hosts.liveness.find_disconnected()
+        if self.is_elastic and is_split and not isinstance(error, RemovedError):
+            # Hosts of the job that could not reach these ones continue. This group joins them at a later start.
+            return RetryableError(f"{error}; its hosts go on without this one")
+        return error
+
     def record_idle_exit(self, step: int) -> None:
         """Record a stop before the first step, which saves nothing. Any process, right before it ends."""
         self.events.append("preempt", step, saved=False)
@@ -147,12 +167,10 @@ class Attempt:
         except FencedError as error:
             # The directory belongs to another attempt or is gone, so nothing may be written there, including the clock.
             self.progress.clock.attach_store(None)
-            code = error.exit_code
-            is_split = self.hosts.num_missing or self.hosts.liveness.find_disconnected()
-            if self.is_elastic and is_split and not isinstance(error, RemovedError):
-                # Hosts of the job that could not reach these ones continue. This group joins them at a later start.
-                code = EXIT_RETRYABLE
-                raise RetryableError(f"{error}; its hosts go on without this one") from error
+            ending = self._explain_fence(error)
+            code = ending.exit_code
+            if ending is not error:
+                raise ending from error
             raise
         except BaseException as error:
             code, reason = FailedError.exit_code, format_error(error)
@@ -328,17 +346,27 @@ class IncidentRecorder:
     def __init__(self) -> None:
         self.attempt: Attempt | None = None
 
-    def on_diagnosis(self, line: str, code: int) -> None:
-        """Record why the job is stalled, with the stacks of all threads. Any process, right before it ends."""
-        stacks = f"{line}\n\n{format_thread_stacks()}"
-        attempt = self._find_owner()
+    def on_diagnosis(self, line: str, code: int) -> tuple[str, int] | None:
+        """Record why the job is stalled, with the stacks of all threads. Any process, right before it ends.
+
+        Returns:
+            Line and exit code to end with, if a newer attempt owns the directory or it is gone; else None.
+        """
+        stacks, attempt = f"{line}\n\n{format_thread_stacks()}", self.attempt
+        try:
+            ending = None if attempt is None else attempt.find_fence_error()
+        except OSError:
+            attempt = ending = None
+        if ending is not None:
+            return str(ending), ending.exit_code
         if attempt is None:
             console.warn(stacks)
-            return
+            return None
         # The event comes first, because it is small, and the hang may be that of the directory.
         attempt.events.append("stuck", attempt.progress.step, reason=line)
         attempt.store.write(f"stacks/{attempt.number:06}.{attempt.hosts.process_id}.txt", stacks.encode())
         attempt.end(code)
+        return None
 
     def on_progress(self, step: int) -> None:
         """Record the last completed step, so that the cost of a kill can be computed. Process 0 only."""

@@ -18,7 +18,9 @@ from runner.cli import app, arguments
 from runner.cli.app import COMMANDS, main
 from runner.errors import InvalidError
 from runner.inference.open_run import SampleRequest
+from runner.process import count_cpus
 from runner.spec import ExecutionSpec
+from runner.storage import LocalStore, read_log
 from tests.support import run_outcomes
 
 ROOT = Path(__file__).parents[2]
@@ -296,6 +298,20 @@ def test_a_variable_with_which_jax_does_not_work_ends_with_2_and_one_line(variab
     assert (result.returncode, len(lines)) == (2, 1), result.stderr
     assert BAD_VARIABLES[variable].lower() in lines[0].lower()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("variable", ["XLA_FLAGS=--xla_force_host_platform_device_count={}", "JAX_NUM_CPU_DEVICES={}"])
+def test_a_plain_start_with_simulated_devices_gets_threads_for_them(variable, tmp_path):
+    """Without these a collective may wait for ever for a thread."""
+    num_devices = count_cpus() + 1
+    name, value = variable.format(num_devices).split("=", 1)
+    variables = {key: text for key, text in os.environ.items() if key not in ("NPROC", "XLA_FLAGS")}
+    options = (f"directory={tmp_path / 'run'}", "config.total_steps=2", "config.width=8")
+    words = [word for option in options for word in ("--set", option)]
+    result = run("specs/counter.yaml", *words, env=variables | {name: value})
+    assert result.returncode == 0, result.stderr
+    (start,) = (event for event in read_log(LocalStore(tmp_path / "run"), "events") if event["event"] == "start")
+    assert (start["devices"], start["cpus"]) == (num_devices, 4 * num_devices)
 
 
 def test_a_trainer_without_topology_ends_with_2_and_one_line(tmp_path):

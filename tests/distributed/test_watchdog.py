@@ -1,7 +1,12 @@
 """The watchdog: a directory that hangs, and errors that a lost peer may have caused."""
 
+import json
+import queue
+import re
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import jax
 import pytest
@@ -11,8 +16,17 @@ from runner.distributed.agreement import Hosts, Liveness
 from runner.distributed.clock import Clock
 from runner.distributed.key_value import KeyValueStore
 from runner.distributed.watchdog import Watchdog
-from runner.errors import FailedError, PeerLostError
+from runner.errors import (
+    FailedError,
+    FencedError,
+    InvalidError,
+    PeerLostError,
+    RemovedError,
+    RetryableError,
+    RunnerError,
+)
 from runner.spec import Deadlines
+from tests.support.coordinator import MemoryCoordinator
 from tests.support.job_process import ROOT
 
 PROGRAM = """
@@ -65,3 +79,73 @@ def test_an_error_leaves_the_job_after_a_lost_peer_would_have_been_named(
     # The end of the watchdog itself does not wait again.
     watchdog.__exit__(type(error), error, None)
     assert len(waits) == (is_suspect is not None)
+
+
+class FrozenCoordinator(MemoryCoordinator):
+    """Coordinator whose process is stopped while `runs` is clear: its calls do not return."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.runs = threading.Event()
+        self.runs.set()
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool) -> None:
+        self.runs.wait()
+        super().key_value_set(key, value, allow_overwrite)
+
+
+def test_a_frozen_process_0_is_noticed_although_calls_to_it_do_not_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: queue.Queue[tuple[int, str]] = queue.Queue()
+    for name, seconds in {"LOST_SECONDS": 1.0, "_POLL_SECONDS": 0.05}.items():
+        monkeypatch.setattr(watchdog_module, name, seconds)
+    monkeypatch.setattr(watchdog_module, "end_process", lambda code, line: ends.put((code, line)))
+    coordinator = FrozenCoordinator()
+    with Watchdog(coordinator.hosts()[1], Deadlines(), Clock(), *[lambda *_: None] * 3):
+        coordinator.wait_until(lambda: "runner/beat/1" in coordinator.values)
+        assert ends.empty()
+        coordinator.runs.clear()
+        code, line = ends.get(timeout=20)
+        coordinator.runs.set()
+    assert code == 76
+    assert "process 0 has not responded for 1 s" in line
+
+
+def test_a_frozen_process_is_noticed_within_the_time_of_the_page() -> None:
+    page = (Path(watchdog_module.__file__).parent / "README.md").read_text()
+    (seconds,) = re.findall(r"frozen or disconnected \| within (\d+) s", page)
+    # The last heartbeat before, the last look before, and the look that is late enough.
+    assert watchdog_module.LOST_SECONDS + 3 * watchdog_module._POLL_SECONDS <= float(seconds)
+
+
+# Error with which process 0 ends, exit code, and True if the other processes end with its message and its code.
+FENCE_ENDS = [
+    (FencedError("attempt 2 has taken over runs/m; attempt 1 stops"), 1, True),
+    (RemovedError("runs/m: the claim of this attempt is missing"), 2, True),
+    (InvalidError("runs/m: other"), 2, False),
+]
+
+
+@pytest.mark.parametrize(("error", "code", "is_shared"), FENCE_ENDS)
+def test_the_other_processes_of_a_fenced_attempt_learn_it(
+    error: RunnerError, code: int, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they blame the loss of process 0, and advise a start that fences the attempt that has taken over."""
+    ends: queue.Queue[tuple[int, str]] = queue.Queue()
+    monkeypatch.setattr(watchdog_module, "end_process", lambda code, line: ends.put((code, line)))
+    monkeypatch.setattr(watchdog_module, "_POLL_SECONDS", 0.05)
+    coordinator = MemoryCoordinator(2)
+    first, second = (Watchdog(hosts, Deadlines(), Clock(), *[lambda *_: None] * 3) for hosts in coordinator.hosts())
+    with second:
+        with pytest.raises(type(error)), first:
+            raise error
+        if is_shared:
+            assert ends.get(timeout=20) == (code, str(error))
+        assert ("runner/diagnosis" in coordinator.values) == is_shared
+
+
+def test_the_end_of_an_elastic_group_that_is_fenced_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = MemoryCoordinator(2)
+    watchdog = Watchdog(coordinator.hosts()[0], Deadlines(), Clock(), *[lambda *_: None] * 3)
+    with pytest.raises(RetryableError), watchdog:
+        raise RetryableError("its hosts go on without this one") from FencedError("attempt 2 has taken over")
+    assert json.loads(coordinator.values["runner/diagnosis"]) == ["its hosts go on without this one", 76, True]

@@ -5,9 +5,11 @@ import threading
 import pytest
 
 from runner.errors import FencedError
+from runner.run.attempt import IncidentRecorder
 from runner.run.events import EventLog
 from runner.run.fence import Fence, is_unstarted
 from runner.storage import BackgroundWriter, LocalStore, open_log, read_log
+from tests.support.attempt import make_attempt
 from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 
 
@@ -155,3 +157,18 @@ def test_a_full_disk_loses_the_record_and_reports_it(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "the ledger cannot be written" in said
     assert "commit at step 50 {'fingerprint': 'ab'}" in said
+
+
+@pytest.mark.parametrize("has_newer", [True, False])
+def test_a_process_that_loses_its_peers_says_if_the_attempt_is_fenced(has_newer, tmp_path, capsys):
+    """A start of the same command would fence the attempt that has taken over."""
+    store = LocalStore(tmp_path)
+    incidents = IncidentRecorder()
+    incidents.attempt = make_attempt(store)
+    if has_newer:
+        Fence(store).claim()
+    ending = incidents.on_diagnosis("the job cannot continue: process 0 has died", 76)
+    message = f"attempt 2 has taken over {store.url}; attempt 1 stops"
+    assert ending == ((message, 1) if has_newer else None)
+    assert (tmp_path / "stacks").exists() != has_newer
+    assert "Thread" not in capsys.readouterr().err

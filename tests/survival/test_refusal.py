@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from runner.run.fence import Fence
+from runner.storage import LocalStore
 from tests.support.job_process import (
     SMALL_GPT_OPTIONS,
     Attempt,
@@ -133,6 +135,18 @@ def test_the_older_of_two_live_attempts_is_fenced(tmp_path: Path) -> None:
     assert "Traceback" not in older.output
     assert_older_committed_nothing_after_newer(job)
     assert job.outcome() == make_uninterrupted_counter_run(COUNTER).outcome()
+
+
+@pytest.mark.soak
+def test_every_process_of_a_fenced_job_says_so(tmp_path: Path) -> None:
+    job = Job(COUNTER_SPEC, tmp_path / "run", (*COUNTER, "config.total_steps=3000", "config.step_seconds=0.05"))
+    processes = job.start_processes(2)
+    processes[0].wait_until(lambda: job.newest() >= 5, "the first commit")
+    Fence(LocalStore(job.directory)).claim()
+    for process in processes:
+        process.expect(1)
+        assert "attempt 2 has taken over" in process.output
+        assert "run the same command again" not in process.output
 
 
 @pytest.mark.soak
