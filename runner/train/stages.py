@@ -16,7 +16,6 @@ from fractions import Fraction
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from runner.checkpoint.leaves import format_type, list_leaf_names
@@ -29,7 +28,13 @@ from runner.run.fence import RunIdentity
 from runner.spec import Document, Trajectory, flatten, is_below, validate_config
 from runner.storage import JsonObject
 from runner.train.compile import CompiledStep
-from runner.train.optimizer import ScheduleStage, compute_rates, make_stage_schedules
+from runner.train.optimizer import (
+    ScheduleStage,
+    StageRates,
+    find_first_other_rate,
+    make_stage_rates,
+    make_stage_schedules,
+)
 from runner.train.replay import ReplayedStep
 from runner.train.setup import StageContext, TrainSetup, TrainSetupBuilder
 from runner.train.state import TrainState, get_shardings
@@ -280,17 +285,16 @@ def find_first_change(
         runs = [compute_run_rates(each, config, get_num_examples) for each in (saved, present)]
     except (KeyError, ValueError):  # saved by a version with other schedules
         return 0
-    steps = np.arange(max(total for _, total in runs))
-    former, new = (rates(steps) for rates, _ in runs)
-    differing_steps = np.flatnonzero(former != new)
-    first = min([first_other, *differing_steps[:1].tolist()])
+    (former, former_total), (new, new_total) = runs
+    other_rate = find_first_other_rate(former, new, max(former_total, new_total))
+    first = min(first_other, math.inf if other_rate is None else other_rate)
     return None if math.isinf(first) else int(first)
 
 
 def compute_run_rates(
     trajectory: Trajectory, config: TrainerConfig[Any], get_num_examples: Callable[[], int]
-) -> tuple[Callable[[np.ndarray], np.ndarray], int]:
-    """Return the learning rates of a trajectory by step, and its total number of steps.
+) -> tuple[list[StageRates], int]:
+    """Return the learning rates of the stages of a trajectory, and its total number of steps.
 
     If no learning rate of the trajectory depends on the total, that of the config is returned.
     """
@@ -323,8 +327,7 @@ def compute_run_rates(
                 total,
             )
         )
-    schedules = make_stage_schedules(stages)
-    return functools.partial(compute_rates, schedules, [stage.start for stage in stages]), total
+    return make_stage_rates(stages), total
 
 
 # Running.
