@@ -22,6 +22,8 @@ import jax
 import optax
 
 from runner.checkpoint.fork import find_continued_manifest
+from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.policy import is_due
 from runner.checkpoint.save import SaveContents
 from runner.config import ModelConfig, TrainerConfig
 from runner.console import say, warn
@@ -81,14 +83,16 @@ from runner.train.lora import get_model_weights, replace_base
 from runner.train.loss import count_correct, cross_entropy_sum, document_arguments, target_weights
 from runner.train.optimizer import SPEC
 from runner.train.replay import ReplaySchedule, get_replay_inputs
-from runner.train.report import Report
+from runner.train.report import END, Report
 from runner.train.setup import TrainSetup, TrainSetupBuilder, get_tokens
 from runner.train.stability import RollBacks, find_earliest_begin, make_stability
 from runner.train.stages import (
+    CONTINUES,
     StagePlan,
     StageSequence,
     find_first_change,
     format_rounded_starts,
+    list_restarts,
     make_stages,
     resolve_config,
     split_trajectory,
@@ -452,7 +456,8 @@ class BaseTrainer(RestoreableJob):
         # The stage in which the spike begins, even if a later stage fetched its loss.
         stage = self.stages.plans[self.config.find_stage(spike.first - 1)]
         batch_examples = stage.config.train.global_batch_examples
-        steps = self.roll_backs.decide(self.attempt, spike, stage.start, batch_examples, self.report.list_losses_after)
+        data_start = self.stages.find_data_start(stage.number).start
+        steps = self.roll_backs.decide(self.attempt, spike, data_start, batch_examples, self.report.list_losses_after)
         for step in steps:
             try:
                 self.load(str(step))
@@ -740,6 +745,17 @@ class BaseTrainer(RestoreableJob):
             if getattr(self.config.eval, key) is not None and type(self).batch is not BaseTrainer.batch:
                 reason = "batch() of the job makes the batches, so nothing reads it; leave it out"
                 raise self.document.error(f"config.eval.{key}", reason)
+        fork = self.spec.checkpoint.fork_from
+        if len(self.stages.plans) > 1:
+
+            def read_past() -> tuple[int, list[int]]:
+                newest = find_continued_manifest(self.store, fork)
+                return (0, []) if newest is None else (newest.step, list_restarts(newest.identity))
+
+            step, restarts = hosts.run_on_main(read_past)
+            # The stage whose evaluators complete the newest row: the one that has made its step.
+            self.stages.number = self.config.find_stage(max(step - 1, 0))
+            self.stages.restarts = frozenset(start for start in restarts if start < step)
         self.train_setup = self.setup_builder.build(jax.devices(), lambda data: share_ids(data, self.store, hosts))
         for stage in self.stages.compiled:
             dataset = self.stages.get_dataset(stage.plan.number)
@@ -762,13 +778,31 @@ class BaseTrainer(RestoreableJob):
             validate_same_on_all_hosts(self.evaluation_tasks.digest, "questions", hosts)
         # Process 0 reads the frozen weights of an adapter first, so that an error in them is reported once.
         hosts.run_on_main(lambda: self.setup_builder.base_identity)
-        fork = self.spec.checkpoint.fork_from
-        if len(self.stages.plans) > 1:
-            # The stage whose evaluators complete the newest row: the one that has made its step.
-            step = hosts.run_on_main(lambda: getattr(find_continued_manifest(self.store, fork), "step", 0))
-            self.stages.number = self.config.find_stage(max(step - 1, 0))
         known = find_known_micro_batch(self.train_setup, self.store, hosts, fork, self.stages.current.plan.start)
         self.stages.current.builder.validate_steps(self.stages.current.train_setup, known)
+
+    def validate_newest(self, newest: Manifest) -> None:
+        """Raise `ResumeError` also if the run cannot end at its newest checkpoint, which was not saved as the last one.
+
+        The row of the last step is made from the results that are saved with it. The metric by which the best
+        checkpoint is chosen cannot be added to a committed checkpoint.
+        """
+        super().validate_newest(newest)
+        carry, best, config = newest.carry or {}, self.spec.checkpoint.keep_best, self.config
+        if newest.step != self.total_steps or END in carry:
+            return
+        where = f"{self.store.url}: the spec ends the run at step {newest.step}, whose checkpoint"
+        if carry and "last" not in carry:
+            reason = "an earlier version has saved without the metrics of its row"
+        elif (
+            best is not None
+            and newest.metric is None
+            and (carry or (config.eval.at_end and not is_due(newest.step, config.eval.every_steps)))
+        ):
+            reason = f"was saved without {best.metric} (checkpoint.keep_best)"
+        else:
+            return
+        raise ResumeError(f"{where} {reason}; end the run at a later step")
 
     def describe_wait(self) -> str:
         """Return the example of the data that is being read for longest."""
@@ -894,8 +928,12 @@ class BaseTrainer(RestoreableJob):
         if len(self.stages.plans) > 1:
             # The data of a stage are compared by their content too.
             keys["config.stages"] = [
-                [start, values, {"config.data": stage.builder.dataset.fingerprint}]
-                for (start, values), stage in zip(keys["config.stages"], self.stages.compiled[1:], strict=True)
+                [
+                    *given,
+                    {"config.data": stage.builder.dataset.fingerprint},
+                    *([CONTINUES] if self.stages.continues_data(stage.plan.number) else []),
+                ]
+                for given, stage in zip(keys["config.stages"], self.stages.compiled[1:], strict=True)
             ]
         # `auto` in the spec stands for the size that the data have.
         return keys | {key: self.vocabulary_size for key in keys if key == "config.model.vocabulary_size"}
@@ -924,7 +962,9 @@ class BaseTrainer(RestoreableJob):
             metric=None if best is None else self.report.metric(best.metric, self.step),
             roll_back_to=None if roll_back is None else find_earliest_begin(self.state, roll_back),
             topology=hardware | {"micro_batch_examples": self.compiled.layout.micro_batch_examples},
-            carry=self.report.carry,
+            carry=self.report.carry
+            if best is None
+            else self.report.add_metric(self.report.carry, best.metric, self.step),
             attachments=self.report.attachments,
             flush=self.report.sync,
             announce=lambda: self.hook_dispatcher.on_checkpoint(self.state, self.step),

@@ -47,7 +47,7 @@ from runner.checkpoint.manifest import (
     read_manifest,
     read_newest_manifest,
 )
-from runner.checkpoint.policy import find_best_step
+from runner.checkpoint.policy import find_best_step, select_metrics
 from runner.console import warn
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, InvalidError, NewerFormatError, StorageError
 from runner.spec import PARAMS, Document, ExecutionSpec, parse_document, validate_spec
@@ -162,7 +162,7 @@ def find_best_checkpoint(store: Store, spec: ExecutionSpec) -> str:
     rule = spec.checkpoint.keep_best
     if rule is None:
         raise InvalidError(f"{store.url}: its spec has no checkpoint.keep_best, which says what is best; name a step")
-    found = find_best_step({step: manifest.metric for step, manifest in read_committed(store).items()}, rule.mode)
+    found = find_best_step(select_metrics(read_committed(store)), rule.mode)
     if found is None:
         raise InvalidError(f"{store.url}: no checkpoint has {rule.metric}, by which the best is kept; name a step")
     return str(found)

@@ -9,13 +9,13 @@ import enum
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from runner.checkpoint.manifest import CHECKPOINTS, Manifest, read_committed, remove_files, uncommit
 from runner.console import warn
 from runner.run.attempt import Attempt
 from runner.spec import CheckpointConfig
-from runner.storage import LocalStore
+from runner.storage import JsonObject, LocalStore
 
 # When to save.
 
@@ -138,6 +138,33 @@ def find_superfluous_steps(
     return [step for step in steps if step not in kept]
 
 
+class MeasuredStep(Protocol):
+    """Manifest of a step, or the part of it that says how good the step is."""
+
+    @property
+    def metric(self) -> float | None:
+        """Value that `checkpoint.keep_best` compares."""
+
+    @property
+    def carry(self) -> JsonObject | None:
+        """Sums for the next row, and what the step has only because the run ended there."""
+
+
+def select_metrics(steps: Mapping[int, MeasuredStep]) -> dict[int, float | None]:
+    """Return the value that `checkpoint.keep_best` compares, by committed step.
+
+    A step at which the run once ended, and beyond which it was extended, has the value that it would have without that
+    end: none if it was evaluated only because the run ended there.
+    """
+    newest = max(steps, default=0)
+
+    def select(step: int) -> float | None:
+        carry = steps[step].carry or {}
+        return carry.get("metric") if step < newest and "end" in carry else steps[step].metric
+
+    return {step: select(step) for step in steps}
+
+
 def find_best_step(metrics: Mapping[int, float | None], mode: Mode) -> int | None:
     """Return the step with the best value, of equal values the older step; None if no step has a value."""
     measured = {step: value for step, value in sorted(metrics.items()) if value is not None and value == value}
@@ -159,6 +186,7 @@ class _CommittedStep(NamedTuple):
 
     metric: float | None
     roll_back_to: int | None
+    carry: JsonObject | None
 
 
 class Retention:
@@ -173,7 +201,7 @@ class Retention:
         """Read which steps are committed, and delete what an attempt that was killed should have deleted."""
         store = self._attempt.store
         self._steps = {
-            step: _CommittedStep(manifest.metric, manifest.roll_back_to)
+            step: _CommittedStep(manifest.metric, manifest.roll_back_to, manifest.carry)
             for step, manifest in read_committed(store).items()
         }
         if self._steps and isinstance(store, LocalStore):
@@ -183,7 +211,7 @@ class Retention:
 
     def add(self, manifest: Manifest) -> None:
         """Add a step that has just been committed, and delete the steps that it makes superfluous."""
-        self._steps[manifest.step] = _CommittedStep(manifest.metric, manifest.roll_back_to)
+        self._steps[manifest.step] = _CommittedStep(manifest.metric, manifest.roll_back_to, manifest.carry)
         self._prune()
 
     def forget_after(self, step: int) -> list[int]:
@@ -194,7 +222,7 @@ class Retention:
         return later
 
     def _prune(self) -> None:
-        metrics = {step: committed.metric for step, committed in self._steps.items()}
+        metrics = select_metrics(self._steps)
         # A spike that is running may still be rolled back, as the newest state knows.
         roll_back_to = self._steps[max(self._steps)].roll_back_to if self._steps else None
         for step in find_superfluous_steps(metrics, *self._rule, roll_back_to):
