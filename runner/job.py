@@ -61,7 +61,7 @@ from runner.parallel.mesh import read_device_memory_bytes
 from runner.run.attempt import DRAIN_SECONDS, Attempt, IncidentRecorder, claim_attempt
 from runner.run.compile_cache import CompileCache
 from runner.run.fence import Advice, RunIdentity, is_done, validate_directory, validate_owner
-from runner.run.layout import open_directory, read_result
+from runner.run.layout import RESULT, open_directory, read_result
 from runner.spec import (
     Document,
     ExecutionSpec,
@@ -407,6 +407,19 @@ class RestoreableJob:
                 f"set its total to {step} steps or more, or use another directory"
             )
 
+    def validate_newest(self, newest: Manifest) -> None:
+        """Raise `ResumeError` if the run cannot end where the spec ends it. Process 0 only.
+
+        Args:
+            newest: manifest of its newest checkpoint.
+        """
+        self.validate_total(newest.step)
+        if newest.lineage is not None and newest.lineage["step"] >= self.total_steps:
+            raise ResumeError(
+                f"{self.store.url}: the run was forked at step {newest.lineage['step']}, and the spec ends it there; "
+                "give it more steps"
+            )
+
     def find_newest_step(self) -> int:
         """Return the step of the newest committed checkpoint, or 0. Process 0 only."""
         manifest = read_newest_manifest(self.store)
@@ -484,7 +497,7 @@ class RestoreableJob:
         config, run_identity = self.spec.checkpoint, self.make_run_identity(self.identity())
         newest = validate_checkpoints(self.store, run_identity)
         if newest is not None:
-            self.validate_total(newest.step)
+            self.validate_newest(newest)
         if newest is None and config.fork_from is not None:
             with self.document.errors_at("checkpoint.fork_from"):
                 validate_fork(config.fork_from, run_identity, abstract, self.total_steps)
@@ -540,6 +553,8 @@ class RestoreableJob:
         if attempt.hosts.is_main:
             # What follows replaces files of the run. A restore may take minutes, or be suspended.
             attempt.fence.check()
+            # The run goes on beyond an earlier end. Before its rows change, it must not count as done any more.
+            self.store.remove(RESULT)
         attempt.record(event, self.step, seconds=seconds, fingerprint=digest, **details)
         self.on_restored()
         self.checkpointer.begin(self.state, self.step)

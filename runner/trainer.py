@@ -84,15 +84,17 @@ from runner.train.loss import count_correct, cross_entropy_sum, document_argumen
 from runner.train.optimizer import SPEC
 from runner.train.programs import Program, ProgramChange, ProgramHistory, get_program_record
 from runner.train.replay import ReplaySchedule, get_replay_inputs
-from runner.train.report import Report
+from runner.train.report import END, Report
 from runner.train.setup import TrainSetup, TrainSetupBuilder, get_tokens
-from runner.train.stability import RollBacks, find_earliest_begin, make_stability
+from runner.train.stability import RollBacks, find_earliest_begin, make_stability, validate_roll_backs
 from runner.train.stages import (
+    CONTINUES,
     CompiledStage,
     StagePlan,
     StageSequence,
     find_first_change,
     format_rounded_starts,
+    list_restarts,
     make_stages,
     resolve_config,
     split_trajectory,
@@ -458,7 +460,10 @@ class BaseTrainer(RestoreableJob):
         # The stage in which the spike begins, even if a later stage fetched its loss.
         stage = self.stages.plans[self.config.find_stage(spike.first - 1)]
         batch_examples = stage.config.train.global_batch_examples
-        steps = self.roll_backs.decide(self.attempt, spike, stage.start, batch_examples, self.report.list_losses_after)
+        data_start = self.stages.find_data_start(stage.number).start
+        steps = self.roll_backs.decide(
+            self.attempt, spike, data_start, batch_examples, self.identity(), self.report.list_losses_after
+        )
         for step in steps:
             try:
                 self.load(str(step))
@@ -487,6 +492,12 @@ class BaseTrainer(RestoreableJob):
         if not self.report.complete_row(self.get_evaluated_weights(self.state), self.step, on_row):
             self.save_or_stop()
         self.call_hooks()
+        best = self.spec.checkpoint.keep_best
+        if best is not None and self.attempt.hosts.is_main:
+            # The step may have been saved before it was evaluated.
+            metric = self.report.metric(best.metric, self.step)
+            if metric is not None:
+                self.checkpointer.add_metric(self.step, metric, is_end=self.report.is_metric_of_end(best.metric))
 
     def call_hooks(self) -> None:
         """Call hooks with the row of this step, if it has one. They may request a save, or end the run at this step."""
@@ -746,6 +757,17 @@ class BaseTrainer(RestoreableJob):
             if getattr(self.config.eval, key) is not None and type(self).batch is not BaseTrainer.batch:
                 reason = "batch() of the job makes the batches, so nothing reads it; leave it out"
                 raise self.document.error(f"config.eval.{key}", reason)
+        fork = self.spec.checkpoint.fork_from
+        if len(self.stages.plans) > 1:
+
+            def read_past() -> tuple[int, list[int]]:
+                newest = find_continued_manifest(self.store, fork)
+                return (0, []) if newest is None else (newest.step, list_restarts(newest.identity))
+
+            step, restarts = hosts.run_on_main(read_past)
+            # The stage whose evaluators complete the newest row: the one that has made its step.
+            self.stages.number = self.config.find_stage(max(step - 1, 0))
+            self.stages.restarts = frozenset(start for start in restarts if start < step)
         self.train_setup = self.setup_builder.build(jax.devices(), lambda data: share_ids(data, self.store, hosts))
         for stage in self.stages.compiled:
             dataset = self.stages.get_dataset(stage.plan.number)
@@ -771,17 +793,28 @@ class BaseTrainer(RestoreableJob):
             validate_same_on_all_hosts(self.evaluation_tasks.digest, "questions", hosts)
         # Process 0 reads the frozen weights of an adapter first, so that an error in them is reported once.
         hosts.run_on_main(lambda: self.setup_builder.base_identity)
-        fork = self.spec.checkpoint.fork_from
-        if len(self.stages.plans) > 1:
-            # The stage whose evaluators complete the newest row: the one that has made its step.
-            step = hosts.run_on_main(lambda: getattr(find_continued_manifest(self.store, fork), "step", 0))
-            self.stages.number = self.config.find_stage(max(step - 1, 0))
         known = find_known_micro_batch(self.train_setup, self.store, hosts, fork, self.stages.current.plan.start)
         self.stages.current.builder.validate_steps(self.stages.current.train_setup, known)
         if self.spec.checkpoint.program == "refuse":
             # A start that is refused must not stop a running attempt, so this comes before the claim. Kernels that the
             # job must avoid, and a smaller micro-batch, are known only after it: `continue_program` compares again.
             hosts.run_on_main(lambda: self.validate_program(known, hosts.num_processes))
+
+    def validate_newest(self, newest: Manifest) -> None:
+        """Raise `ResumeError` also if the run cannot end at its newest checkpoint, which was not saved as the last one.
+
+        The row of the last step is made from the results that are saved with it.
+        """
+        super().validate_newest(newest)
+        if self.config.stability.roll_back is not None:
+            find_change = self.make_run_identity(self.identity()).find_change
+            validate_roll_backs(self.store, newest, find_change, self.total_steps)
+        carry = newest.carry or {}
+        if newest.step == self.total_steps and carry and not {END, "last"} & {*carry}:
+            raise ResumeError(
+                f"{self.store.url}: the spec ends the run at step {newest.step}, whose checkpoint an earlier version "
+                "has saved without the metrics of its row; end the run at a later step"
+            )
 
     def describe_wait(self) -> str:
         """Return the example of the data that is being read for longest."""
@@ -892,7 +925,8 @@ class BaseTrainer(RestoreableJob):
 
     def restore_or_init(self) -> None:
         """Restore or initialise the state. A run that begins records the assets of its exports."""
-        self.roll_backs.complete(self.attempt)
+        find_change = self.make_run_identity(self.identity()).find_change
+        self.roll_backs.complete(self.attempt, self.spec.checkpoint.fork_from, find_change, self.total_steps)
         super().restore_or_init()
         self.enter_stage(max(self.step - 1, 0))
         if self.step == 0 and not self.attempt.lineage and self.attempt.hosts.is_main and self.family() is not None:
@@ -964,8 +998,12 @@ class BaseTrainer(RestoreableJob):
         if len(self.stages.plans) > 1:
             # The data of a stage are compared by their content too.
             keys["config.stages"] = [
-                [start, values, {"config.data": stage.builder.dataset.fingerprint}]
-                for (start, values), stage in zip(keys["config.stages"], self.stages.compiled[1:], strict=True)
+                [
+                    *given,
+                    {"config.data": stage.builder.dataset.fingerprint},
+                    *([CONTINUES] if self.stages.continues_data(stage.plan.number) else []),
+                ]
+                for given, stage in zip(keys["config.stages"], self.stages.compiled[1:], strict=True)
             ]
         # `auto` in the spec stands for the size that the data have.
         return keys | {key: self.vocabulary_size for key in keys if key == "config.model.vocabulary_size"}
@@ -1001,7 +1039,9 @@ class BaseTrainer(RestoreableJob):
                 "micro_batch_examples": self.compiled.layout.micro_batch_examples,
                 "program": self.programs.add(program),
             },
-            carry=self.report.carry,
+            carry=self.report.carry
+            if best is None
+            else self.report.add_metric(self.report.carry, best.metric, self.step),
             attachments=self.report.attachments,
             flush=self.report.sync,
             announce=lambda: self.hook_dispatcher.on_checkpoint(self.state, self.step),

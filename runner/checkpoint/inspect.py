@@ -47,11 +47,10 @@ from runner.checkpoint.manifest import (
     find_file_problems,
     is_committed,
     list_steps,
-    read_committed,
     read_manifest,
     read_newest_manifest,
 )
-from runner.checkpoint.policy import find_best_step
+from runner.checkpoint.policy import find_best_step, read_metrics
 from runner.console import escape_unprintable, warn
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, InvalidError, NewerFormatError, StorageError
 from runner.process import read_memory_bytes
@@ -168,7 +167,7 @@ def find_best_checkpoint(store: Store, spec: ExecutionSpec) -> str:
     rule = spec.checkpoint.keep_best
     if rule is None:
         raise InvalidError(f"{store.url}: its spec has no checkpoint.keep_best, which says what is best; name a step")
-    found = find_best_step({step: manifest.metric for step, manifest in read_committed(store).items()}, rule.mode)
+    found = find_best_step(read_metrics(store), rule.mode)
     if found is None:
         raise InvalidError(f"{store.url}: no checkpoint has {rule.metric}, by which the best is kept; name a step")
     return str(found)

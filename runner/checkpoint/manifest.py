@@ -91,10 +91,16 @@ MANIFEST_KEYS = (
     ),
     Key("carry.weight", float, "Sum of these weights."),
     Key(
+        "carry.last",
+        dict,
+        "Loss and meta of the step itself, from which its row is made if the total of the run is set to this step.",
+    ),
+    Key(
         "carry.end",
         str,
         "What the step has only because the run ended there, and loses if the run is extended: `row` or `evaluation`.",
     ),
+    Key("carry.metric", float, "`metric` of the step if the run is extended; absent if it then has none."),
     Key("environment", dict, "Software and settings of the attempt that saved it."),
     *(replace(key, name=f"environment.{key.name}") for key in ENVIRONMENT_KEYS),
     Key("metric", float | None, "Value that `checkpoint.keep_best` compares; only if that key is set."),

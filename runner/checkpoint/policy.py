@@ -15,7 +15,7 @@ from runner.checkpoint.manifest import CHECKPOINTS, Manifest, is_committed, read
 from runner.console import warn
 from runner.run.attempt import Attempt
 from runner.spec import CheckpointConfig
-from runner.storage import DeadlineError, LocalStore
+from runner.storage import DeadlineError, Key, LocalStore, Store, encode_json, read_json, validate_record
 
 # When to save.
 
@@ -144,6 +144,51 @@ def find_superfluous_steps(
     return [step for step in steps if step not in kept]
 
 
+METRIC = "metric.json"  # beside a manifest without a metric: what was measured after its commit
+
+METRIC_KEYS = (
+    Key("metric", float, "Value that `checkpoint.keep_best` compares."),
+    Key("end", bool, "True if the step has it only because the run ended there."),
+)
+
+
+class StepMetric(NamedTuple):
+    """Value that `checkpoint.keep_best` compares, of one step.
+
+    Attributes:
+        at_end: value of the step if the run ends there, or has not gone on yet.
+        before_end: value of the step of a longer run: none if it was evaluated only because the run ended there.
+    """
+
+    at_end: float | None
+    before_end: float | None
+
+
+def read_step_metric(store: Store, manifest: Manifest) -> StepMetric:
+    """Return the value of a committed step, which may have been measured after its commit."""
+    if manifest.metric is not None:
+        carry = manifest.carry or {}
+        return StepMetric(manifest.metric, carry.get("metric") if "end" in carry else manifest.metric)
+    try:
+        record = read_json(store, f"{CHECKPOINTS}/{manifest.name}/{METRIC}")
+        validate_record(record, METRIC_KEYS, [key.name for key in METRIC_KEYS])
+    except (FileNotFoundError, ValueError):  # none was measured, or the file is damaged
+        return StepMetric(None, None)
+    metric = float(record["metric"])
+    return StepMetric(metric, None if record["end"] else metric)
+
+
+def read_metrics(store: Store) -> dict[int, float | None]:
+    """Return the value that `checkpoint.keep_best` compares, by committed step."""
+    return select_metrics({step: read_step_metric(store, each) for step, each in read_committed(store).items()})
+
+
+def select_metrics(steps: Mapping[int, StepMetric]) -> dict[int, float | None]:
+    """Return the value to compare for each step, by whether the run has gone on behind it."""
+    newest = max(steps, default=0)
+    return {step: metric.at_end if step == newest else metric.before_end for step, metric in steps.items()}
+
+
 def find_best_step(metrics: Mapping[int, float | None], mode: Mode) -> int | None:
     """Return the step with the best value, of equal values the older step; None if no step has a value."""
     measured = {step: value for step, value in sorted(metrics.items()) if value is not None and value == value}
@@ -161,16 +206,16 @@ def delete_step(attempt: Attempt, step: int) -> None:
 
 
 class _CommittedStep(NamedTuple):
-    """Values in the manifest of a step by which it is kept or deleted."""
+    """Values of a step by which it is kept or deleted."""
 
-    metric: float | None
+    metric: StepMetric
     roll_back_to: int | None
     read_back: bool
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Self:
-        """Return the values of a manifest."""
-        return cls(manifest.metric, manifest.roll_back_to, manifest.read_back)
+    def read(cls, store: Store, manifest: Manifest) -> Self:
+        """Return the values of a committed checkpoint."""
+        return cls(read_step_metric(store, manifest), manifest.roll_back_to, manifest.read_back)
 
 
 class Retention:
@@ -185,7 +230,7 @@ class Retention:
     def scan(self) -> None:
         """Read which steps are committed, and delete what an attempt that was killed should have deleted."""
         store = self._attempt.store
-        self._steps = {step: _CommittedStep.of(manifest) for step, manifest in read_committed(store).items()}
+        self._steps = {step: _CommittedStep.read(store, manifest) for step, manifest in read_committed(store).items()}
         self._undeleted = []
         if self._steps and isinstance(store, LocalStore):
             # An attempt that was killed right after it created a manifest has not flushed its name.
@@ -194,8 +239,17 @@ class Retention:
 
     def add(self, manifest: Manifest) -> None:
         """Add a step that has just been committed, and delete the steps that it makes superfluous."""
-        self._steps[manifest.step] = _CommittedStep.of(manifest)
+        self._steps[manifest.step] = _CommittedStep.read(self._attempt.store, manifest)
         self._prune()
+
+    def add_metric(self, step: int, metric: float, *, is_end: bool) -> None:
+        """Add the value of a step that was evaluated after its commit; `is_end` if only because the run ends there."""
+        known = self._steps.get(step)
+        if known is not None and known.metric.at_end is None:
+            self._attempt.fence.check()
+            record = {"metric": metric, "end": is_end}
+            self._attempt.store.write(f"{CHECKPOINTS}/{step}/{METRIC}", encode_json(record))
+            self._steps[step] = known._replace(metric=StepMetric(metric, None if is_end else metric))
 
     def forget_after(self, step: int) -> list[int]:
         """Forget the steps beyond `step`, which is loaded again, and return them."""
@@ -206,7 +260,7 @@ class Retention:
         return [other for other in later if is_committed(self._attempt.store, str(other))]
 
     def _prune(self) -> None:
-        metrics = {step: committed.metric for step, committed in self._steps.items()}
+        metrics = select_metrics({step: committed.metric for step, committed in self._steps.items()})
         # A spike that is running may still be rolled back, as the newest state knows.
         roll_back_to = self._steps[max(self._steps)].roll_back_to if self._steps else None
         read_back = {step for step, committed in self._steps.items() if committed.read_back}

@@ -283,6 +283,14 @@ class Dataset:
             )
         return replace(self, train_sources=continued)
 
+    def continue_equal(self, before: "Dataset") -> "Dataset":
+        """Return this data set, of a stage with the data of the stage before it, at the position of that data set."""
+        sources = [
+            replace(train, order=other.order, first_example=other.first_example, units_before=other.units_before)
+            for train, other in zip(self.train_sources, before.train_sources, strict=True)
+        ]
+        return replace(self, train_sources=sources)
+
     def _list_contents(self) -> list[tuple[str, int]]:
         """Return the digest of each source, and the number of sources before it with the same digest."""
         contents = [train.content for train in self.train_sources]

@@ -15,6 +15,10 @@ observers are not recorded there: observers count as called for a row once the r
 also records that a hook has stopped the run, so an attempt that resumes at the last step, after a kill before
 `result.json`, ends there.
 
+**At the end.** A row, or an evaluation, that is there only because the run ends at this step is not part of a longer
+run. Counters that include calls for it are therefore not saved: only `on_checkpoint` and `on_end` see them, and they
+follow from the saved ones and the row. `on_row` of a hook with counters does not see such an evaluation.
+
 **One call.** The verdict of process 0 applies on every host. All processes synchronize once after each call, even if it
 raised, so that all of them know the outcome: a hook that raises on one host ends the run on all hosts, and each prints
 the hook's name. If the other hosts hang in a collective because of the failure, the watchdog prints it and ends them.
@@ -220,6 +224,7 @@ class HookDispatcher:
         self._hooks, self._attempt, self._report, self._get_weights = hooks, attempt, report, get_weights
         self._caller = HookCaller(attempt)
         self._seen = FiredCalls()  # calls of observers, which the train state does not record
+        self._at_end: HookState | None = None  # with the calls that are made only because the run ends
         self._result: JsonObject = {}
         self._run_began = 0.0
         self.stop: HookStop | None = None
@@ -251,11 +256,11 @@ class HookDispatcher:
         if not self._hooks.listed:
             return state
         hosts, row = self._attempt.hosts, self._read_newest_row()
-        self.stop, self.save_step = None, 0
+        self.stop, self.save_step, self._at_end = None, 0, None
 
-        # Observers were called for the row that the attempt resumes from, unless its evaluation is missing.
+        # Observers were called for the row that the attempt resumes from, unless it or its evaluation is missing.
         is_own_row = row.get("step") == step
-        is_open = is_own_row and self._report.is_evaluation_missing(row, step)
+        is_open = self._report.is_evaluation_missing(row, step) if is_own_row else self._report.lacks_last_row
         is_evaluated = is_own_row and self._report.is_evaluated(row)
         self._seen = FiredCalls(row=0 if is_open else step, evaluation=step if is_evaluated else 0)
 
@@ -292,6 +297,7 @@ class HookDispatcher:
         # Reading waits for the device, but the row of this step is complete, so the device is done with the step.
         before = self._read_state(state)
         after = self._get_verdicts("on_row", "row", before, state, step, row)
+        kept = before if self._report.is_end_row(row) else after
 
         def on_evaluation(row: Row) -> None:
             nonlocal after
@@ -303,7 +309,10 @@ class HookDispatcher:
             self._report.evaluate_row(self._get_weights(state), row, on_evaluation)
         # Exclude the time of slow hooks from the speed of the next steps.
         self._report.restart_clock()
-        return self._write_state(state, before, after)
+        is_evaluation_kept = not self._report.is_end_evaluation(row) or after.fired.asked == step
+        kept = after if is_evaluation_kept and kept is not before else kept
+        self._at_end = None if kept is after else after
+        return self._write_state(state, before, kept)
 
     def on_checkpoint(self, state: TrainState, step: int) -> None:
         """Call `on_checkpoint`, right before the state of `step` is saved in the run's directory."""
@@ -350,12 +359,15 @@ class HookDispatcher:
             if getattr(self._seen if is_observer else before.fired, mark) >= step:
                 continue
             is_marked = is_marked or not is_observer
-            moment = self._make_moment(each, state, step, row, counters.get(each.name))
+            is_hidden = method == "on_row" and not is_observer and self._report.is_end_evaluation(row)
+            seen = self._report.remove_evaluation(row) if is_hidden else row
+            moment = self._make_moment(each, state, step, seen, counters.get(each.name))
             verdict = self._caller.get_verdict(each, method, moment)
             if verdict.counters is not None:
                 counters[each.name] = verdict.counters
             # The last step of a run is evaluated, so a stop requests an evaluation too.
-            if verdict.act in (Act.EVALUATE, Act.STOP) and not self._report.is_evaluated(row):
+            is_evaluated = self._report.is_evaluated(row) and not self._report.is_end_evaluation(row)
+            if verdict.act in (Act.EVALUATE, Act.STOP) and not is_evaluated:
                 fired = replace(fired, asked=step)
             if verdict.act is Act.SAVE:
                 self.save_step = step
@@ -375,7 +387,7 @@ class HookDispatcher:
     def _make_moment(self, each: ListedHook, state: TrainState, step: int, row: Row, counters: Any = None) -> Moment:
         """Return the argument of a hook's call, with copies of row, weights and counters that the hook may modify."""
         if counters is None and each.counters is not None:
-            counters = self._read_state(state).counters[each.name]
+            counters = (self._at_end or self._read_state(state)).counters[each.name]
         # Copies, because a hook may modify its arguments.
         own, weights = jax.tree.map(np.copy, counters), copy_containers(self._get_weights(state))
         return Moment(step, copy.deepcopy(row), weights, own, self._attempt.hosts, self._run_began)

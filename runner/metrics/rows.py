@@ -104,6 +104,12 @@ ROW_KEYS = (
         "on CPUs.",
         "bytes",
     ),
+    Key(
+        "perf/at_end",
+        bool,
+        "True if the row has its evaluation only because the run ends at this step. If the run is extended, the "
+        "evaluation is removed.",
+    ),
     Key("perf/time", float, "Time at which the row was written, by the clock of process 0.", "Unix seconds"),
     Key("perf/attempt", int, "Number of the attempt that computed this step."),
     Key("data/<name>/tokens", int, "Tokens drawn from a source of a mixture since step 0.", "tokens"),

@@ -98,7 +98,7 @@ class StepTimer:
         self._ends.put(None)
 
 
-_LOSS_SUM, _WEIGHT = "loss_sum", "weight"
+_LOSS_SUM, _WEIGHT, _LAST = "loss_sum", "weight", "last"
 NO_SUMS = {_LOSS_SUM: 0.0, _WEIGHT: 0.0}  # the carry of no steps
 
 
@@ -135,6 +135,7 @@ class MetricsWindow:
         carry: contribution of the steps since that row that an earlier attempt has saved (`MetricsWindow.carry`).
         is_whole: False if the contribution of such steps is unknown; the next row then has no mean.
         policy: stability policy of the job.
+        has_row: False if `step` has no row.
     """
 
     def __init__(
@@ -143,10 +144,13 @@ class MetricsWindow:
         carry: JsonObject | None = None,
         is_whole: bool = True,
         policy: StabilityConfig = _NO_POLICY,
+        has_row: bool = True,
     ):
         self._policy = policy
         self._pending: list[tuple[int, jax.Array, Meta]] = []
-        self._last: _StepResult | None = None
+        last = (carry or {}).get(_LAST)
+        self._last = None if last is None else _StepResult(step, last["loss"], dict(last["meta"]))
+        self._has_row = has_row
         self._loss_sum, self._weight = (float(carry[key]) if carry else 0.0 for key in (_LOSS_SUM, _WEIGHT))
         self._is_whole = is_whole
         self._since_step = step
@@ -204,13 +208,19 @@ class MetricsWindow:
 
     @property
     def carry(self) -> JsonObject | None:
-        """Contribution of the steps since the last row to the next one, after `fetch`.
+        """Contribution of the steps since the last row to the next one, and the result of the last step, after `fetch`.
 
-        None if there are none, or if the part of an earlier attempt is not known.
+        None if the newest step has a row, or if the part of an earlier attempt is not known.
         """
-        if self._last is None and not self._weight:
+        if not self._is_whole or (self._last is None and not self._weight and self._has_row):
             return None
-        return {_LOSS_SUM: self._loss_sum, _WEIGHT: self._weight} if self._is_whole else None
+        sums = {_LOSS_SUM: self._loss_sum, _WEIGHT: self._weight}
+        return sums if self._last is None else sums | {_LAST: {"loss": self._last.loss, "meta": self._last.meta}}
+
+    @property
+    def has_last(self) -> bool:
+        """True if the result of the newest step is known and has no row, after `fetch`; `close` then makes its row."""
+        return self._last is not None
 
     def close(self, count_units: Callable[[int], int], unit: Unit = "tokens") -> Row:
         """Return the row of the newest step, and begin the next window.
@@ -226,7 +236,7 @@ class MetricsWindow:
         mean = {"train/loss_mean": loss_mean} if self._is_whole else {}
         self._since_step, self._last = step, None
         self._loss_sum = self._weight = 0.0
-        self._is_whole = True
+        self._is_whole = self._has_row = True
         self.restart_clock()
         # The runner's own values come before those of the job: the order of keys is the order of the columns of a CSV.
         order = (GRAD_NORM, "learning_rate", SKIPPED_UPDATES, ROLL_BACKS, HIGH_LOSS_STEPS)
@@ -237,7 +247,8 @@ class MetricsWindow:
             **mean,
             **first,
             f"train/{unit}": count_units(step),
-            f"perf/{unit}_per_second": units / max(seconds, 1e-9),
+            # An attempt that has made no step since the last row knows no speed.
+            **({f"perf/{unit}_per_second": units / max(seconds, 1e-9)} if units else {}),
             **{f"train/{name}": value for name, value in values.items()},
         }
 

@@ -5,7 +5,7 @@ completed steps: a linear warm-up from 0, and a shape after it.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,39 @@ def make_schedule(name: str, config: ScheduleConfig, peak: float, total_steps: i
     if warmup == 0:
         return shape
     return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), shape], [warmup])
+
+
+class SchedulePiece(NamedTuple):
+    """Part of a schedule, from one step until the next piece.
+
+    Attributes:
+        start: completed steps before it, from which its form counts.
+        form: shape and its parameters; pieces of equal start and form have equal rates. None: the rate is constant.
+    """
+
+    start: int
+    form: tuple[str | float, ...] | None
+
+
+def list_schedule_pieces(name: str, config: ScheduleConfig, peak: float, total_steps: int) -> list[SchedulePiece]:
+    """Return the pieces of the schedule that `make_schedule` makes of these arguments, in order."""
+    final, warmup = config.final_learning_rate, config.compute_warmup_steps(total_steps)
+    rest, decay = total_steps - warmup, config.decay_steps or 1
+    forms: dict[str, tuple[str | float, ...]] = {
+        "linear": ("linear", peak, final, rest),
+        "cosine": ("cosine", peak, final, rest),
+        "cosine_restarts": ("cosine_restarts", peak, final, rest, config.cycles),
+        "polynomial": ("polynomial", peak, final, config.power, rest),
+        "wsd": ("linear", peak, final, decay),
+        "inverse_square_root": ("inverse_square_root", peak, warmup),
+    }
+    pieces = [SchedulePiece(0, ("warmup", peak, warmup)), SchedulePiece(warmup, forms.get(name))]
+    if name == "wsd":
+        pieces[1:] = [SchedulePiece(warmup, None), SchedulePiece(total_steps - decay, forms[name])]
+    if name not in ("constant", "inverse_square_root"):
+        pieces.append(SchedulePiece(total_steps, None))
+    # Of pieces with one start only the last has any step.
+    return list({piece.start: piece for piece in pieces}.values())
 
 
 _RATE = "learning_rate"

@@ -10,18 +10,20 @@ The path of `config.optimizer.learning_rate` from YAML to optax:
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from runner.config import TrainerConfig
 from runner.errors import InvalidError
 from runner.optim.config import READERS, OptimizerConfig, ScheduleConfig
-from runner.optim.library import make_optimizer, make_schedule
+from runner.optim.library import SchedulePiece, list_schedule_pieces, make_optimizer, make_schedule
 from runner.optim.transforms import ScheduleFreeState
 
 SPEC = "spec"  # returned by `BaseTrainer.optimizer` and `schedule` to choose the name in the spec
@@ -124,33 +126,99 @@ class ScheduleStage:
     total_steps: int
 
 
-def make_stage_schedules(stages: Sequence[ScheduleStage]) -> list[optax.Schedule]:
-    """Return the learning rate of each stage as a function of the completed steps of the run.
+@dataclass(frozen=True)
+class StageRates:
+    """Learning rates of a stage.
+
+    Attributes:
+        start: steps before the stage.
+        schedule: learning rate by completed steps of the run.
+        pieces: pieces of the schedule, by completed steps of the run; the first may begin before the stage.
+    """
+
+    start: int
+    schedule: optax.Schedule
+    pieces: Sequence[SchedulePiece]
+
+
+def make_stage_rates(stages: Sequence[ScheduleStage]) -> list[StageRates]:
+    """Return the learning rates of each stage.
 
     A schedule that a stage begins counts its steps from the start of the stage, and ends with the run. The first item
     is the schedule of the run before its first stage.
     """
-    schedules: list[optax.Schedule] = []
+    rates: list[StageRates] = []
     begin, current, peak, total = 0, stages[0].schedule, stages[0].peak, stages[0].total_steps
     for stage in stages:
         if stage.begins_schedule:
             begin, current, total = stage.start, stage.schedule, stage.total_steps
-            peak = compute_rate(schedules[-1], stage.start) if schedules and stage.peak is None else stage.peak
+            peak = compute_rate(rates[-1].schedule, stage.start) if rates and stage.peak is None else stage.peak
         elif stage.peak is not None:
             peak = stage.peak
-        elif schedules:
-            schedules.append(schedules[-1])
+        elif rates:
+            rates.append(replace(rates[-1], start=stage.start))
             continue
         assert peak is not None, "`find_problems` reports a missing learning rate"
         if peak == 0:
             raise InvalidError(f"the learning rate has reached 0 at step {begin}; set optimizer.learning_rate too")
         schedule = make_schedule(current.name, current, peak, total - begin)
-        schedules.append(
-            functools.partial(lambda schedule, begin, count: schedule(count - begin), schedule, begin)
-            if begin
-            else schedule
+        pieces = list_schedule_pieces(current.name, current, peak, total - begin)
+        if begin:
+            schedule = functools.partial(lambda schedule, begin, count: schedule(count - begin), schedule, begin)
+        moved = [piece._replace(start=begin + piece.start) for piece in pieces]
+        rates.append(StageRates(stage.start, schedule, moved))
+    return rates
+
+
+def make_stage_schedules(stages: Sequence[ScheduleStage]) -> list[optax.Schedule]:
+    """Return the learning rate of each stage as a function of the completed steps of the run."""
+    return [rates.schedule for rates in make_stage_rates(stages)]
+
+
+# Steps at which two different pieces are compared: a few at first, since most pieces differ at once.
+_FIRST_STEPS, _MORE_STEPS = 1 << 10, 1 << 18
+COMPARED_STEPS_MAX = 1 << 22
+
+
+def find_first_other_rate(first: Sequence[StageRates], second: Sequence[StageRates], end: int) -> int | None:
+    """Return the first step below `end` at which two runs have different learning rates; None if there is none.
+
+    Pieces of equal form are equal, and constant ones are compared at one step, so that time and memory do not depend on
+    `end`. Pieces of different forms are evaluated at up to `COMPARED_STEPS_MAX` steps. If none of these differs, the
+    step after them is returned: a change may be found too early, and never too late.
+    """
+    borders = {0, end}
+    for stage in (*first, *second):
+        borders |= {stage.start, *(piece.start for piece in stage.pieces)}
+    ordered = sorted(border for border in borders if border <= end)
+    for start, stop in itertools.pairwise(ordered):
+        stages = [next(stage for stage in reversed(run) if stage.start <= start) for run in (first, second)]
+        pieces = [next(piece for piece in reversed(stage.pieces) if piece.start <= start) for stage in stages]
+        if pieces[0].form is not None and pieces[0] == pieces[1]:
+            continue
+        is_constant = pieces[0].form is None and pieces[1].form is None
+        found = _find_first_difference(
+            stages[0].schedule, stages[1].schedule, start, min(stop, start + 1) if is_constant else stop
         )
-    return schedules
+        if found is not None:
+            return found
+    return None
+
+
+def _find_first_difference(first: optax.Schedule, second: optax.Schedule, start: int, stop: int) -> int | None:
+    """Return the first step in `range(start, stop)` at which two schedules differ, see `find_first_other_rate`."""
+    last = min(stop, start + COMPARED_STEPS_MAX)
+    begin, num_steps = start, 1 if stop - start == 1 else _FIRST_STEPS
+    while begin < last:
+        # All chunks have one of three sizes, for each of which JAX compiles once; the end of the last one is ignored.
+        # Steps are int32, as in the train state.
+        steps = np.minimum(np.arange(begin, begin + num_steps), np.iinfo(np.int32).max).astype(np.int32)
+        former, new = (np.broadcast_to(np.float32(each(jnp.asarray(steps))), steps.shape) for each in (first, second))
+        differing = np.flatnonzero(former != new)[:1]
+        if differing.size and begin + differing[0] < last:
+            return begin + int(differing[0])
+        begin, num_steps = begin + num_steps, _MORE_STEPS
+    return last if last < stop else None
 
 
 def compute_rate(schedule: optax.Schedule, step: int) -> float:

@@ -11,6 +11,7 @@ import jax
 
 from runner.checkpoint.policy import is_due
 from runner.config import TrainerConfig
+from runner.errors import ResumeError
 from runner.job import JobReport
 from runner.metrics.file import METRICS_FILE, find_tail_problem, open_metrics_file, read_encoded_rows
 from runner.metrics.meta import HIGH_LOSS_STEPS, Meta
@@ -26,7 +27,9 @@ from runner.train.profiler import Profiler
 
 DISCARDED_MAX = 500  # rows in the record of a roll-back
 # In the carry of the last step: what it has only because the run ends there.
-_END, _END_ROW, _END_EVALUATION = "end", "row", "evaluation"
+END, _END_ROW, _END_EVALUATION = "end", "row", "evaluation"
+_AT_END = "perf/at_end"  # in a row whose evaluation it has only because the run ends there
+_HIGH_LOSS = f"train/{HIGH_LOSS_STEPS}"
 DISCARDED_KEYS = ("step", "train/tokens", "train/examples", "perf/time", "train/loss")
 
 
@@ -73,6 +76,7 @@ class Report(JobReport):
         self._profiler = Profiler(attempt, spec.logging.profile)
         self._resumed_row: Row | None = None  # row of the step that was resumed from
         self._end_carry: JsonObject | None = None  # at the last step, for a run that is extended beyond it
+        self._lacks_last_row = False
         self._timer: StepTimer | None = None  # on process 0, while rows are displayed
         self.window = MetricsWindow(0, policy=config.stability)
 
@@ -85,8 +89,8 @@ class Report(JobReport):
     def resume(self, step: int, attachments: dict[str, bytes], carry: JsonObject | None = None) -> None:
         """Remove the rows after `step`, and continue the metrics window of the save.
 
-        If the run ended at `step` and is extended, the row of `step` or its evaluation is removed too, if it is there
-        only because the run ended. Called before the first step, and again if the running job loads a checkpoint.
+        A row of `step` that the present spec does not ask for is removed too, and so is such an evaluation: the run
+        ended there, and was extended. Called before the first step, and again if the running job loads a checkpoint.
         Displays then restart with the remaining rows.
 
         Args:
@@ -94,47 +98,80 @@ class Report(JobReport):
             attachments: rows that were saved with the state; they may be newer than those of the file.
             carry: `carry` of the save; None if `step` has a row.
         """
-        end = None if carry is None else carry.get(_END)
-        is_extended = end is not None and step < self._config.total_steps
-        # Where the present spec logs the step, the row stays.
-        drops_row = is_extended and end == _END_ROW and not self.is_row_due(step)
+        end, is_last = (carry or {}).get(END), step == self._config.total_steps
+        # The sums of the steps since the row before `step`; with them the row of `step` can be made again.
+        has_sums = bool(carry) and end != _END_EVALUATION
+        row: Row | None = None
         if self._attempt.hosts.is_main:
             tail = RowTail.decode(attachments[METRICS_FILE]) if METRICS_FILE in attachments else None
-            row = self._metrics.rewind(step - drops_row, tail)
-            self._resumed_row = None if drops_row else row
-            if is_extended and row is not None and not drops_row and not self._evaluations.are_all_due(step):
-                # Those that are due are called again (`complete_row`).
-                self._resumed_row = {key: value for key, value in row.items() if not key.startswith("val/")}
-                self._metrics.replace_last(self._resumed_row)
-        self._end_carry = carry if end is not None and not is_extended else None
-        if end is not None and not drops_row:
-            carry = {}  # the row of the step contains these sums
+            row = self._metrics.rewind(step, tail)
+            if row is not None and has_sums and not self.is_row_due(step):
+                self._metrics.rewind(step - 1)
+                row = None
+            elif row is not None and self._has_other_evaluation(row, end):
+                # Evaluators that are due are called again (`complete_row`).
+                row = self.remove_evaluation(row)
+                self._metrics.replace_last(row)
+        has_row = self._attempt.hosts.agree(row is not None)
+        self._resumed_row = row
+        self._end_carry = carry if is_last and (has_sums or end is not None) else None
+        if has_row or (self.is_row_due(step) and not is_last):
+            carry = {}  # the row contains these sums; a fork has it in its parent's file
         # Without carry the means of the next row would lack the steps before the save.
-        is_whole = carry is not None or step == 0 or self._resumed_row is not None
-        self.window = MetricsWindow(step, carry, is_whole, self._config.stability)
+        is_whole = carry is not None or step == 0 or has_row
+        sums = carry if has_sums else None
+        self.window = MetricsWindow(step, sums, is_whole, self._config.stability, has_row=has_row or step == 0)
+        self._lacks_last_row = is_last and step > 0 and not has_row and has_sums
         if self._displays:
             for display in self._displays:
                 display.close()
             self._displays = self._open_displays(step)
         self.restart_clock()
 
+    def _has_other_evaluation(self, row: Row, end: str | None) -> bool:
+        """Return True if the evaluation in the row of the resumed step is not the one that the present spec asks for.
+
+        `end` is that of the carry; earlier versions did not mark the row.
+        """
+        step = row["step"]
+        is_of_end = bool(row.get(_AT_END)) or end == _END_EVALUATION
+        if not self.is_evaluated(row):
+            return False
+        if step != self._config.total_steps:
+            return is_of_end and not (self._evaluations.are_all_due(step) and not self.is_suspect(row))
+        # A run that was extended and set back may have called some of the evaluators that are due at its end.
+        num_anyway = len(self._evaluations.list_due(step, has_end=False))
+        return not row.get(_AT_END) and 0 < num_anyway < len(self._evaluations.list_due(step))
+
+    @property
+    def lacks_last_row(self) -> bool:
+        """True if the run ends at the step that the attempt resumes from, and the row of this step is still missing."""
+        return self._lacks_last_row
+
     def complete_row(self, weights: Any, step: int, before_write: Callable[[Row], None] = lambda row: None) -> bool:
-        """Evaluate the step that the attempt resumes from if its evaluation is missing, or step 0 if that is due.
+        """Write what the step that the attempt resumes from lacks: an evaluation, the last row, or that of step 0.
 
         An evaluation is missing if the previous attempt was asked to stop: it then saves the step without evaluating
-        it. Called before the first step.
+        it. The last row is missing if the total was set to a step that an earlier attempt has reached. Called before
+        the first step.
 
         Args:
             weights: weights to evaluate.
             step: step that the attempt resumes from.
-            before_write: function called with the complete row on every host, before it is written.
+            before_write: function called with the complete row on every host, before it is written; not for the last
+                row, which is the newest one afterwards.
 
         Returns:
             False if the job was asked to stop during the evaluation.
+
+        Raises:
+            ResumeError: the last row cannot be made, since an earlier version has saved the step without its results.
         """
         row = self._attempt.hosts.agree(self._resumed_row)
         if row is not None:
             return not self.is_evaluation_missing(row, step) or self.evaluate_row(weights, row, before_write)
+        if self._lacks_last_row:
+            return self._write_last_row(weights, step)
         if step > 0 or not self._evaluations.list_due(step):
             return True
         metrics = self._evaluations.evaluate(weights, step)
@@ -142,6 +179,24 @@ class Report(JobReport):
         if metrics is not None:
             self._append({"step": 0, f"train/{self._config.data.unit}": 0, **metrics})
         return metrics is not None
+
+    def _write_last_row(self, weights: Any, step: int) -> bool:
+        """Write the row of the last step from the results that were saved with it; False after a stop."""
+        if not self.window.has_last:
+            raise ResumeError(
+                f"{self._attempt.store.url}: step {step} was saved by an earlier version, without the metrics of its "
+                f"last row; set the total of the run to {step + 1} steps or more"
+            )
+        row = self._close_window(step)
+        if self._evaluations.list_due(step):
+            metrics = self._evaluations.evaluate(weights, step)
+            self.restart_clock()
+            if metrics is None:
+                return False
+            row |= metrics
+        self._append(row)
+        self._lacks_last_row = False
+        return True
 
     # Rows during training.
 
@@ -181,7 +236,7 @@ class Report(JobReport):
 
     @property
     def carry(self) -> JsonObject | None:
-        """Contribution of the steps since the last row to the next one, for a save; None if there is none.
+        """Contribution of the steps since the last row to the next one, for a save; None if the step has a row.
 
         At the last step, whose row may be there only because the run ends, it is that without this row.
         """
@@ -193,17 +248,9 @@ class Report(JobReport):
         Raises `DivergedError` as `MetricsWindow.fetch` does.
         """
         # Closing the window fetches losses and meta, which waits for the device.
-        unit = self._config.data.unit
-        if step == self._config.total_steps:
-            self.window.fetch()
-            sums, due_anyway = self.window.carry, self._evaluations.list_due(step, has_end=False)
-            if not due_anyway and not is_due(step, self._spec.logging.every_steps):
-                self._end_carry = None if sums is None else sums | {_END: _END_ROW}
-            elif len(due_anyway) < len(self._evaluations.list_due(step)):
-                self._end_carry = NO_SUMS | {_END: _END_EVALUATION}
-        row = self.window.close(self._config.count_units, unit) | self._get_data_metrics(step)
+        row = self._close_window(step)
         if self._mfu_per_token_rate:
-            row["perf/mfu"] = row[f"perf/{unit}_per_second"] * self._mfu_per_token_rate
+            row["perf/mfu"] = row[f"perf/{self._config.data.unit}_per_second"] * self._mfu_per_token_rate
         row |= {} if self._timer is None else self._timer.pop_percentiles()
         peak_bytes = read_peak_memory_bytes()
         row |= {} if peak_bytes is None else {"perf/peak_bytes": peak_bytes}
@@ -214,13 +261,42 @@ class Report(JobReport):
         self._append(row)
         self._after_row()
 
+    def _close_window(self, step: int) -> Row:
+        """Return the metrics of the row of `step`, the newest one, and keep what a save of the last step needs."""
+        self.window.fetch()
+        sums = self.window.carry
+        row = self.window.close(self._config.count_units, self._config.data.unit) | self._get_data_metrics(step)
+        if step == self._config.total_steps:
+            if not self._evaluations.list_due(step, has_end=False) and not is_due(step, self._spec.logging.every_steps):
+                self._end_carry = None if sums is None else sums | {END: _END_ROW}
+            elif self.is_end_evaluation(row):
+                self._end_carry = NO_SUMS | {END: _END_EVALUATION}
+        return row
+
+    def is_end_row(self, row: Row) -> bool:
+        """Return True if the row, or the calls of hooks for it, are there only because the run ends at its step."""
+        step = row["step"]
+        is_due_anyway = is_due(step, self._spec.logging.every_steps) or self._evaluations.list_due(step, has_end=False)
+        return step == self._config.total_steps and (not is_due_anyway or bool(row.get(_HIGH_LOSS)))
+
+    def is_end_evaluation(self, row: Row) -> bool:
+        """Return True if an evaluation of the step of a row is made only because the run ends there."""
+        step = row["step"]
+        due = self._evaluations.list_due(step)
+        due_anyway = [] if row.get(_HIGH_LOSS) else self._evaluations.list_due(step, has_end=False)
+        return step == self._config.total_steps and len(due_anyway) < len(due)
+
     def _append(self, row: Row) -> None:
         row |= {"perf/time": time.time(), "perf/attempt": self._attempt.number}
+        row |= self._mark_end(row)
         if self._attempt.hosts.is_main:
             # A newer attempt may own the directory by now; a fenced one must not write.
             self._attempt.fence.check_locally()
             self._metrics.append(row)
             self._show(row)
+
+    def _mark_end(self, row: Row) -> Row:
+        return {_AT_END: True} if self.is_evaluated(row) and self.is_end_evaluation(row) else {}
 
     def _show(self, row: Row) -> None:
         for display in self._displays:
@@ -253,11 +329,15 @@ class Report(JobReport):
 
         Evaluators and hooks are then not called, and it cannot be the best step.
         """
-        return bool(row.get(f"train/{HIGH_LOSS_STEPS}")) and row["step"] != self._config.total_steps
+        return bool(row.get(_HIGH_LOSS)) and row["step"] != self._config.total_steps
 
     def is_evaluated(self, row: Row) -> bool:
         """Return True if the row has metrics of an evaluation."""
         return any(key.startswith("val/") for key in row)
+
+    def remove_evaluation(self, row: Row) -> Row:
+        """Return the row without metrics of an evaluation."""
+        return {key: value for key, value in row.items() if not key.startswith("val/") and key != _AT_END}
 
     def evaluate_row(self, weights: Any, row: Row, before_write: Callable[[Row], None]) -> bool:
         """Evaluate the weights of the newest row and replace the row by the complete one.
@@ -268,11 +348,13 @@ class Report(JobReport):
         self.restart_clock()
         if metrics is None:
             return False
+        row |= metrics
+        row |= self._mark_end(row)
         # Hooks get the row before it is written: after a kill in between both are repeated, and neither is lost.
-        before_write(row | metrics)
+        before_write(row)
         if self._attempt.hosts.is_main:
-            self._metrics.replace_last(row | metrics)
-            self._show(row | metrics)
+            self._metrics.replace_last(row)
+            self._show(row)
         return True
 
     # Results.
@@ -287,6 +369,20 @@ class Report(JobReport):
         """Return a line with a command for the trained model."""
         task, command = ("sample from", "sample") if self._is_language_model else ("evaluate", "evaluate")
         return [f"to {task} the model: python -m runner {command} {shlex.quote(self._attempt.store.url)}"]
+
+    def add_metric(self, carry: JsonObject | None, name: str, step: int) -> JsonObject | None:
+        """Return the carry of the last step with the metric that the step has if the run is extended."""
+        if carry is None or END not in carry or self.is_metric_of_end(name):
+            return carry
+        value = self.metric(name, step)
+        return carry if value is None else carry | {"metric": value}
+
+    def is_metric_of_end(self, name: str) -> bool:
+        """Return True if the newest row has a metric only because the run ends at its step."""
+        row = self.get_newest_row()
+        if row.get("step") != self._config.total_steps:
+            return False
+        return self.is_end_row(row) or (not name.startswith("train/") and self.is_end_evaluation(row))
 
     def metric(self, name: str, step: int) -> float | None:
         """Return a metric of the row of `step`, if it is the newest row; else None. None on processes other than 0."""

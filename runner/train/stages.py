@@ -2,7 +2,13 @@
 
 The config of stage i is the config of the run with the values of stages 1 to i in place of its own; stage 0 is the run
 before its first stage. A step depends only on the config of its stage, with two exceptions that also depend on earlier
-stages: the position in each source of data (`Dataset.continue_stages`), and the learning rate (`make_stage_schedules`).
+stages: the position in each source of data (`Dataset.continue_stages`), and the learning rate (`make_stage_rates`).
+
+**Data at a border.** A stage with the data and the batch size of the stage before it continues the data as if there
+were no border: a stage that changes no value changes no bit, so it may be added, moved or removed at any time. At any
+other border the sources of a mixture continue, and their interleaving restarts. Earlier versions restarted it at every
+border. The trajectory records which borders continue (`CONTINUES`); one without this mark that a run has passed
+restarts the interleaving in later attempts too, and may neither be moved nor removed.
 """
 
 import dataclasses
@@ -16,7 +22,6 @@ from fractions import Fraction
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from runner.checkpoint.leaves import format_type, list_leaf_names
@@ -29,13 +34,21 @@ from runner.run.fence import RunIdentity
 from runner.spec import Document, Trajectory, flatten, is_below, validate_config
 from runner.storage import JsonObject
 from runner.train.compile import CompiledStep
-from runner.train.optimizer import ScheduleStage, compute_rates, make_stage_schedules
+from runner.train.optimizer import (
+    ScheduleStage,
+    StageRates,
+    find_first_other_rate,
+    make_stage_rates,
+    make_stage_schedules,
+)
 from runner.train.replay import ReplayedStep
 from runner.train.setup import StageContext, TrainSetup, TrainSetupBuilder
 from runner.train.state import PARAMS, TrainState, get_shardings
 from runner.train.step import Batch, skip_step
 
 _STAGES = "config.stages"
+CONTINUES = "continues"  # fourth item of a stage in a trajectory: its data continue those of the stage before it
+_SECOND_SOURCE = "config.data.mixture.1"
 _RATE_KEYS = ("schedule", "optimizer.learning_rate", *TOTAL_KEYS)
 # Sections and keys on which shapes and types of the state may depend.
 _STATE_KEYS = ("model", "optimizer", "ema", "noise_scale", "data.sequence_length", "data.packing")
@@ -224,22 +237,48 @@ class TrajectoryPiece:
         start: completed steps before it.
         keys: trajectory without stages.
         values: dotted keys below `config` that the stage sets.
+        continues_data: False if the interleaving of sources restarts at its start; None if the data are not known.
     """
 
     start: int
     keys: Trajectory
     values: frozenset[str] = frozenset()
+    continues_data: bool | None = True
 
 
 def split_trajectory(trajectory: Trajectory) -> list[TrajectoryPiece]:
-    """Return the pieces of a trajectory, whose key `config.stages` lists [start, values, other keys] of each stage."""
+    """Return the pieces of a trajectory, whose key `config.stages` has a list for each stage.
+
+    Its items are: start, values, keys that follow from the data, and `CONTINUES` if the data continue. The last two are
+    left out before the data are read.
+    """
     keys = {key: value for key, value in trajectory.items() if key != _STAGES}
     pieces = [TrajectoryPiece(0, keys)]
     for start, values, *others in trajectory.get(_STAGES, []):
         kept = {key: value for key, value in keys.items() if not is_below(key, values)}
         keys = kept | flatten(values, "config.") | (others[0] if others else {})
-        pieces.append(TrajectoryPiece(start, keys, frozenset(values)))
+        continues_data = CONTINUES in others[1:] if others else None
+        pieces.append(TrajectoryPiece(start, keys, frozenset(values), continues_data))
     return pieces
+
+
+def list_restarts(trajectory: Trajectory) -> list[int]:
+    """Return the starts of the stages of a trajectory at which the interleaving of sources restarts."""
+    return [piece.start for piece in split_trajectory(trajectory) if piece.continues_data is False]
+
+
+def find_first_border(first: Sequence[TrajectoryPiece], second: Sequence[TrajectoryPiece]) -> int | None:
+    """Return the first step at which the interleaving of sources restarts in only one of two trajectories, or None.
+
+    A single source has no interleaving. Also None if the data of one of them are not known.
+    """
+    if any(piece.continues_data is None for piece in (*first, *second)):
+        return None
+    borders = [
+        {piece.start for piece in pieces if not piece.continues_data and f"{_SECOND_SOURCE}.weight" in piece.keys}
+        for pieces in (first, second)
+    ]
+    return min(borders[0] ^ borders[1], default=None)
 
 
 def find_first_change(
@@ -275,23 +314,24 @@ def find_first_change(
         if any(not uses_config_rates or not is_below(key, _RATE_KEYS) for key in differing):
             first_other = start
             break
+    border = find_first_border(pieces, split_trajectory(present))
+    first_other = min(first_other, math.inf if border is None else border)
     if not uses_config_rates:
         return None if math.isinf(first_other) else int(first_other)
     try:
         runs = [compute_run_rates(each, config, get_num_examples) for each in (saved, present)]
     except (KeyError, ValueError):  # saved by a version with other schedules
         return 0
-    steps = np.arange(max(total for _, total in runs))
-    former, new = (rates(steps) for rates, _ in runs)
-    differing_steps = np.flatnonzero(former != new)
-    first = min([first_other, *differing_steps[:1].tolist()])
+    (former, former_total), (new, new_total) = runs
+    other_rate = find_first_other_rate(former, new, max(former_total, new_total))
+    first = min(first_other, math.inf if other_rate is None else other_rate)
     return None if math.isinf(first) else int(first)
 
 
 def compute_run_rates(
     trajectory: Trajectory, config: TrainerConfig[Any], get_num_examples: Callable[[], int]
-) -> tuple[Callable[[np.ndarray], np.ndarray], int]:
-    """Return the learning rates of a trajectory by step, and its total number of steps.
+) -> tuple[list[StageRates], int]:
+    """Return the learning rates of the stages of a trajectory, and its total number of steps.
 
     If no learning rate of the trajectory depends on the total, that of the config is returned.
     """
@@ -324,8 +364,7 @@ def compute_run_rates(
                 total,
             )
         )
-    schedules = make_stage_schedules(stages)
-    return functools.partial(compute_rates, schedules, [stage.start for stage in stages]), total
+    return make_stage_rates(stages), total
 
 
 # Running.
@@ -478,6 +517,7 @@ class StageSequence:
         plans: the stages; the first is the config before any stage of the spec, and the only one if it has no stages.
         number: number of the current stage: that of the next step or, until it begins, of the last step.
         limit_bytes: memory of a device that a step may use; known once the job prepares its first step.
+        restarts: starts of stages at which the run has restarted the interleaving of sources; known after the setup.
     """
 
     def __init__(
@@ -500,6 +540,7 @@ class StageSequence:
         self.plans = plans
         self.number = 0
         self.limit_bytes = 0
+        self.restarts: frozenset[int] = frozenset()
         self._config = config
         self._get_builders, self._get_setup, self._get_position = get_builders, get_setup, get_position
         # By skipped ranges of data, and stage.
@@ -556,32 +597,56 @@ class StageSequence:
 
     # Data.
 
+    def continues_data(self, number: int) -> bool:
+        """Return True if the data of a stage continue those of the stage before it as if there were no border."""
+        plan, before = self.plans[number], self.plans[number - 1]
+        if not number or plan.start in self.restarts:
+            return not number
+        batches = {each.config.train.global_batch_examples for each in (plan, before)}
+        return len(batches) == 1 and (
+            not plan.sets("data")
+            or self.compiled[number].builder.dataset.fingerprint
+            == self.compiled[number - 1].builder.dataset.fingerprint
+        )
+
+    def find_data_start(self, number: int) -> StagePlan:
+        """Return the first of the successive stages that have the data and the batch size of this one."""
+        while number and self.continues_data(number):
+            number -= 1
+        return self.plans[number]
+
     def count_examples(self, number: int, step: int | None = None) -> tuple[int, Sequence[SkippedExamples]]:
         """Return (number of examples of a stage's data up to `step`, ranges of those that were skipped).
 
-        `step` is by default the end of the stage.
+        `step` is by default the end of the stage. Examples count from the first stage with the same data.
         """
-        plan = self.plans[number]
+        plan, start = self.plans[number], self.find_data_start(number).start
         # Without stages `plan.stop` is 0, and the caller passes `step`.
         end = plan.stop if step is None else step
-        skipped = [each for each in self._get_position().skipped if each.begin >= plan.start]
-        own = DataPosition(tuple(each._replace(begin=each.begin - plan.start) for each in skipped))
-        return own.count_examples(end - plan.start, plan.config.train.global_batch_examples)
+        skipped = [each for each in self._get_position().skipped if each.begin >= start]
+        own = DataPosition(tuple(each._replace(begin=each.begin - start) for each in skipped))
+        return own.count_examples(end - start, plan.config.train.global_batch_examples)
 
     def get_dataset(self, number: int) -> Dataset:
         """Return the data set of a stage, whose sources continue at the positions that earlier stages have reached."""
         key = self._get_position().skipped, number
         if key not in self._datasets:
-            # A roll-back in one stage moves the position in the data of the later ones.
-            earlier = [(self.get_dataset(each), *self.count_examples(each)) for each in range(number)]
-            loaded = self.compiled[number].builder.dataset
+            loaded, first = self.compiled[number].builder.dataset, self.find_data_start(number).number
+            if first < number:
+                self._datasets[key] = loaded.continue_equal(self.get_dataset(first))
+                return self._datasets[key]
+            # A roll-back in one stage moves the position in the data of the later ones. Stages with the same data
+            # count together.
+            ends = [each for each in range(number) if self.find_data_start(each + 1).number == each + 1]
+            earlier = [(self.get_dataset(each), *self.count_examples(each)) for each in ends]
             self._datasets[key] = loaded.continue_stages(earlier) if earlier else loaded
         return self._datasets[key]
 
     def locate_batch(self, step: int) -> tuple[CompiledStage, int]:
-        """Return (stage of the step after `step` completed ones, batches of the stage's own data before it)."""
-        stage, position = self.compiled[self._config.find_stage(step)], self._get_position()
-        return stage, position.get_data_step(step) - position.count_examples(stage.plan.start, 1)[0]
+        """Return (stage of the step after `step` completed ones, batches of its data before it)."""
+        number, position = self._config.find_stage(step), self._get_position()
+        start = self.find_data_start(number).start
+        return self.compiled[number], position.get_data_step(step) - position.count_examples(start, 1)[0]
 
     def load_batch(self, step: int) -> Batch:
         """Return the global (S, B, ...) training batch after `step` completed steps. May wait for its program."""

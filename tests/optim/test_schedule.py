@@ -1,13 +1,27 @@
 """Schedules by name: each against its formula in plain Python and values computed by hand."""
 
 import math
+import random
+import tracemalloc
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
 from runner.errors import InvalidError
 from runner.optim.config import SCHEDULES, ScheduleConfig
 from runner.optim.library import make_schedule
+from runner.train.optimizer import (
+    COMPARED_STEPS_MAX,
+    ScheduleStage,
+    StageRates,
+    find_first_other_rate,
+    make_stage_rates,
+    make_stage_schedules,
+)
+from runner.train.optimizer import compute_rates as compute_run_rates
 from tests.support.tiny_jobs import make_gpt
 from tests.test_values import TrainLookup
 
@@ -131,3 +145,125 @@ def test_a_schedule_named_by_the_job_reads_the_keys_of_the_spec(name, tmp_path):
     if name != "wsd":
         with pytest.raises(InvalidError, match=f"decay_steps: .*{name} does not read it, wsd would"):
             problems(**own, decay_steps=5).validate_keys_read()
+
+
+# Comparison of two runs.
+
+
+def draw_stages(rng: random.Random) -> list[ScheduleStage]:
+    """Return the learning rates of a random run of up to four stages."""
+    total = rng.randrange(6, 300)
+    starts = [0, *sorted(rng.sample(range(1, total), rng.randrange(4)))]
+    stages = []
+    for start in starts:
+        rest = total - start
+        begins = start == 0 or rng.random() < 0.5
+        name = rng.choice([*SCHEDULES])
+        config: dict[str, Any] = {"name": name, "warmup_steps": min(rng.choice([0, 1, 3, 20]), rest - 1)}
+        config |= {"final_learning_rate": rng.choice([0.0, 1e-4])} if name != "constant" else {}
+        if name == "inverse_square_root":
+            config["warmup_steps"] = max(config["warmup_steps"], 1)
+            begins &= rest > 1
+        config |= {"wsd": {"decay_steps": min(rng.choice([1, 5, 40]), rest - config["warmup_steps"])}}.get(name, {})
+        config |= {"polynomial": {"power": 2.0}, "cosine_restarts": {"cycles": rng.choice([1, 2, 5])}}.get(name, {})
+        peak = rng.choice([1e-3, 2e-3]) if start == 0 or rng.random() < 0.5 else None
+        stages.append(ScheduleStage(start, begins, ScheduleConfig.model_validate(config), peak, total))
+    return stages
+
+
+def change_stages(rng: random.Random, stages: list[ScheduleStage]) -> list[ScheduleStage]:
+    """Return the same run with another total, another end of its stages, or nothing changed."""
+    total = stages[0].total_steps
+    longer = rng.choice([0, 0, 1, 10, 400])
+    kept = stages[: rng.randrange(1, len(stages) + 1)] if rng.random() < 0.5 else stages
+    added = draw_stages(rng)[1:] if rng.random() < 0.3 else []
+    whole = [*kept, *(stage for stage in added if kept[-1].start < stage.start < total)]
+    changed = [replace(stage, total_steps=total + longer) for stage in whole]
+    return [
+        replace(stage, schedule=stage.schedule.model_copy(update={"decay_steps": 1}))
+        if stage.schedule.name == "wsd" and rng.random() < 0.3
+        else stage
+        for stage in changed
+    ]
+
+
+def find_by_evaluating_all(first: list[ScheduleStage], second: list[ScheduleStage], end: int) -> int | None:
+    """Return the first step below `end` with different rates, from the rates of all steps."""
+    steps = np.arange(end, dtype=np.int32)
+    rates = [
+        compute_run_rates(make_stage_schedules(stages), [stage.start for stage in stages], steps)
+        for stages in (first, second)
+    ]
+    found = np.flatnonzero(rates[0] != rates[1])
+    return int(found[0]) if len(found) else None
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 250))])
+def test_pieces_differ_where_the_rates_of_all_steps_differ(seed: int) -> None:
+    rng = random.Random(seed)
+    while True:
+        first = draw_stages(rng)
+        second = change_stages(rng, first) if rng.random() < 0.8 else draw_stages(rng)
+        try:
+            rates = [make_stage_rates(stages) for stages in (first, second)]
+        except InvalidError:  # a stage begins where the rate is 0
+            continue
+        break
+    end = max(stages[0].total_steps for stages in (first, second))
+    assert find_first_other_rate(*rates, end) == find_by_evaluating_all(first, second, end)
+
+
+BILLION = 10**9
+
+
+def make_rates(total: int, *, peak: float = 1e-3, **config: Any) -> list[StageRates]:
+    return make_stage_rates([ScheduleStage(0, True, ScheduleConfig.model_validate(config), peak, total)])
+
+
+LONG: dict[str, tuple[list[StageRates], list[StageRates], int | None]] = {
+    "equal": (make_rates(BILLION, name="cosine"), make_rates(BILLION, name="cosine"), None),
+    "longer constant": (make_rates(13, name="constant"), make_rates(BILLION, name="constant"), None),
+    "longer wsd": (
+        make_rates(BILLION, name="wsd", decay_steps=10),
+        make_rates(2 * BILLION, name="wsd", decay_steps=10),
+        BILLION - 9,
+    ),
+    "shorter wsd": (
+        make_rates(BILLION, name="wsd", decay_steps=10),
+        make_rates(1000, name="wsd", decay_steps=10),
+        991,
+    ),
+    "longer square root": (
+        make_rates(100, name="inverse_square_root", warmup_steps=10),
+        make_rates(BILLION, name="inverse_square_root", warmup_steps=10),
+        None,
+    ),
+    "another rate after a long warm-up": (
+        make_rates(BILLION, name="constant", warmup_steps=BILLION // 2),
+        make_rates(BILLION, name="constant", warmup_steps=BILLION // 2, peak=2e-3),
+        15,  # the rates of the steps before are 0 in float32
+    ),
+    "restarts": (
+        make_rates(BILLION, name="cosine_restarts", cycles=2),
+        make_rates(BILLION, name="cosine_restarts", cycles=2),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_a_total_without_end_is_compared_by_pieces(case: str) -> None:
+    first, second, expected = LONG[case]
+    tracemalloc.start()
+    try:
+        assert find_first_other_rate(first, second, 2 * BILLION) == expected
+        assert tracemalloc.get_traced_memory()[1] < 1 << 25
+    finally:
+        tracemalloc.stop()
+
+
+def test_pieces_that_never_seem_to_differ_count_as_different_after_the_compared_steps() -> None:
+    # Both are constant in float32 for longer than any comparison takes.
+    flat = [make_rates(BILLION, name="polynomial", power=power, final_learning_rate=1e-4) for power in (1e-9, 2e-9)]
+    assert find_first_other_rate(*flat, BILLION) == COMPARED_STEPS_MAX
+    assert find_first_other_rate(*flat, 100) is None

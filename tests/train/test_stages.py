@@ -562,6 +562,94 @@ def test_each_example_of_each_source_is_taken_once_in_an_epoch(tmp_path: Path, p
     assert {len(indices) // sizes[fingerprint] for fingerprint, indices in seen.items()} > {0, 1}
 
 
+def uneven(directory: Path) -> dict[str, Any]:
+    """Return a mixture whose interleaving has a period that does not divide the batch."""
+    mixture = [source(directory, "a", 3), source(directory, "b", 2)]
+    return {"config.data": job_settings(directory)["config.data"] | {"mixture": mixture}}
+
+
+# Stages that change no value of the data, and so no example of any step.
+DATA_KEPT: dict[str, list[dict[str, Any]]] = {
+    "the same value": [{"from_step": 5, "set": {"optimizer.weight_decay": 0.1}}],
+    "another value": [{"from_step": 5, "set": DECAY}],
+    "free keys": [
+        {"from_step": 5, "set": {"memory.remat": "none"}},
+        {"from_step": 7, "set": {"train.micro_batch_examples": 1}},
+    ],
+    "the same rate": [{"from_step": 5, "set": {"optimizer.learning_rate": 1e-3}}],
+    "the same total": [{"from_step": 3, "set": {"train.total_steps": STEPS}}],
+    "another total": [{"from_step": 3, "set": {"train.total_steps": 90}}],
+    "the same batch": [{"from_step": 1, "set": {"train.global_batch_examples": 8}}],
+    "the same weight": [{"from_step": 6, "set": {"data.mixture.0.weight": 3.0}}],
+    "the same length": [{"from_step": 6, "set": {"data.sequence_length": 16}}],
+    "limit of epochs": [{"from_step": 6, "set": {"data.mixture.0.max_epochs": 99.0}}],
+    "at every step": [{"from_step": step, "set": DECAY} for step in range(1, STEPS)],
+}
+
+
+def list_examples(run: BaseTrainer) -> list[list[tuple[str, int]]]:
+    """Return the examples of each step, and the tokens of each source after it."""
+    listed: list[Any] = []
+    for step in range(STEPS):
+        stage, number = run.stages.locate_batch(step)
+        data, batch = run.stages.get_dataset(stage.plan.number), stage.plan.config.train.global_batch_examples
+        counted = run.stages.count_examples(stage.plan.number, step + 1)
+        listed.append((count_sources(data, number * batch, batch), data.compute_metrics(*counted)))
+    return listed
+
+
+@pytest.mark.parametrize("skips", [[], [[4, 6]]], ids=["plain", "skips"])
+@pytest.mark.parametrize("case", DATA_KEPT)
+def test_a_stage_that_changes_no_data_moves_none(tmp_path: Path, case: str, skips: list[list[int]]) -> None:
+    changes = {"config.train.skip_steps": skips} | uneven(tmp_path / "run")
+    expected = list_examples(job(tmp_path / "plain", **changes))
+    assert list_examples(job(tmp_path / "run", DATA_KEPT[case], **changes)) == expected
+    # Behind a border with other data, too.
+    others = [{"from_step": 2, "set": {"data.mixture.0.weight": 5.0}}]
+    if DATA_KEPT[case][0]["from_step"] > 2 and case != "the same weight":
+        changed = list_examples(job(tmp_path / "run", others, **changes))
+        assert changed != expected
+        assert list_examples(job(tmp_path / "run", [*others, *DATA_KEPT[case]], **changes)) == changed
+
+
+def test_a_stage_that_changes_nothing_comes_and_goes_behind_the_newest_step(tmp_path: Path) -> None:
+    changes = SHORT | uneven(tmp_path / "run")
+    job(tmp_path / "whole", **changes)()
+    stop_after(job(tmp_path / "run", **changes), 8)
+    kept = DATA_KEPT["the same value"]
+    stop_after(job(tmp_path / "run", kept, **changes), 10)
+    stop_after(job(tmp_path / "run", [kept[0] | {"from_step": 3}], **changes), 12)
+    job(tmp_path / "run", **changes)()
+    assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
+
+
+def test_a_run_whose_data_have_restarted_at_a_border_keeps_its_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier versions restarted the interleaving of sources at every border, and recorded no mark."""
+    changes = SHORT | uneven(tmp_path / "run")
+    stages = [{"from_step": step, "set": {"optimizer.weight_decay": 0.1}} for step in (3, 9)]
+    with monkeypatch.context() as context:
+        context.setattr(StageSequence, "continues_data", lambda sequence, number: not number)
+        job(tmp_path / "whole", stages, **changes)()
+        stop_after(job(tmp_path / "run", stages, **changes), 10)
+    job(tmp_path / "plain", **changes)()
+    assert read_outcome(tmp_path / "plain") != read_outcome(tmp_path / "whole")
+    shutil.copytree(tmp_path / "run", tmp_path / "parent")
+    for others in ([], stages[:1], [stages[0], stages[1] | {"from_step": 8}]):
+        with pytest.raises(InvalidError, match="another trajectory: it differs from step"):
+            job(tmp_path / "run", others, **changes)()
+    stop_after(job(tmp_path / "run", stages, **changes), 12)
+    # A stage that is added now continues the data.
+    stages += [{"from_step": 12, "set": {"optimizer.weight_decay": 0.1}}]
+    job(tmp_path / "run", stages, **changes)()
+    assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
+    # So does a fork.
+    fork = {"checkpoint.fork_from": {"run": str(tmp_path / "parent"), "step": 10}}
+    job(tmp_path / "fork", stages, **changes, **fork)()
+    assert read_outcome(tmp_path / "fork")[1] == read_outcome(tmp_path / "whole")[1]
+
+
 def test_tokens_of_a_run_are_the_sum_over_its_stages(tmp_path: Path) -> None:
     stages = [{"from_tokens": 500, "set": {"train.global_batch_examples": 16}}]
     run = job(tmp_path / "run", stages, **{"config.train": {"global_batch_examples": 8, "total_tokens": 2000}})
