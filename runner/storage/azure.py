@@ -85,11 +85,11 @@ class AzureDriver:
 
     def get_range(self, key: str, start: int, stop: int, version: Version | None) -> bytes:
         """Return a range of bytes of a blob, of one version if that is given."""
-        condition: dict[str, Any] = {}
-        if version is not None:
-            condition = {"etag": version, "match_condition": MatchConditions.IfNotModified}
+        match = None if version is None else MatchConditions.IfNotModified
         with _translate_errors(key):
-            download = self._container.download_blob(key, offset=start, length=stop - start, **condition)
+            download = self._container.download_blob(
+                key, offset=start, length=stop - start, etag=version, match_condition=match
+            )
             return download.readall()
 
     def put(self, key: str, content: bytes, version: Version | None) -> Version:
