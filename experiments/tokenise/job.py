@@ -441,7 +441,8 @@ class Tokenise(TextJob):
     def run(self) -> None:
         """Make the pieces of each step, and the index in the last one."""
         hosts, tally = self.attempt.hosts, Tally(len(self.pieces))
-        self._validate_touched(_unpack_bits(hosts.run_on_main(self._find_touched)))
+        touched = hosts.run_on_main(lambda: _pack_bits(corpus.list_touched(self.output, self.files), len(self.files)))
+        self._validate_touched(_unpack_bits(touched))
         hosts.run_on_main(lambda: corpus.write_times(self.output, self.files))
         # Process 0 decides which pieces are unfinished, so that all hosts distribute the same list.
         unfinished = _unpack_bits(hosts.run_on_main(self._find_unfinished))
@@ -541,10 +542,6 @@ class Tokenise(TextJob):
             if (end_of_turn := find_end_of_turn(template, special)) is not None:
                 settings[END_OF_TURN] = end_of_turn
             corpus.write_once(output, TOKENIZER_CONFIG, encode_json(settings))
-
-    def _find_touched(self) -> str:
-        """Return a bit for each file whose change time has changed since this job began, packed. Process 0 only."""
-        return _pack_bits(corpus.list_touched(self.output, self.files), len(self.files))
 
     def _validate_touched(self, indices: Sequence[int]) -> None:
         """Refuse these files, given by index, if finished pieces were made of other documents. Every process calls it.
