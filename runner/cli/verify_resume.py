@@ -103,6 +103,7 @@ class TrialRun:
             "checkpoint.every_minutes": "null",
             "checkpoint.every": "null",
             "checkpoint.keep_last": trial.steps + 1,
+            "checkpoint.keep_every_steps": "null",
             "checkpoint.keep_best": "null",
             "checkpoint.local_directory": "null",
             "checkpoint.local_every_steps": "null",

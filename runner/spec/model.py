@@ -242,7 +242,8 @@ class CheckpointConfig(FrozenModel):
     )
     keep_last: PositiveInt = Field(default=3, description="Number of newest checkpoints to keep.")
     keep_every_steps: PositiveInt | None = Field(
-        default=None, description="Keep the checkpoints at multiples of this number of steps forever; null: none."
+        default=None,
+        description="Save at multiples of this number of steps, and keep these checkpoints forever; null: none.",
     )
     keep_best: BestCheckpointConfig | None = Field(
         default=None, description="Keep the best checkpoint by a metric as well; null: none."

@@ -185,7 +185,7 @@ def _probe(directory: Path) -> FileSystem:
                 # Another error, such as that of a full disk, says nothing about the kind of the file system.
                 if not is_missing_call(error):
                     raise
-                reason = error.strerror
+                reason = error.strerror or str(error)
             raise InvalidError(
                 f"{directory}: its file system cannot {what} ({reason}), which a run needs; use a directory on another "
                 "one (runner/run/README.md lists what it must offer)"

@@ -160,7 +160,7 @@ class LocalStore:
         path = self.root / name
         try:
             with translate_errors(path):
-                path.lstat()
+                retry_stale(path.lstat)
         except (FileNotFoundError, WrongKindError):
             return False
         return True
@@ -170,7 +170,7 @@ class LocalStore:
         path = self.root / prefix
         try:
             with translate_errors(path):
-                return os.listdir(path)
+                return retry_stale(lambda: os.listdir(path))
         except FileNotFoundError:
             return []
 

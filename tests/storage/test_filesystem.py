@@ -14,6 +14,7 @@ from runner.storage import ABSENT, DiskError, LocalStore, append_line, create_fi
 from runner.storage.filesystem import FileSystem, probe_file_system, take_turns
 from runner.storage.store import fsync, retry_stale
 from tests.support.missing_calls import ERRORS, make_variables, take_calls_away
+from tests.support.tokenise_inputs import make_tokenise_job, write_text_files
 
 
 @pytest.fixture(params=ERRORS, ids=errno.errorcode.get)
@@ -49,6 +50,17 @@ def test_a_store_works_without_the_missing_calls(code, tmp_path):
     publish_once(tmp_path / "run" / "made", lambda: [b"made"], lambda: (tmp_path / "run" / "made").exists())
     store.move_tree("deep", "deeper")
     assert store.list_sizes("") == {"deeper/name": 6, "log.jsonl": 18, "made": 4}, "nothing else is left"
+
+
+def test_a_corpus_is_made_without_the_missing_calls(tmp_path, monkeypatch):
+    source = write_text_files(tmp_path / "text", ["one document", "another"])
+    make_tokenise_job(tmp_path / "whole", **{"config.source": source})()
+    take_calls_away(monkeypatch)
+    make_tokenise_job(tmp_path / "corpus", **{"config.source": source})()
+    whole, corpus = (LocalStore(tmp_path / name / "corpus") for name in ("whole", "corpus"))
+    names = list(whole.list_sizes(""))
+    assert list(corpus.list_sizes("")) == names
+    assert all(corpus.read(name) == whole.read(name) for name in names if name.endswith(".bin"))
 
 
 @pytest.mark.parametrize(
