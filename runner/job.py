@@ -611,6 +611,7 @@ class RestoreableJob:
         result = self.result()
         self.attempt.finish(self.step, result, self.document)
         self.checkpointer.close()
+        self.checkpointer.remove_fast_tier()
         self.attempt.say(f"{self.spec.name}: done at step {self.step}, fingerprint {result['fingerprint']}")
         for line in (*format_end_lines(self.store.url, self.step), *self.report.format_next_steps()):
             self.attempt.say(line)

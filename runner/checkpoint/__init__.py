@@ -7,7 +7,7 @@
 - `fast_tier`: newest states on each host's own disk
 - `arrays`: writer and readers of the arrays of a checkpoint
 - `restore`: newest good state; weights of another run
-- `policy`: when to save, which checkpoints to keep
+- `policy`: when to save, which checkpoints to keep, which parts of ended runs to delete
 - `save`: the checkpointer: save and commit
 - `inspect`: `open_checkpoint`, read-only access to a run's weights; list, verify and copy checkpoints
 - `fork`: a new run that begins with the whole state of another one

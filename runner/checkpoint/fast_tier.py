@@ -15,7 +15,8 @@ from them, over the hosts' network, and nothing is read from the durable directo
    this. If steps come faster than they can be sent, some are left out, the same ones on all hosts. A step that was sent
    is kept until the next one has been. If a holder cannot be reached twice in a row, a warning is printed.
 3. Each process serves one TCP port. A `put` stores a copy: under a temporary name, flushed, and renamed as a whole. A
-   `get` returns a file of a part or of a copy. A request begins with a token that process 0 draws at the start.
+   `get` returns a file of a part or of a copy. A request begins with a token that process 0 draws at the start. Nothing
+   else is read before (`runner.distributed.rendezvous`), and the number of requests and of threads is bounded.
 4. Before a restore, the processes gather which parts and copies they have, with the fingerprints of the states. If
    a process lacks its part of a step that can be completed, the restore reads that part from a holder, piece by piece
    into memory, and checks its bytes and its bits like those of any other part. If only some files of its own part are
@@ -31,11 +32,11 @@ import hmac
 import ipaddress
 import json
 import os
+import queue
 import re
 import secrets
 import shutil
 import socket
-import socketserver
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,13 +52,14 @@ from runner.checkpoint.manifest import FORMAT_1, Manifest, seal
 from runner.console import warn
 from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
+from runner.distributed.rendezvous import Acceptor
 from runner.errors import InvalidError, PeerLostError, format_error, format_reason
 from runner.spec import Trajectory, hash_record
 from runner.storage import JsonObject, Key, LocalStore, compute_crc32c, parse_json, parse_number, validate_record
 from runner.storage.store import fsync, make_directory
 
 PART_FILE = "part.json"
-_COPIES = "copies"  # subdirectory for copies of the parts of other processes
+COPIES = "copies"  # subdirectory for copies of the parts of other processes
 NUM_KEPT_STEPS = 2
 _HOST_FILE = "host"  # with the name of the host to which a directory of parts belongs
 _ATTACHMENTS = "companions"  # the key of their names in a part
@@ -65,12 +67,19 @@ _PART_KEYS = (Key(_ATTACHMENTS, list, "Names."),)
 _CHUNK_BYTES = 2**20
 _SOCKET_SECONDS = 120.0  # without progress, such as while a part is flushed, after which a transfer is given up
 _ROUND_SECONDS = 7 * 24 * 3600.0  # time to wait for a round
+_ACCEPT_SECONDS = 0.1  # after which the port looks if it is to be closed
+_NUM_SERVERS = 32  # requests that are answered at the same time, with a buffer of `_CHUNK_BYTES` each
+_MAX_REQUESTS = 512  # with the token, that are answered or wait
 _MAX_LINE_BYTES = 2**24
 _MAX_FILE_BYTES = 2**28  # of a part that is read from a holder; pieces have at most `PIECE_BYTES`
 _FILE_NAME = re.compile(r"([\w%.,=+@~-]+/)?[\w%.,=+@~-]+")
 
 Fetch = Callable[[str], bytes]  # reads a file of a part by its name
 Found = TypeVar("Found")
+
+
+class UnusableTierError(InvalidError):
+    """The disk of a host cannot hold its parts."""
 
 
 class FastPart:
@@ -300,7 +309,7 @@ def open_fast_tier(
         The fast tier, and its replicas if there are to be any.
 
     Raises:
-        InvalidError: on every host, if the disk of one cannot hold its parts.
+        UnusableTierError: on every host, if the disk of one cannot hold its parts.
     """
     fast_tier, part_bytes, host = FastTier(directory), 0, socket.gethostname()
     blocks_of: dict[str, list[str]] = {}
@@ -315,10 +324,10 @@ def open_fast_tier(
     own = [process for process, place in enumerate(places) if place.host == host]
     if not num_replicas:
         _clear_former_parts(directory.parent, host, set(map(str, own)), None)
-        shutil.rmtree(directory / _COPIES, ignore_errors=True)
+        shutil.rmtree(directory / COPIES, ignore_errors=True)
     elif own[0] == hosts.process_id:
         # One process of a host takes over what its former numbers have left.
-        _clear_former_parts(directory.parent, host, set(map(str, own)), directory / _COPIES)
+        _clear_former_parts(directory.parent, host, set(map(str, own)), directory / COPIES)
     holders = choose_holders(places, min(num_replicas, hosts.num_processes - 1))
     owners = [owner for owner, holding in enumerate(holders) if hosts.process_id in holding]
     try:
@@ -330,7 +339,7 @@ def open_fast_tier(
     # The message is gathered, so that all hosts end together and none waits for one that has gone.
     problem = next((text for text in hosts.gather(problem) if text is not None), None)
     if problem is not None:
-        raise InvalidError(problem)
+        raise UnusableTierError(problem)
     if not num_replicas or hosts.num_processes == 1:
         return fast_tier, None
     if hosts.is_main and len({place.host for place in places}) <= num_replicas:
@@ -357,7 +366,7 @@ def _clear_former_parts(directory: Path, host: str, own: set[str], copies: Path 
                 if LocalStore(path).read(_HOST_FILE).decode() != host:
                     continue
                 if copies is not None:
-                    former = path / _COPIES
+                    former = path / COPIES
                     for source in [path, *(former.iterdir() if former.is_dir() else [])]:
                         (copies / source.name).mkdir(parents=True, exist_ok=True)
                         for part in source.iterdir():
@@ -437,27 +446,15 @@ class Replicas:
         self._waiting_step: int | None = None  # for the next round
         self._written_step = -1  # the last one of which this process has its part
         self._generation, self._is_closing = 0, False
-        answer = self.answer_request
-
-        class Handler(socketserver.StreamRequestHandler):
-            timeout = _SOCKET_SECONDS
-
-            def handle(self) -> None:
-                # A request comes from the network: nothing in it may end more than its own connection.
-                with contextlib.suppress(OSError), self.request.makefile("rwb", buffering=_CHUNK_BYTES) as stream:
-                    try:
-                        answer(stream)
-                    except Exception as error:  # noqa: BLE001
-                        _write_line(stream, {"error": format_error(error)})
-
-        self._server = socketserver.ThreadingTCPServer(("", 0), Handler, bind_and_activate=False)
-        self._server.daemon_threads = True
-        self._server.socket.close()
+        self._requests: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
+        self._num_requests, self._num_servers = 0, 0  # that wait or are answered; threads that answer them
         has_both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if has_both else socket.AF_INET
-        self._server.socket = socket.create_server(("", 0), family=family, backlog=128, dualstack_ipv6=has_both)
-        self.port: int = self._server.socket.getsockname()[1]
-        threading.Thread(target=self._server.serve_forever, args=(0.1,), name="replicas", daemon=True).start()
+        listener = socket.create_server(("", 0), family=family, backlog=128, dualstack_ipv6=has_both)
+        self.port: int = listener.getsockname()[1]
+        self._acceptor = Acceptor(listener, len(token) + 1)
+        self._accepting = threading.Thread(target=self.accept_requests, name="replicas", daemon=True)
+        self._accepting.start()
 
     def connect(
         self,
@@ -557,8 +554,7 @@ class Replicas:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._server.shutdown()
-        self._server.server_close()
+        self._accepting.join()
 
     # Sending.
 
@@ -647,11 +643,49 @@ class Replicas:
 
     # Serving.
 
+    def accept_requests(self) -> None:
+        """Pass on the connections that have sent the token of this start of the job. A thread, ends with `close`."""
+        while not self._is_closing:
+            for connection, line in self._acceptor.poll(_ACCEPT_SECONDS):
+                problem = None
+                if not hmac.compare_digest(line.strip(), self._token.encode()):
+                    problem = "the token is not that of this start of the job"
+                elif self._num_requests >= _MAX_REQUESTS:
+                    problem = f"process {self._hosts.process_id} has {_MAX_REQUESTS} requests already"
+                if problem is not None:
+                    with connection, contextlib.suppress(OSError):
+                        connection.recv(_CHUNK_BYTES)  # of the request: unread bytes could make the answer unreadable
+                        connection.send(json.dumps({"error": f"ValueError: {problem}"}).encode() + b"\n")
+                    continue
+                with self._changed:
+                    self._num_requests += 1
+                self._requests.put(connection)
+                if self._num_servers < min(self._num_requests, _NUM_SERVERS):
+                    self._num_servers += 1
+                    threading.Thread(target=self.answer_requests, name="replica", daemon=True).start()
+        self._acceptor.close()
+        for _ in range(self._num_servers):
+            self._requests.put(None)
+
+    def answer_requests(self) -> None:
+        """Answer one request after the other. A thread, ends with `close`."""
+        while (connection := self._requests.get()) is not None:
+            connection.settimeout(_SOCKET_SECONDS)
+            # A request comes from the network: nothing in it may end more than its own connection.
+            with (
+                contextlib.suppress(OSError),
+                connection,
+                connection.makefile("rwb", buffering=_CHUNK_BYTES) as stream,
+            ):
+                try:
+                    self.answer_request(cast(BinaryIO, stream))
+                except Exception as error:  # noqa: BLE001
+                    _write_line(cast(BinaryIO, stream), {"error": format_error(error)})
+            with self._changed:
+                self._num_requests -= 1
+
     def answer_request(self, stream: BinaryIO) -> None:
-        """Answer one request. Called on a thread of its own."""
-        token = stream.readline(len(self._token) + 1).strip()
-        if not hmac.compare_digest(token, self._token.encode()):
-            raise ValueError("the token is not that of this start of the job")
+        """Answer one request, whose token has been read. Raises any error if it is wrong."""
         request = _read_line(stream)
         owner, step = int(request["owner"]), int(request["step"])
         if request["kind"] == "put":
@@ -679,7 +713,7 @@ class Replicas:
             yield
 
     def _get_directory(self, owner: int) -> Path:
-        return self._fast_tier.directory / _COPIES / str(owner)
+        return self._fast_tier.directory / COPIES / str(owner)
 
     def _open_copies(self, owner: int) -> FastTier:
         return FastTier(self._get_directory(owner))
@@ -687,7 +721,7 @@ class Replicas:
     def _list_copied(self) -> list[int]:
         """Return the processes of which this one has copies."""
         try:
-            names = os.listdir(self._fast_tier.directory / _COPIES)
+            names = os.listdir(self._fast_tier.directory / COPIES)
         except OSError:
             return []
         return sorted(owner for owner in map(parse_number, names) if owner is not None)

@@ -28,6 +28,7 @@ reported and training continues. If `max_unsaved_minutes` pass after the start o
 ends with exit code 76.
 """
 
+import contextlib
 import functools
 import re
 import time
@@ -42,7 +43,7 @@ import jax.numpy as jnp
 from runner.checkpoint import fingerprint
 from runner.checkpoint.arrays import WRITE_ERRORS, ArrayWriter, FinishWrite, make_bits_check, make_writer
 from runner.checkpoint.blocks import Blocks, copy_to_host
-from runner.checkpoint.fast_tier import FastTier, Replicas, open_fast_tier
+from runner.checkpoint.fast_tier import FastTier, Replicas, UnusableTierError, open_fast_tier
 from runner.checkpoint.leaves import (
     Leaves,
     copy_offloaded,
@@ -51,8 +52,23 @@ from runner.checkpoint.leaves import (
     make_abstract,
     validate_leaf_forms,
 )
-from runner.checkpoint.manifest import CHECKPOINTS, RETIRED_SUFFIX, Manifest, commit, read_committed
-from runner.checkpoint.policy import Retention, SaveKind, SavePolicy, compute_best_interval_seconds
+from runner.checkpoint.manifest import (
+    CHECKPOINTS,
+    RETIRED_SUFFIX,
+    Manifest,
+    commit,
+    read_committed,
+    read_newest_manifest,
+)
+from runner.checkpoint.policy import (
+    Retention,
+    SaveKind,
+    SavePolicy,
+    compute_best_interval_seconds,
+    remove_ended_runs,
+    remove_parts,
+    write_run_file,
+)
 from runner.checkpoint.restore import AttachmentCheck, RestoredState, load_checkpoint, quarantine, restore_newest
 from runner.console import warn
 from runner.distributed.clock import SAVE
@@ -177,7 +193,7 @@ class Checkpointer:
         is_own: returns True for a trajectory, saved at a step, that this one continues; by default for an equal one.
 
     Raises:
-        InvalidError: on every host, if the fast tier of one cannot hold its parts.
+        InvalidError: on every host, if the fast tier of one cannot hold its parts, and the run has saved nothing.
     """
 
     def __init__(
@@ -194,12 +210,27 @@ class Checkpointer:
         self._attempt, self._config, self._identity, self._abstract = attempt, config, identity, abstract
         self._fast_tier: FastTier | None = None
         self._replicas: Replicas | None = None
+        self._tier_problem: str | None = None  # why this attempt has no fast tier although the spec has
         if config.local_directory is not None:
-            own_directory = local_directory(config.local_directory) / attempt.run_id / str(attempt.hosts.process_id)
+            tier_directory = local_directory(config.local_directory)
+            own_directory = tier_directory / attempt.run_id / str(attempt.hosts.process_id)
+            # First, because they may take the room that this run needs.
+            remove_ended_runs(tier_directory, attempt.run_id)
             leaves = encode_leaves(flatten_with_names(abstract))
-            self._fast_tier, self._replicas = open_fast_tier(
-                own_directory, attempt.hosts, leaves, config.local_replicas
-            )
+            try:
+                self._fast_tier, self._replicas = open_fast_tier(
+                    own_directory, attempt.hosts, leaves, config.local_replicas
+                )
+            except UnusableTierError as error:  # on every host
+                # A disk that became full or read-only must not keep a run from going on: without it preemptions only
+                # cost more. A run that has saved nothing is refused: its spec may be wrong, or its only states may be
+                # in the fast tier.
+                if not attempt.hosts.run_on_main(lambda: read_newest_manifest(attempt.store) is not None):
+                    raise
+                self._tier_problem = str(error)
+            else:
+                with contextlib.suppress(OSError):  # then the parts stay until somebody deletes them
+                    write_run_file(own_directory, attempt.store, attempt.run_id)
         self._writer = writer or make_writer(attempt.store, attempt.hosts, attempt.run_id)
         self._policy = SavePolicy(config, logging_every_steps, attempt.hosts.agree)
         best = None if config.keep_best is None else config.keep_best.mode
@@ -244,6 +275,10 @@ class Checkpointer:
         Raises:
             ResumeError, StorageError, NewerFormatError: as `restore_newest`.
         """
+        if self._tier_problem is not None:
+            if self._attempt.hosts.is_main:
+                warn(f"checkpoint.local_directory: {self._tier_problem}; this attempt continues without the fast tier")
+            self._attempt.record("fast_tier_off", None, reason=self._tier_problem)
         found = restore_newest(
             self._attempt, self._fast_tier, self._abstract, self._is_own, find_attachment_problem, self._replicas
         )
@@ -680,6 +715,11 @@ class Checkpointer:
         self._fast_worker.shutdown()
         self._worker.shutdown()
         self._writer.close()
+
+    def remove_fast_tier(self) -> None:
+        """Delete the fast tier of this process, because the run is done. Call `close` first."""
+        if self._fast_tier is not None:
+            remove_parts(self._fast_tier.directory)
 
     def _warn_of_grace(self, save_seconds: float, step: int) -> None:
         """Warn, once, if a save takes longer than the scheduler gives after SIGTERM."""

@@ -55,7 +55,7 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
     # XLA reads its flags when JAX starts, and the cache must be open before anything is compiled: before `join_job`.
     if spec.topology is None or spec.topology.deterministic:
         add_deterministic_flags(os.environ)
-    add_cpu_threads(os.environ, jax.config.jax_num_cpu_devices)
+    add_cpu_threads(os.environ, jax.config.values["jax_num_cpu_devices"])
     job.compile_cache.open()
     for library in _CHATTY_LIBRARIES:
         logging.getLogger(library).setLevel(logging.CRITICAL)

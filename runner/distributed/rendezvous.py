@@ -11,6 +11,7 @@ continued alone would be one of N silent single-process runs.
 2. When all processes have joined, or the deadline has passed, process 0 answers every process that joined, closes the
    port and leaves it to JAX's coordination service. The connections stay open as peer sockets: the kernel of a process
    that ends closes them, which the other end notices at once (`agreement.Liveness`).
+   A connection of a stranger, such as a port scan, holds up nothing (`Acceptor`).
 3. If processes are missing, the error names them and the job ends with exit code 76 on all processes that joined,
    because a start with fewer processes would be a different job. With `topology.elastic` the job starts with those that
    joined, renumbered in the same order, unless other hosts run it already.
@@ -27,11 +28,12 @@ import math
 import os
 import re
 import select
+import selectors
 import socket
 import time
 from collections.abc import MutableMapping
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol, Self
 
 import jax
 from jax._src import clusters, distributed
@@ -40,6 +42,7 @@ from runner.distributed.agreement import Hosts, Liveness, install_abort_handler
 from runner.distributed.key_value import KeyValueStore
 from runner.errors import InvalidError, RetryableError, format_error
 from runner.spec import Deadlines
+from runner.storage import JsonObject
 
 # JAX's own detection, which has no public interface for reading the placement without starting the service.
 _JAX_CLUSTERS = ("GkeTpuCluster", "GceTpuCluster", "SlurmCluster", "OmpiCluster")
@@ -148,7 +151,9 @@ _OBSERVATION_SECONDS = 40.0  # which `Members.find_running_attempt` may take
 _ANY_HOSTS = ("192.0.2.1", "2001:db8::1")  # addresses of documentation (RFC 5737, 3849), reached by the default route
 _LISTEN_PERIODS = 4  # of ANNOUNCE_SECONDS, in which others find a process that listens
 _MAX_LISTENERS = 5
-_MAX_LINE_BYTES = 1 << 20
+_MAX_GREETING_BYTES = 1 << 12
+_MAX_LINE_BYTES = 1 << 20  # of an answer, which has the numbers of all processes
+_CHUNK_BYTES = 1 << 16
 
 Connections = dict[int, socket.socket]  # by process
 
@@ -240,8 +245,8 @@ def get_bind_address(placement: Placement) -> str:
 def bypass_proxies(variables: MutableMapping[str, str], address: str) -> None:
     """Add the host of an address to `no_proxy`, if the environment names a proxy, and keep what is there.
 
-    gRPC, with which JAX connects to process 0, would ask the proxy for that connection, but a proxy is for hosts outside
-    of the cluster. Call it before JAX starts.
+    gRPC, with which JAX connects to process 0, would ask the proxy for that connection, but a proxy is for hosts
+    outside of the cluster. Call it before JAX starts.
 
     Args:
         variables: environment variables, which are changed.
@@ -250,13 +255,134 @@ def bypass_proxies(variables: MutableMapping[str, str], address: str) -> None:
     if not any(name.lower() in _PROXIES and value for name, value in variables.items()):
         return
     host, _ = _split_address(address)
-    # A program that finds `no_proxy` does not read `NO_PROXY`, and gRPC does not read `no_proxy` beside its own variable.
+    # A program that finds `no_proxy` does not read `NO_PROXY`, and gRPC does not read it beside `no_grpc_proxy`.
     exceptions = {"no_proxy": variables.get("no_proxy", variables.get("NO_PROXY", ""))}
     exceptions |= {name: variables[name] for name in ("no_grpc_proxy",) if name in variables}
     for name, hosts in exceptions.items():
         known = [each.strip() for each in hosts.split(",")]
         if host not in known:
             variables[name] = ",".join(filter(None, [*known, host]))
+
+
+GREETING_SECONDS = 10.0
+MAX_STRANGERS = 256
+_PAUSE_SECONDS = 0.05  # after an accept that failed because this process has too many open files
+
+
+class Greeting(NamedTuple):
+    """Connection that is read no more: it has sent a line, or too long a one, or has ended.
+
+    Attributes:
+        connection: the connection, which does not block; its reader closes it.
+        line: what it has sent; it ends with a newline only if it is a whole line.
+    """
+
+    connection: socket.socket
+    line: bytes
+
+
+@dataclass
+class _Stranger:
+    """Connection that has not sent its first line."""
+
+    connection: socket.socket
+    end_seconds: float
+    line: bytearray = field(default_factory=bytearray)
+
+    def read(self, max_line_bytes: int) -> bool:
+        """Read what has come of the line, and return True if no more is to be read."""
+        try:
+            # What follows the line is left to its reader.
+            found = self.connection.recv(max_line_bytes - len(self.line), socket.MSG_PEEK)
+            self.line += self.connection.recv(found.find(b"\n") + 1 or len(found))
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return not found or self.line.endswith(b"\n") or len(self.line) == max_line_bytes
+
+
+class Acceptor:
+    """Connections to a port of this process, bounded in number, time and memory until each has said who it is.
+
+    Any host of the network can connect, and say nothing, or a byte a minute. One thread therefore reads the first line
+    of all connections at the same time:
+
+    - A connection has `GREETING_SECONDS` for its whole first line, however its bytes arrive.
+    - At most `MAX_STRANGERS` connections have not sent theirs. A further one takes the place of the oldest.
+    - A line has at most as many bytes as the protocol needs. Nothing beyond the line is read.
+    """
+
+    def __init__(self, listener: socket.socket, max_line_bytes: int):
+        """Take over a listening socket; a line has at most `max_line_bytes`, the newline included."""
+        self._listener, self._max_line_bytes = listener, max_line_bytes
+        self._strangers: dict[int, _Stranger] = {}  # by file descriptor, the oldest first
+        self._selector = selectors.DefaultSelector()
+        self._listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def close(self) -> None:
+        """Stop listening, and close the connections that have not sent their first line."""
+        for number in list(self._strangers):
+            self._forget(number).close()
+        self._selector.close()
+        self._listener.close()
+
+    def poll(self, seconds: float) -> list[Greeting]:
+        """Return the connections that have sent their first line, as soon as there is one, or after this time."""
+        end_seconds = time.monotonic() + seconds
+        while True:
+            now = time.monotonic()
+            while self._strangers and next(iter(self._strangers.values())).end_seconds <= now:
+                self._close_oldest()
+            oldest = next(iter(self._strangers.values()), None)
+            until_seconds = end_seconds if oldest is None else min(oldest.end_seconds, end_seconds)
+            ready = {key.fd for key, _ in self._selector.select(max(until_seconds - now, 0))}
+            # Lines that have come are read before new connections may take the place of theirs.
+            greetings = self.read_lines(ready)
+            if self._listener.fileno() in ready:
+                greetings += self.read_lines(self.accept_waiting())
+            if greetings or time.monotonic() >= end_seconds:
+                return greetings
+
+    def read_lines(self, numbers: set[int]) -> list[Greeting]:
+        """Read from the connections with these file descriptors, and return those that are read no more."""
+        greetings = []
+        for number in numbers & self._strangers.keys():
+            stranger = self._strangers[number]
+            if stranger.read(self._max_line_bytes):
+                self._forget(number)
+                greetings.append(Greeting(stranger.connection, bytes(stranger.line)))
+        return greetings
+
+    def accept_waiting(self) -> set[int]:
+        """Accept the connections that wait, and return their file descriptors."""
+        accepted = set()
+        for _ in range(MAX_STRANGERS):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                break
+            except OSError:
+                # The connection has ended already, or there are too many open files.
+                self._close_oldest()
+                time.sleep(_PAUSE_SECONDS)
+                break
+            connection.setblocking(False)
+            if len(self._strangers) == MAX_STRANGERS:
+                self._close_oldest()
+            self._strangers[connection.fileno()] = _Stranger(connection, time.monotonic() + GREETING_SECONDS)
+            self._selector.register(connection, selectors.EVENT_READ)
+            accepted.add(connection.fileno())
+        return accepted
+
+    def _close_oldest(self) -> None:
+        with contextlib.suppress(StopIteration):
+            self._forget(next(iter(self._strangers))).close()
+
+    def _forget(self, number: int) -> socket.socket:
+        self._selector.unregister(number)
+        return self._strangers.pop(number).connection
 
 
 class _Listener:
@@ -272,40 +398,43 @@ class _Listener:
         self._placement = placement
         self._members = members
         self._peers: Connections = {}
-        self._listener = _listen(bind_address)
+        listener = _listen(bind_address)
         host, _ = _split_address(bind_address)
-        self.address = _join_address(host, self._listener.getsockname()[1])
+        self.address = _join_address(host, listener.getsockname()[1])
+        self._acceptor = Acceptor(listener, _MAX_GREETING_BYTES)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._listener.close()
+        self._acceptor.close()
 
     def accept(self, seconds: float) -> None:
         """Accept processes for this time at most; return once one has joined and no other waits."""
-        while True:
-            self._listener.settimeout(seconds)
-            try:
-                connection, _ = self._listener.accept()
-            except (TimeoutError, BlockingIOError):
+        end_seconds, has_joined = time.monotonic() + seconds, False
+        while not has_joined:
+            greetings = self._acceptor.poll(max(end_seconds - time.monotonic(), 0))
+            if not greetings and time.monotonic() >= end_seconds:
                 return
-            seconds = 0.0
-            connection.settimeout(_ANSWER_SECONDS)
-            process = None
-            # A connection that closes early, or that is not from this job (a port scan), must not end the start.
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                greeting = _receive_line(connection)
-                # The address may have belonged to another job before.
-                run_id = None if self._members is None else self._members.run_id
-                is_own_run = self._placement.process_id == 0 or greeting["run"] == run_id
-                process = int(greeting["process_id"]) if is_own_run else None
-            if process is not None and self._placement.process_id < process < self._placement.num_processes:
+            for connection, line in greetings:
+                process = None
+                # A connection that closes early, or that is not from this job (a port scan), must not end the start.
+                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError, OverflowError):
+                    greeting = _parse_message(line)
+                    # The address may have belonged to another job before.
+                    run_id = None if self._members is None else self._members.run_id
+                    is_own_run = self._placement.process_id == 0 or greeting["run"] == run_id
+                    process = int(greeting["process_id"]) if is_own_run else None
+                if process is None or not self._placement.process_id < process < self._placement.num_processes:
+                    connection.close()
+                    continue
+                connection.settimeout(_ANSWER_SECONDS)
                 with contextlib.suppress(OSError):  # `_drop_closed` finds one that has ended
                     _send(connection, {"joined": self._placement.process_id})
+                if process in self._peers:
+                    self._peers[process].close()
                 self._peers[process] = connection
-            else:
-                connection.close()
+                has_joined = True
 
     def wait_for_all(self, end_seconds: float, deadline_seconds: float) -> tuple[list[int], Connections]:
         """Wait until all processes have joined, or until the deadline, and `answer`. Process 0 only."""
@@ -343,7 +472,10 @@ class _Listener:
         if missing and self._members is None:
             who = f"process{'es' * (len(missing) > 1)} {', '.join(missing)} of {num_processes}"
             error = f"{who} did not join within {deadline_seconds:g} s; run the same command again"
+        # The answers fit into the buffers of the kernel, unless the other end is none of this protocol.
+        answered_seconds = time.monotonic() + _ANSWER_SECONDS
         for connection in self._peers.values():
+            connection.settimeout(max(answered_seconds - time.monotonic(), _RETRY_SECONDS))
             with contextlib.suppress(OSError):
                 _send(connection, {"present": present, "error": error})
         if error is not None:
@@ -352,7 +484,7 @@ class _Listener:
 
     def abandon(self) -> None:
         """Stop listening, and close the connections of the processes that have joined, which ask again elsewhere."""
-        self._listener.close()
+        self._acceptor.close()
         for connection in self._peers.values():
             connection.close()
 
@@ -413,21 +545,22 @@ def _join_lower_process(
             except (OSError, ValueError, OverflowError) as failure:
                 reason = str(failure) if address == process_0 else reason
                 continue
+            lines = _LineReader(connection)
             try:
                 # A process that may take the role of process 0 accepts others between its attempts to reach that.
-                connection.settimeout(left_seconds + answer_seconds if members is None else 2 * _ANSWER_SECONDS)
-                _ask_to_join(connection, placement.process_id, members)
+                patience_seconds = left_seconds + answer_seconds if members is None else 2 * _ANSWER_SECONDS
+                _ask_to_join(lines, placement.process_id, members, time.monotonic() + patience_seconds)
                 if listener is not None:
                     listener.abandon()
                     listener = None
                 if members is not None:
                     # A job that runs without both processes grows once it knows of both.
-                    select.select([connection], [], [], max(announce_seconds - time.monotonic(), 0))
+                    lines.wait(announce_seconds)
                     members.announce(None)
-                connection.settimeout(max(end_seconds - time.monotonic(), 0) + answer_seconds)
-                present = _receive_answer(connection, placement.process_id)
+                answered_seconds = max(end_seconds, time.monotonic()) + answer_seconds
+                present = _receive_answer(lines, placement.process_id, answered_seconds)
             # The process has ended, or has followed a lower process, or another program uses its port.
-            except (OSError, ValueError, KeyError, TypeError, OverflowError) as failure:
+            except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as failure:
                 connection.close()
                 reason = f"no {failure} in the answer" if isinstance(failure, KeyError) else str(failure)
                 continue
@@ -455,25 +588,26 @@ def _join_lower_process(
     )
 
 
-def _ask_to_join(connection: socket.socket, process_id: int, members: Members | None) -> None:
+def _ask_to_join(lines: "_LineReader", process_id: int, members: Members | None, end_seconds: float) -> None:
     """Join the process at the other end, which has the role of process 0 or may take it.
 
     Raises:
         ValueError: something else is at the other end. Other errors of sockets and of JSON have the same meaning.
     """
-    _send(connection, {"process_id": process_id, "run": None if members is None else members.run_id})
-    if int(_receive_line(connection)["joined"]) >= process_id:
+    lines.connection.settimeout(_ANSWER_SECONDS)
+    _send(lines.connection, {"process_id": process_id, "run": None if members is None else members.run_id})
+    if int(lines.receive(end_seconds)["joined"]) >= process_id:
         raise ValueError("the answer is of no lower process")
 
 
-def _receive_answer(connection: socket.socket, process_id: int) -> list[int]:
+def _receive_answer(lines: "_LineReader", process_id: int, end_seconds: float) -> list[int]:
     """Return the processes that have joined, once all have or the deadline of the other end has passed.
 
     Raises:
         RetryableError: the job does not begin.
         ValueError: the answer is not one of the rendezvous. Other errors of sockets and of JSON have the same meaning.
     """
-    answer = _receive_line(connection)
+    answer = lines.receive(end_seconds)
     error, present = answer["error"], [int(process) for process in answer["present"]]
     if process_id not in present:
         raise ValueError("the answer leaves this process out")
@@ -502,16 +636,43 @@ def _join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+def _send(connection: socket.socket, message: JsonObject) -> None:
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _receive_line(connection: socket.socket) -> dict[str, Any]:
-    # Without a buffer, which would take the line that follows too.
-    with connection.makefile("rb", buffering=0) as stream:
-        line = stream.readline(_MAX_LINE_BYTES)
-    if not line.endswith(b"\n"):
-        raise ValueError("the connection ended before an answer")
+class _LineReader:
+    """Reader of the lines of a connection, with a deadline for each line, however its bytes arrive."""
+
+    def __init__(self, connection: socket.socket):
+        self.connection = connection
+        self._buffer = b""
+
+    def wait(self, end_seconds: float) -> None:
+        """Block until something more has come, or until the deadline."""
+        if not self._buffer:
+            select.select([self.connection], [], [], max(end_seconds - time.monotonic(), 0))
+
+    def receive(self, end_seconds: float) -> JsonObject:
+        """Return the next line.
+
+        Raises:
+            TimeoutError: it has not come before the deadline, by the monotonic clock.
+            ValueError: it is not one of this protocol.
+        """
+        while b"\n" not in self._buffer:
+            left_seconds = end_seconds - time.monotonic()
+            if left_seconds <= 0:
+                raise TimeoutError("no whole answer in time")
+            self.connection.settimeout(left_seconds)
+            found = self.connection.recv(_CHUNK_BYTES)
+            self._buffer += found
+            if not found or len(self._buffer) > _MAX_LINE_BYTES:
+                raise ValueError("the connection ended before an answer")
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return _parse_message(line)
+
+
+def _parse_message(line: bytes) -> JsonObject:
     message = json.loads(line)
     if not isinstance(message, dict):
         raise ValueError("the answer is not one of this protocol")

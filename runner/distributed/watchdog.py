@@ -47,8 +47,8 @@ from runner.distributed.preemption import end_process
 from runner.errors import EXIT_FAILED, EXIT_RETRYABLE, FencedError, PeerLostError, RunnerError, format_error
 from runner.spec import Deadlines
 
-# A heartbeat is sent and read once a second, so a frozen process is noticed within three seconds more: within the 30 s of
-# README.md.
+# A heartbeat is sent and read once a second, so a frozen process is noticed at most three seconds later: within the
+# 30 s of README.md.
 LOST_SECONDS = 27.0
 SUSPECTED_LOST_SECONDS = 5.0  # instead of LOST_SECONDS once a collective has failed on any process
 UNREACHABLE_SECONDS = 5.0  # of the coordinator
@@ -359,12 +359,12 @@ class Watchdog:
         if error is not None:
             self._wait_for_diagnosis(error)
         self._is_over.set()
-        if self._hosts.is_main and self._hosts.num_processes > 1 and isinstance(error, RunnerError):
-            # Only process 0 may know that the attempt is fenced; the others would blame the loss of process 0, and
-            # advise a start that fences the attempt of others.
-            if isinstance(error, FencedError) or isinstance(error.__cause__, FencedError):
-                with contextlib.suppress(PeerLostError):
-                    self._hosts.store.set(key_value.DIAGNOSIS, [str(error), error.exit_code, True])
+        is_fenced = isinstance(error, FencedError) or (error and isinstance(error.__cause__, FencedError))
+        if is_fenced and isinstance(error, RunnerError) and self._hosts.is_main and self._hosts.num_processes > 1:
+            # Only process 0 may know it. The others would blame the loss of process 0, and advise a start that fences
+            # the newer attempt.
+            with contextlib.suppress(PeerLostError):
+                self._hosts.store.set(key_value.DIAGNOSIS, [str(error), error.exit_code, True])
         self.progress.has_arrived.set()
         self._hosts.liveness.set_abort_callback(None)
 
@@ -494,7 +494,8 @@ class Watchdog:
             if found is not None and found != diagnosis:
                 store.set(key_value.DIAGNOSIS, [*found, False])
                 diagnosis = found
-        if diagnosis is None:
+        # Process 0 ends by its own error if it is fenced.
+        if diagnosis is None or (is_fenced and hosts.is_main):
             return
         if diagnosis.code is not None:
             self._end(diagnosis.line, diagnosis.code, is_fenced)

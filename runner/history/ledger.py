@@ -386,6 +386,7 @@ NOTICES: dict[str, Callable[[JsonObject], Any]] = {
         f"{row.get('devices')}, on {row.get('hosts')}"
     ),
     "save_failed": lambda row: f"the save of step {row.get('step')} failed: {row.get('reason')}",
+    "fast_tier_off": lambda row: f"continues without the fast tier: {row.get('reason')}",
     "fallback": lambda row: f"checkpoint {row.get('rejected')} was not restored: {row.get('reason')}",
     "roll_back": lambda row: (
         f"rolled back because of {row.get('reason')} at step {row.get('detected')}: "

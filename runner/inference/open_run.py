@@ -63,7 +63,7 @@ class ReadOnlyRun:
         """
         if self.job.topology.deterministic:
             add_deterministic_flags(os.environ)
-        add_cpu_threads(os.environ, jax.config.jax_num_cpu_devices)
+        add_cpu_threads(os.environ, jax.config.values["jax_num_cpu_devices"])
         # JAX would otherwise reserve most of the GPU memory, which a run on the same host needs.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         self.job.compile_cache.open()

@@ -20,7 +20,6 @@ from runner.distributed.watchdog import StragglerReport
 from runner.errors import (
     EXIT_DONE,
     EXIT_PREEMPTED,
-    EXIT_RETRYABLE,
     FailedError,
     FencedError,
     InvalidError,

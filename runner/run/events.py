@@ -267,6 +267,12 @@ EVENTS = (
         (_REASON, Key("tier", str, "`fast` for the fast tier; otherwise absent, and process 0 is the writer.")),
     ),
     EventType(
+        "fast_tier_off",
+        "The fast tier cannot be used on some host, and this attempt continues without it.",
+        "process 0",
+        (_REASON,),
+    ),
+    EventType(
         "save_left_out",
         "A save to a bucket was skipped, because an earlier one is still being uploaded.",
         "process 0",

@@ -5,6 +5,7 @@ attempt writes it, and it is never written again. `result.json` is written by pr
 end.
 """
 
+import contextlib
 import time
 import uuid
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from runner.errors import InvalidError, NewerFormatError, ResumeError
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.storage import (
     STEP_MAX,
+    DiskError,
+    ForbiddenError,
     JsonObject,
     Key,
     Store,
@@ -101,7 +104,9 @@ def open_directory(document: Document, spec: ExecutionSpec) -> Store:
         store = make_store(spec.directory)
     with document.errors_at("checkpoint.local_directory"):
         if spec.checkpoint.local_directory is not None:
-            validate_path(local_directory(spec.checkpoint.local_directory))
+            # A disk of the host that fails must not end a run: the checkpointer finds out, and decides.
+            with contextlib.suppress(DiskError, ForbiddenError):
+                validate_path(local_directory(spec.checkpoint.local_directory))
     with document.errors_at("checkpoint.init_from"):
         if spec.checkpoint.initial_weights is not None:
             validate_url(spec.checkpoint.initial_weights.path)

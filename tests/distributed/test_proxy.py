@@ -37,7 +37,8 @@ def test_the_host_of_process_0_is_added_to_the_exceptions_of_proxies(given, exce
 
 
 @pytest.mark.parametrize(
-    ("address", "host"), [("[fd00::7]:80", "fd00::7"), ("node-3.cluster:80", "node-3.cluster"), ("10.0.0.1:80", "10.0.0.1")]
+    ("address", "host"),
+    [("[fd00::7]:80", "fd00::7"), ("node-3.cluster:80", "node-3.cluster"), ("10.0.0.1:80", "10.0.0.1")],
 )
 def test_the_exception_is_the_host_alone(address, host):
     variables = {"http_proxy": "p:1"}

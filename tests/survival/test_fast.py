@@ -187,7 +187,20 @@ def test_a_single_process_restores_from_its_fast_tier(tmp_path: Path) -> None:
     (restore,) = again.events("restore")
     assert (restore["step"], restore["tier"]) == (newest, "fast")
     assert job.outcome() == make_uninterrupted_run("specs/counter.yaml", options).outcome()
-    assert len(parts(tmp_path, 0)) == 2
+    assert not parts(tmp_path, 0)  # of a run that is done
+
+
+@pytest.mark.soak
+def test_all_processes_continue_without_a_fast_tier_that_one_cannot_use(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    run_until(job, lambda: job.newest() >= 20 and max(common(tmp_path), default=0) > 21, "a durable step")
+    durable = job.newest()
+    (machine,) = (tmp_path / "fast").glob("*/1")
+    shutil.rmtree(machine)
+    machine.touch()
+    assert finish(job) == {"step": durable, "tier": "durable"}
+    assert len(job.events("fast_tier_off")) == 1
+    assert job.outcome() == expected()
 
 
 SMALL_DISK = """import shutil, sys
