@@ -113,16 +113,29 @@ def test_evaluate_calls_its_own_evaluators(
     metrics = json.loads(out)["metrics"]
     assert set(metrics) == {"accuracy", *figures}
     assert metrics.get("step", 6) == 6
-    assert "bright" not in capture_command(capfd, "evaluate", "--trust", "tests", copy, "--data", CHANGES["config.data"]["source"])[1]
+    assert (
+        "bright"
+        not in capture_command(capfd, "evaluate", "--trust", "tests", copy, "--data", CHANGES["config.data"]["source"])[
+            1
+        ]
+    )
 
 
 def test_means_over_a_large_set_are_exact(
     run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Means are sums over parts of the set."""
-    whole = json.loads(capture_command(capfd, "evaluate", "--trust", "tests", run, "--json", "--data", CHANGES["config.data"]["source"])[1])
+    whole = json.loads(
+        capture_command(
+            capfd, "evaluate", "--trust", "tests", run, "--json", "--data", CHANGES["config.data"]["source"]
+        )[1]
+    )
     monkeypatch.setattr("runner.inference.evaluate._STRETCH_BATCHES", 3)
-    parts = json.loads(capture_command(capfd, "evaluate", "--trust", "tests", run, "--json", "--data", CHANGES["config.data"]["source"])[1])
+    parts = json.loads(
+        capture_command(
+            capfd, "evaluate", "--trust", "tests", run, "--json", "--data", CHANGES["config.data"]["source"]
+        )[1]
+    )
     assert whole["metrics"] == parts["metrics"]
     assert whole["tokens"] > 64 * 3
 

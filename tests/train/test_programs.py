@@ -37,7 +37,7 @@ FACTS: dict[str, Any] = {
     "options": {},
 }
 RATE = {"config.schedule": {"name": "constant"}}
-SOURCE = '''
+SOURCE = """
 import jax.numpy as jnp
 import optax
 from tests.support.bigram import BigramTrainer
@@ -59,7 +59,7 @@ class Job(BigramTrainer):
 
     def batch(self, slice="train", step=None):
         return super().batch(slice, step)
-'''
+"""
 EDITS = {
     "the loss": (("loss_sum * 2.0", "loss_sum * 3.0"), True),
     "the optimizer": (("sgd(0.1)", "sgd(0.2)"), True),
