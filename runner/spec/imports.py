@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from runner.errors import InvalidError, suggest_choices, suggest_nearest
+from runner.shadowing import describe_hidden_folder, describe_hiding_modules
 from runner.spec.document import Document
 from runner.spec.model import CLASS_PATH, JOB_PATTERN
 
@@ -110,11 +111,15 @@ def load_attribute(text: str, fits: Callable[[object], bool]) -> object:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module may raise anything, and it ends here
-        raise InvalidError(_describe_import_error(module_name, error)) from None
+        reason = _describe_import_error(module_name, error)
+        hiding = describe_hiding_modules(error) or describe_hidden_folder(module_name)
+        raise InvalidError("; ".join(filter(None, (reason, hiding)))) from None
     found: object = getattr(module, class_name, None)
     if found is None:
         fitting = [name for name, value in vars(module).items() if fits(value)]
-        raise InvalidError(f"module {module_name} has no {class_name}{suggest_choices(class_name, fitting)}")
+        hint = suggest_choices(class_name, fitting)
+        hidden = describe_hidden_folder(module_name)
+        raise InvalidError(f"module {module_name} has no {class_name}{hint}{hidden and f'; {hidden}'}")
     return found
 
 
