@@ -345,7 +345,7 @@ class HubDriver:
         """Return the content of a file."""
         return self._request(key, {}), self._revision
 
-    def get_range(self, key: str, start: int, stop: int, version: Version) -> bytes:
+    def get_range(self, key: str, start: int, stop: int, version: Version | None) -> bytes:
         """Return bytes `start .. stop`. The version is not compared, because a commit does not change."""
         return self._request(key, {"Range": f"bytes={start}-{stop - 1}"})
 

@@ -120,12 +120,12 @@ class ArrayWriter:
 
         def finish(deadline_seconds: float, check: BitsCheck | None = None) -> WriteResult:
             deadline = time.monotonic() + deadline_seconds
-            parts = self._finish_part(number, target, blocks, sizes, deadline, error)
-            return self._read_back(number, target, parts, deadline, check)
+            parts = self.finish_part(number, target, blocks, sizes, deadline, error)
+            return self.read_back(number, target, parts, deadline, check)
 
         return finish
 
-    def _finish_part(
+    def finish_part(
         self,
         number: int,
         target: str,
@@ -139,7 +139,7 @@ class ArrayWriter:
         try:
             if error is not None:
                 raise error
-            message = self._write_part(target, blocks, deadline)
+            message = self.write_part(target, blocks, deadline)
         except WRITE_ERRORS as caught:
             error = caught
         blocks.clear()  # frees the host's memory
@@ -147,8 +147,10 @@ class ArrayWriter:
         parts: list[JsonObject] = []
         try:
             parts = _collect(self._hosts, folder, message, error, deadline)
-            if self._hosts.is_main:
-                _validate_coverage(parts, sizes)
+            # The shards of all processes must hold each element of every leaf once.
+            for name, size in sizes.items() if self._hosts.is_main else ():
+                if (written := sum(part["elements"].get(name, 0) for part in parts)) != size:
+                    raise ValueError(f"the processes have written {written} of the {size} elements of {name}")
         except WRITE_ERRORS as caught:
             error = caught
         # The others read what all have written, so they must know that all is there.
@@ -171,7 +173,7 @@ class ArrayWriter:
         found: str | None = store.get(key_value.save_outcome_key(number), left_seconds, "the parts of all processes")
         return found
 
-    def _write_part(self, target: str, blocks: Blocks, deadline: float) -> JsonObject:
+    def write_part(self, target: str, blocks: Blocks, deadline: float) -> JsonObject:
         """Write this process's files durably; return the message about them for process 0."""
         directory, _, arrays = target.rpartition("/")
         process = self._hosts.process_id
@@ -203,7 +205,7 @@ class ArrayWriter:
                 _upload(self._store, Path(temporary), directory, table.files, deadline)
         return {"index": index, "files": table.files, "elements": elements}
 
-    def _read_back(
+    def read_back(
         self, number: int, target: str, parts: list[JsonObject], deadline: float, check: BitsCheck | None
     ) -> WriteResult:
         """Read the files of another process back, and on process 0 wait until all processes have done so."""
@@ -278,13 +280,6 @@ def _collect(
         if "error" in part:
             raise OSError(part["error"]) from error
     return messages
-
-
-def _validate_coverage(parts: list[JsonObject], sizes: Mapping[str, int]) -> None:
-    """Raise `ValueError` unless the shards of all processes hold each element of every leaf once."""
-    for name, size in sizes.items():
-        if (written := sum(part["elements"].get(name, 0) for part in parts)) != size:
-            raise ValueError(f"the processes have written {written} of the {size} elements of {name}")
 
 
 def _upload(store: Store, source: Path, directory: str, names: Iterable[str], deadline: float) -> None:
@@ -389,29 +384,20 @@ def make_bits_check(layout: fingerprint.LeafLayout, digests: list[jax.Array], le
     """
 
     def check(reader: ArrayReader) -> None:
-        for device in jax.local_devices():
-            own = layout.digests_on(device, digests)
-            for name, leaf in leaves.items():
-                index = leaf.sharding.addressable_devices_indices_map(leaf.shape).get(device)
-                # Replicas have equal digests, so one of them is enough; other leaves are on other devices.
-                if index is None or not _is_first_replica(leaf, device, index):
-                    continue
+        own = {device: layout.digests_on(device, digests) for device in jax.local_devices()}
+        for name, leaf in leaves.items():
+            # Replicas have equal digests, so one of them is enough.
+            indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+            for index, device in {str(index): (index, device) for device, index in indices.items()}.values():
                 block = reader.read_block(name, leaf, index)
                 start = [part.indices(size)[0] for part, size in zip(index, leaf.shape, strict=True)]
                 is_same = block.dtype == leaf.dtype and np.array_equal(
-                    fingerprint.compute_block_digest(block, leaf.shape, start), own[name]
+                    fingerprint.compute_block_digest(block, leaf.shape, start), own[device][name]
                 )
                 if not is_same:
                     raise ValueError(f"what was read back of {name} is not what was saved")
 
     return check
-
-
-def _is_first_replica(leaf: Any, device: jax.Device, index: Index) -> bool:
-    """Return True if no device before this one has the same block, in the order of the local devices."""
-    indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
-    same = [other for other in jax.local_devices() if indices.get(other) == index]
-    return same[0] == device
 
 
 # Readers.
@@ -502,7 +488,7 @@ class OrbaxReader:
     def read(self, leaves: Leaves) -> dict[str, jax.Array]:
         """Return the arrays that `leaves` describe (shape, dtype, sharding). Raises `ValueError` or `OSError`."""
         found: dict[str, jax.Array] = {}
-        with _translate_tensorstore():
+        try:
             for name, leaf in leaves.items():
                 array = self._open(name, leaf)
                 indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
@@ -510,6 +496,9 @@ class OrbaxReader:
                 reads = {str(index): array[index].read() for index in indices}
                 contents = {key: read.result() for key, read in reads.items()}
                 found[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, _ByIndex(contents))
+        # TensorStore raises these for files that are missing or damaged.
+        except (KeyError, IndexError, NotImplementedError, RuntimeError, TypeError) as error:
+            raise ValueError(format_error(error)) from error
         return found
 
 
@@ -521,14 +510,6 @@ class _ByIndex:
 
     def __call__(self, index: Index | None) -> np.ndarray:
         return self._blocks[str(index)]
-
-
-@contextlib.contextmanager
-def _translate_tensorstore() -> Iterator[None]:
-    try:
-        yield
-    except (KeyError, IndexError, NotImplementedError, RuntimeError, TypeError) as error:
-        raise ValueError(format_error(error)) from error
 
 
 @contextlib.contextmanager

@@ -593,7 +593,7 @@ def test_files_of_a_failed_save_are_deleted(tmp_path, monkeypatch, is_last):
     """Those of another process, which may still be writing, once the job ends."""
     attempt = Attempt(LocalStore(tmp_path), tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(ArrayWriter, "_write_part", fail_after_writing)
+        patch.setattr(ArrayWriter, "write_part", fail_after_writing)
         attempt.save("1", make_state(1))
         assert not attempt.saver.wait_until_finished()
     place = tmp_path / "checkpoints" / "1"
@@ -612,7 +612,7 @@ def test_files_of_a_failed_save_are_deleted(tmp_path, monkeypatch, is_last):
 def test_a_step_whose_save_failed_can_be_saved_again(tmp_path, monkeypatch):
     attempt = Attempt(LocalStore(tmp_path), tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(ArrayWriter, "_write_part", fail_after_writing)
+        patch.setattr(ArrayWriter, "write_part", fail_after_writing)
         attempt.save("1", make_state(1))
         assert not attempt.saver.wait_until_finished()
     attempt.save_all(1, 2)

@@ -33,10 +33,10 @@ def fail_if_named(function: Any) -> Any:
 class OneRowWriter(ArrayWriter):
     """Writer of one simulated process, which has one element of each leaf."""
 
-    def _write_part(self, target: str, blocks: Blocks, deadline: float) -> dict[str, Any]:
+    def write_part(self, target: str, blocks: Blocks, deadline: float) -> dict[str, Any]:
         row = self._hosts.process_id
         own = {name: [([row], block[row : row + 1])] for name, ((_, block),) in blocks.items()}
-        return super()._write_part(target, own, deadline)
+        return super().write_part(target, own, deadline)
 
 
 def write(writer: ArrayWriter, step: int, fails: bool, error: Exception | None = None) -> Exception | WriteResult:
@@ -106,10 +106,10 @@ def test_a_file_that_cannot_be_read_back_fails_the_save(tmp_path: Path, name: st
     written = threading.Barrier(3, action=lambda: DAMAGES[damage](tmp_path / "run/checkpoints/1/arrays.1" / name))
 
     class Writer(OneRowWriter):
-        def _read_back(self, number: int, *arguments: Any) -> WriteResult:
+        def read_back(self, number: int, *arguments: Any) -> WriteResult:
             if number == 1:
                 written.wait()
-            return super()._read_back(number, *arguments)
+            return super().read_back(number, *arguments)
 
     def save_twice(hosts: Hosts) -> list[Exception | WriteResult]:
         writer = Writer(store, hosts, tmp_path / f"staging.{hosts.process_id}")
@@ -128,12 +128,12 @@ def test_elements_that_no_process_has_written_fail_the_save(tmp_path: Path, miss
     store = LocalStore(tmp_path / "run")
 
     class Writer(OneRowWriter):
-        def _write_part(self, target: str, blocks: Blocks, deadline: float) -> dict[str, Any]:
+        def write_part(self, target: str, blocks: Blocks, deadline: float) -> dict[str, Any]:
             is_missing = self._hosts.process_id == missing
             return (
-                ArrayWriter._write_part(self, target, {}, deadline)
+                ArrayWriter.write_part(self, target, {}, deadline)
                 if is_missing
-                else super()._write_part(target, blocks, deadline)
+                else super().write_part(target, blocks, deadline)
             )
 
     def save(hosts: Hosts) -> Exception | WriteResult:
