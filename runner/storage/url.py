@@ -130,17 +130,17 @@ def resolve_place(text: str) -> str:
 def split_checkpoint(text: str) -> tuple[str, str | None]:
     """Split `<run>/checkpoints/<name>` into run and name; return other text whole, with None as the name.
 
-    Text of this form is whole, too, if a run or published weights are there, because their parent directory may be
-    called `checkpoints` as well. Looks for their files, in a bucket as well.
+    A local path of this form is whole, too, if a run or published weights are there, because their parent directory may
+    be called `checkpoints` as well. In a bucket, which is not accessed, this form always names a checkpoint.
 
     Raises:
-        InvalidError: as `make_store`.
-        OSError: the bucket does not answer.
+        InvalidError: as `make_store` for a local path.
     """
     directory, separator, name = text.rstrip("/").rpartition("/checkpoints/")
     if not separator or "/" in name:
         return text, None
-    return (directory, name) if _NOT_IN_CHECKPOINTS.isdisjoint(make_store(text).list_names("")) else (text, None)
+    is_whole = "://" not in text and not _NOT_IN_CHECKPOINTS.isdisjoint(make_store(text).list_names(""))
+    return (text, None) if is_whole else (directory, name)
 
 
 def _open_bucket(url: str, module: str, driver_name: str) -> Store:
