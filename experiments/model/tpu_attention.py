@@ -609,8 +609,9 @@ def _run(
             dimension_semantics=("parallel", "parallel", group_semantics, "arbitrary"),
             vmem_limit_bytes=attention.vmem_limit_bytes,
         ),
+        # A packed head takes the matrix unit as long as all lanes of its block, of which the others hold zeros.
         cost_estimate=pl.CostEstimate(
-            flops=2 * scores * (products[0] * sizes.H + products[1] * sizes.W),
+            flops=2 * scores * sizes.heads * (products[0] * sizes.H + products[1] * sizes.W),
             transcendentals=scores,
             bytes_accessed=sum(math.prod(shape) * dtype.itemsize for shape, dtype in moved),
         ),

@@ -7,8 +7,8 @@ os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu"}
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 from jax.experimental import pallas as pl
+from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from runner.train.compile import compute_program_digest

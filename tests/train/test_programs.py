@@ -240,7 +240,7 @@ def test_a_run_tells_of_edited_code_and_counts_it(tmp_path: Path, load_job: Any,
     # Refused before the claim, so that a running attempt would go on.
     attempts = sorted(path.name for path in (run / "attempts").iterdir())
     options |= {"checkpoint.program": "refuse"}
-    with pytest.raises(InvalidError, match="checkpoint.program: is refuse, and .* set warn"):
+    with pytest.raises(InvalidError, match=r"checkpoint\.program: is refuse, and .* set warn"):
         make_gpt(run, load_job(edited), **options)()
     assert sorted(path.name for path in (run / "attempts").iterdir()) == attempts
     stop_after(make_gpt(run, load_job(commented), **options), 6)
@@ -248,7 +248,7 @@ def test_a_run_tells_of_edited_code_and_counts_it(tmp_path: Path, load_job: Any,
 
     # A fork continues the step of its parent.
     fork = options | {"checkpoint.fork_from": {"run": str(run), "step": "newest", "changes": []}}
-    with pytest.raises(InvalidError, match="checkpoint.program"):
+    with pytest.raises(InvalidError, match=r"checkpoint\.program"):
         make_gpt(tmp_path / "fork", load_job(edited), **fork)()
     assert not (tmp_path / "fork/attempts").exists()
     stop_after(make_gpt(tmp_path / "fork", load_job(edited), **fork | {"checkpoint.program": "warn"}), 7)
