@@ -12,10 +12,12 @@ import pytest
 from experiments.counter import Counter
 from runner.checkpoint import policy
 from runner.checkpoint.fast_tier import FastTier
-from runner.checkpoint.policy import remove_ended_runs
+from runner.checkpoint.policy import remove_ended_runs, write_run_file
 from runner.cli.app import run_command
-from runner.errors import InvalidError
+from runner.errors import InvalidError, StorageError
+from runner.run.layout import Owner, write_owner
 from runner.storage import LocalStore, read_log
+from tests.support.memory_bucket import make_memory_bucket
 from tests.support.tiny_jobs import make_counter, stop_after
 
 
@@ -250,3 +252,53 @@ def test_parts_are_deleted_only_of_runs_that_cannot_resume(change, is_deleted, s
         for name in ("runs", "fast"):
             shutil.copytree(tmp_path / "copy" / name, stopped / name)
         edit_record(stopped, ancestors={str(each): each.stat().st_ino for each in (stopped / "runs/run").parents})
+
+
+def test_a_start_makes_room_of_runs_that_were_deleted(tmp_path):
+    stop_after(make_job(tmp_path), 12)
+    delete(tmp_path)
+    edit_record(tmp_path, created=-1)
+    (former,) = (tmp_path / "fast").iterdir()
+    stop_after(make_job(tmp_path), 4)
+    (own,) = (tmp_path / "fast").iterdir()
+    assert own != former
+    assert list_parts(tmp_path) == [2, 4]
+
+
+class UnreachableStore:
+    """Store of a bucket that does not answer."""
+
+    root = None
+    url = "s3://bucket/run"
+
+    def read(self, name):
+        raise StorageError("the bucket does not answer")
+
+
+def put_owner(store, run_id):
+    write_owner(store, Owner(run_id, "count", 0.0, {}))
+
+
+# Content of the bucket, and True if the parts are deleted.
+BUCKETS = {
+    "empty": (lambda store, run_id: None, True),
+    "its run": (put_owner, False),
+    "another run": (lambda store, run_id: put_owner(store, "f" * 12), True),
+    "other files": (lambda store, run_id: store.write("metrics.jsonl", b""), False),
+    "unreachable": (None, False),
+}
+
+
+@pytest.mark.parametrize(("fill", "is_deleted"), BUCKETS.values(), ids=BUCKETS)
+def test_parts_of_a_run_in_a_bucket_are_deleted_with_the_bucket_alone(fill, is_deleted, tmp_path, monkeypatch):
+    store, run_id = UnreachableStore() if fill is None else make_memory_bucket(), "a" * 12
+    directory = tmp_path / run_id / "0"
+    (directory / "12").mkdir(parents=True)
+    write_run_file(directory, store, run_id)
+    for path in tmp_path.rglob("run.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"created": -1}))
+    if fill is not None:
+        fill(store, run_id)
+    monkeypatch.setattr(policy, "make_store", lambda url: store)
+    remove_ended_runs(tmp_path, "0" * 12)
+    assert directory.exists() != is_deleted
