@@ -33,8 +33,8 @@ from runner.checkpoint.manifest import Files, Manifest, ShardRecord
 from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
 from runner.errors import PeerLostError, format_error
+from runner.run.environment import probe_file_system
 from runner.storage import JsonObject, LocalStore, Store, default_cache_directory
-from runner.storage.filesystem import probe_file_system
 from runner.storage.store import translate_errors
 
 NUM_UPLOADS = 8
