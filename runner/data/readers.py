@@ -40,7 +40,7 @@ import numpy as np
 from runner.data.source_files import BucketFile, File, SourceFile, describe_file
 from runner.errors import DataError, StorageError
 from runner.storage import JsonObject
-from runner.storage.filesystem import try_lock
+from runner.storage.local import try_lock
 
 FORMAT = 2  # to be raised when the meaning of a record or of a tokenizer changes
 OPEN_FILES_MAX = 128  # a process may hold only so many files open, and a corpus may have thousands

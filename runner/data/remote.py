@@ -67,7 +67,7 @@ from runner.data.source_files import (
 )
 from runner.errors import DataError, StorageError
 from runner.storage import ChangedError, DeniedError, Store, compute_crc32c
-from runner.storage.filesystem import try_lock
+from runner.storage.local import try_lock
 
 RANGES_FILE = "ranges.cache"
 COPIES_DIRECTORY = "copies"

@@ -2,13 +2,12 @@
 
 - `clock_file`: `attempts/<number>.clock`, the time accounting of an attempt up to its last heartbeat or step
 - `compile_cache`: compiled programs on each host's disk, and optionally shared in the run's directory
-- `environment`: versions, CPUs, commit and hosts of a start
+- `environment`: versions, CPUs, commit, hosts and file system of a start
 - `events`: events of the ledger `events.jsonl`, with their details and writers
 - `layout`: file names in a run's directory, and the records `job.json` and `result.json`
 - `fence`: single-writer rule, and the check that a spec continues the run in the directory
 - `logs`: `logs/<attempt>.<process>.log`, the log file of a process
 - `membership`: missing, waiting and returning hosts of an elastic job
 - `notify`: notifications by command or webhook
-- `sharing`: check that all hosts of a job see the same directory
 - `attempt`: `Attempt`: claim of the directory, outcome of the attempt, reports to the user
 """

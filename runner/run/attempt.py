@@ -8,6 +8,8 @@ import contextlib
 import faulthandler
 import socket
 import tempfile
+import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +38,7 @@ from runner.run.environment import (
     collect_environment,
     collect_versions,
     compare_environments,
+    probe_file_system,
     read_submit_time,
     validate_versions,
 )
@@ -45,11 +48,13 @@ from runner.run.layout import RESULT, Owner, read_owner, replace_owner, write_ow
 from runner.run.logs import open_log_file
 from runner.run.membership import WaitingHosts
 from runner.run.notify import Notifier
-from runner.run.sharing import SHARED_SECONDS, validate_shared, write_token
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.storage import BackgroundWriter, JsonObject, Store, encode_json, open_log, read_log
-from runner.storage.filesystem import probe_file_system
 
+# A host may go on for so long with what an NFS has told it before: directories are cached for up to 60 s by default.
+SHARED_SECONDS = 70.0
+_POLL_SECONDS = 0.2
+_MAX_NAMED = 4  # processes in a message
 DRAIN_SECONDS = 10.0  # for uploads and notifications, when the process ends
 
 
@@ -333,6 +338,58 @@ def claim_attempt(
         waiting=waiting,
         is_elastic=spec.topology is not None and spec.topology.elastic,
     )
+
+
+def write_token(store: Store, hosts: Hosts) -> str:
+    """Write the file for `validate_shared`, and return its name; empty if there is only one process. Process 0 only."""
+    if hosts.num_processes == 1:
+        return ""
+    name = f".shared.{uuid.uuid4().hex}"
+    store.write(name, name.encode())
+    return name
+
+
+def validate_shared(store: Store, hosts: Hosts, token: str, seconds: float) -> None:
+    """Raise `InvalidError` on every process if one of them does not see what process 0 has written.
+
+    Hosts that have other directories under the same name would wait for each other at the first save, or commit
+    checkpoints that lack their parts. Called on every process. Each makes one listing and one read; where it sees
+    nothing, it looks again for so many seconds. The file is removed.
+    """
+    if hosts.num_processes == 1:
+        return
+    try:
+        places = hosts.gather([_find_problem(store, token, seconds), socket.gethostname(), store.url])
+    finally:
+        if hosts.is_main:
+            with contextlib.suppress(OSError):  # a file that stays does no harm
+                store.remove(token)
+    blind = [(process, *place) for process, place in enumerate(places) if place[0] is not None]
+    if blind:
+        named = ", ".join(
+            f"process {process} (host {host}, {url}: {problem})" for process, problem, host, url in blind[:_MAX_NAMED]
+        )
+        more = f" and {len(blind) - _MAX_NAMED} others" if len(blind) > _MAX_NAMED else ""
+        _, host, url = places[0]
+        raise InvalidError(
+            f"{named}{more} cannot see what process 0 (host {host}) writes into {url}; give all hosts of the job one "
+            "shared disk or bucket, under the same path"
+        )
+
+
+def _find_problem(store: Store, token: str, seconds: float) -> str | None:
+    """Return None as soon as the file is there, the reason if it is not within so many seconds."""
+    started = time.monotonic()
+    while True:
+        try:
+            # A listing makes a client of NFS ask the server again, where its cache may answer for a name alone.
+            is_there = token in store.list_names("") and store.read(token) == token.encode()
+            problem = None if is_there else "nothing is there"
+        except OSError as error:
+            problem = format_error(error)
+        if problem is None or time.monotonic() - started > seconds:
+            return problem
+        time.sleep(_POLL_SECONDS)
 
 
 class IncidentRecorder:

@@ -1,21 +1,29 @@
-"""Environment of a start: versions, CPUs, the git commit of the job's code, hosts. Imports no jax.
+"""Environment of a start: versions, CPUs, the git commit of the job's code, hosts, file system. Imports no jax.
 
 It is a detail of the event `start`, and is recorded in every manifest. Process 0 collects it. Bit-identical results are
 promised only for equal hardware and versions, so a resume reports the differences.
 """
 
+import errno
+import fcntl
+import functools
 import inspect
 import math
 import os
 import platform
+import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 from runner.errors import InvalidError
 from runner.process import count_cpus
 from runner.storage import JsonObject, Key
+from runner.storage.local import NO_LINK, try_lock
+from runner.storage.store import fsync, is_missing_call, make_directory, retry_stale, translate_errors
 
 ENVIRONMENT_KEYS = (
     Key("versions", dict, "Versions of Python, runner, jax, jaxlib, libtpu, flax and optax, as far as installed."),
@@ -175,3 +183,130 @@ def compare_environments(before: JsonObject, now: JsonObject) -> list[str]:
 def _format_hosts(hosts: list[str]) -> str:
     distinct = sorted(set(hosts))
     return ", ".join(distinct) if len(distinct) <= _MAX_NAMED_HOSTS else f"({len(distinct)} of them)"
+
+
+# The directory.
+
+
+class FileSystem(NamedTuple):
+    """Calls that the file system of a directory has."""
+
+    has_links: bool
+    has_locks: bool
+    flushes_directories: bool
+
+    def list_missing(self) -> list[str]:
+        """Return what is missing, in words."""
+        names = ("hard links", "locks", "flushes of directories")
+        return [name for name, is_there in zip(names, self, strict=True) if not is_there]
+
+
+@functools.cache
+def probe_file_system(directory: Path) -> FileSystem:
+    """Return what the file system of a directory offers. Creates the directory; tried once in each process.
+
+    Raises:
+        InvalidError: a run cannot be kept there, whatever is done.
+        DiskError, ForbiddenError: the directory cannot be written now, or not by this user.
+    """
+    with translate_errors(directory):
+        make_directory(directory)
+        return _probe(directory)
+
+
+def _probe(directory: Path) -> FileSystem:
+    top = directory / f".probe.{uuid.uuid4().hex[:8]}"
+    top.mkdir()
+    try:
+        first, second = top / "first", top / "second"
+
+        def need(what: str, act: Callable[[], bool]) -> None:
+            reason = "it did something else"
+            try:
+                if act():
+                    return
+            except OSError as error:
+                # Another error, such as that of a full disk, says nothing about the kind of the file system.
+                if not is_missing_call(error):
+                    raise
+                reason = error.strerror or str(error)
+            raise InvalidError(
+                f"{directory}: its file system cannot {what} ({reason}), which a run needs; use a directory on another "
+                "one (runner/run/README.md lists what it must offer)"
+            )
+
+        need("create a file with O_EXCL", lambda: _create(first, b"1"))
+        need("refuse to create a file that exists (O_EXCL)", lambda: not _create(first, b"2"))
+        need("flush a file (fsync)", lambda: _flush_file(first))
+        need("append to a file", lambda: _append(first, b"2") and _read(first) == b"12")
+        need("rename a file over another", lambda: _replace(first, second) and os.listdir(top) == ["second"])
+        need("rename a directory", lambda: _rename_directory(top))
+        return FileSystem(
+            has_links=_has(lambda: os.link(second, first), *NO_LINK),
+            has_locks=_has_locks(second),
+            flushes_directories=_has(lambda: fsync(top, is_strict=True)),
+        )
+    finally:
+        shutil.rmtree(top, ignore_errors=True)
+
+
+def _create(path: Path, content: bytes) -> bool:
+    try:
+        with retry_stale(lambda: open(path, "xb")) as file:
+            file.write(content)
+    except FileExistsError:
+        return False
+    return _read(path) == content
+
+
+def _read(path: Path) -> bytes:
+    return retry_stale(path.read_bytes)
+
+
+def _flush_file(path: Path) -> bool:
+    fsync(path, is_strict=True)
+    return True
+
+
+def _append(path: Path, content: bytes) -> bool:
+    descriptor = retry_stale(lambda: os.open(path, os.O_WRONLY | os.O_APPEND))
+    try:
+        return os.write(descriptor, content) == len(content)
+    finally:
+        os.close(descriptor)
+
+
+def _replace(first: Path, second: Path) -> bool:
+    retry_stale(lambda: second.write_bytes(b"old"))
+    os.replace(first, second)
+    return _read(second) == b"12"
+
+
+def _rename_directory(top: Path) -> bool:
+    (top / "old").mkdir()
+    retry_stale(lambda: (top / "old" / "file").write_bytes(b"1"))
+    os.rename(top / "old", top / "new")
+    is_moved = _read(top / "new" / "file") == b"1" and not (top / "old").exists()
+    shutil.rmtree(top / "new")
+    return is_moved
+
+
+def _has(act: Callable[[], object], *codes: int) -> bool:
+    try:
+        act()
+    except OSError as error:
+        if not is_missing_call(error) and error.errno not in codes:
+            raise
+        return False
+    return True
+
+
+def _has_locks(path: Path) -> bool:
+    """Return True if a whole file can be locked (`flock`), and a range of it (`fcntl`), which libraries use."""
+    descriptor = retry_stale(lambda: os.open(path, os.O_RDWR))
+    try:
+        return try_lock(descriptor, fcntl.LOCK_EX) and _has(
+            lambda: fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB), errno.ENOLCK
+        )
+    finally:
+        os.close(descriptor)

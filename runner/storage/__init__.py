@@ -1,8 +1,7 @@
 """One interface over local disks and the buckets of three clouds.
 
 - `store`: store interface, errors, retries with exponential backoff, digests, JSON files and tables of their keys
-- `filesystem`: differences between file systems: what a run needs, and what it does without
-- `local`: store on a disk
+- `local`: store on a disk, and differences between file systems
 - `bucket`: store in a bucket; background writer of growing files
 - `gcs`: driver for Google Cloud Storage
 - `s3`: driver for Amazon S3

@@ -38,8 +38,7 @@ from pathlib import Path
 from typing import BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 
 from runner.storage.bucket import BackgroundWriter
-from runner.storage.filesystem import try_lock
-from runner.storage.local import LocalStore, as_local
+from runner.storage.local import LocalStore, as_local, try_lock
 from runner.storage.store import (
     JsonObject,
     Store,

@@ -2,10 +2,22 @@
 
 A file is published in three steps: it is written under a temporary name beside its target, flushed to the disk, and
 then given its name by one atomic call. The directory is flushed after that, so that the name survives a power cut too.
-`filesystem` says what happens where the file system lacks one of these calls.
+
+Network and object file systems (gcsfuse, blobfuse, some configurations of Lustre) lack some calls of a local disk. A
+missing call is recognised by its error code at each use, so that two directories may differ:
+
+- hard links: `create_once` takes turns by a claim file and renames instead;
+- locks (`flock`): `try_lock` says that there is none; an append is one write with `O_APPEND` in either case;
+- flush of a directory: `fsync` leaves it out; a name is then as durable as the file system makes it by itself;
+- stale handles (ESTALE): `retry_stale` looks the file up again.
+
+Nothing replaces the rest: creation with O_EXCL, rename over a file, rename of a directory with its content, appends,
+and the flush of a file. `runner.run.environment.probe_file_system` tries all of it at the start of a job.
 """
 
 import contextlib
+import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -17,7 +29,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
-from runner.storage.filesystem import create_once, take_turns
 from runner.storage.store import (
     ABSENT,
     ChangedError,
@@ -27,6 +38,7 @@ from runner.storage.store import (
     WrongKindError,
     compute_chunked_crc32c,
     fsync,
+    is_missing_call,
     make_directory,
     open_descriptor,
     open_file,
@@ -38,6 +50,10 @@ RECORD_BYTES_MAX = 1 << 26  # of a manifest, the largest record: some megabytes 
 _CHUNK_BYTES = 1 << 18
 _REMOVE_TRIES = 10
 _NUM_FLUSHES = 8
+CLAIM_SECONDS = 10.0  # a claim that does not change for so long is that of a process that was killed
+_POLL_SECONDS = 0.05
+# A file system without hard links may report that a file has too many.
+NO_LINK = (errno.EMLINK, errno.EXDEV)
 
 
 def default_cache_directory() -> Path:
@@ -401,3 +417,100 @@ def _write_temporary(path: Path, chunks: Iterable[bytes], make_parents: bool = T
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)
+
+
+# Creation and locks.
+
+
+def create_once(temporary: Path, path: Path) -> None:
+    """Give a complete file its name `path`, unless something has that name already. Atomic among all processes.
+
+    With hard links the kernel decides. Without them a process first creates `.<name>.claim`, which O_EXCL allows only
+    one process, then checks that `path` is free and renames `temporary`. In both cases `path` appears with its whole
+    content, and not at all once the directory of `temporary` was renamed. A claim whose process was killed is removed
+    by the next process, after `CLAIM_SECONDS`. A process that is suspended for longer than that, exactly between its
+    last check and its rename, replaces the file of another. Attempts and commits are safe from that too: attempts by
+    the id in their claim (`Fence.check`), commits because a newer attempt has renamed the directory.
+
+    Raises:
+        FileExistsError: something has that name.
+        FileNotFoundError: `temporary` or the directory is gone.
+    """
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if not is_missing_call(error) and error.errno not in NO_LINK:
+            raise
+    else:
+        return
+    with _claim(path) as is_own:
+        # In this order: a process that had the claim before may have created the file meanwhile.
+        if os.path.lexists(path) or not is_own():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        os.rename(temporary, path)
+
+
+@contextlib.contextmanager
+def take_turns(path: Path) -> Iterator[None]:
+    """Exclude other processes that replace `path` on a condition, for as long as the context lasts."""
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        if try_lock(descriptor, fcntl.LOCK_EX):
+            yield
+        else:
+            with _claim(path):
+                yield
+    finally:
+        os.close(descriptor)
+
+
+def try_lock(descriptor: int, operation: int) -> bool:
+    """Lock an open file with `flock`; return False if the file system has no locks.
+
+    Raises:
+        BlockingIOError: with `LOCK_NB`, another process holds the lock.
+    """
+    try:
+        fcntl.flock(descriptor, operation)
+    except OSError as error:
+        if not is_missing_call(error) and error.errno != errno.ENOLCK:
+            raise
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _claim(path: Path) -> Iterator[Callable[[], bool]]:
+    """Hold the claim of a name, and yield a function that returns True if it is still held."""
+    claim, own = path.with_name(f".{path.name}.claim"), uuid.uuid4().hex.encode()
+    seen, since = None, time.monotonic()
+    while True:
+        try:
+            descriptor = os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            break
+        except FileExistsError:
+            holder = _read_or_none(claim)
+            if holder != seen:
+                seen, since = holder, time.monotonic()
+            elif time.monotonic() - since > CLAIM_SECONDS:
+                claim.unlink(missing_ok=True)
+            time.sleep(_POLL_SECONDS)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(own)
+        yield lambda: _read_or_none(claim) == own
+    finally:
+        if _read_or_none(claim) == own:
+            claim.unlink(missing_ok=True)
+
+
+def _read_or_none(path: Path) -> bytes | None:
+    try:
+        return retry_stale(lambda: _read_whole(path))
+    except (FileNotFoundError, WrongKindError):
+        return None
+
+
+def _read_whole(path: Path) -> bytes:
+    with open_file(path) as file:
+        return file.read()

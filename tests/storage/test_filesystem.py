@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from runner.data.readers import publish_once
-from runner.storage import ABSENT, DiskError, LocalStore, append_line, create_file, filesystem, read_log
-from runner.storage.filesystem import FileSystem, probe_file_system, take_turns
+from runner.run.environment import FileSystem, probe_file_system
+from runner.storage import ABSENT, DiskError, LocalStore, append_line, create_file, local, read_log
+from runner.storage.local import take_turns
 from runner.storage.store import fsync, retry_stale
 from tests.support.missing_calls import ERRORS, make_variables, take_calls_away
 from tests.support.tokenise_inputs import make_tokenise_job, write_text_files
@@ -68,7 +69,7 @@ def test_a_corpus_is_made_without_the_missing_calls(tmp_path, monkeypatch):
     [("excl", "create a file with O_EXCL"), ("fsyncfile", "flush a file"), ("rename", "rename a directory")],
 )
 def test_a_file_system_without_a_needed_call_is_refused(call, what, tmp_path):
-    program = "import sys, pathlib\nfrom runner.storage.filesystem import probe_file_system\n"
+    program = "import sys, pathlib\nfrom runner.run.environment import probe_file_system\n"
     program += "try: probe_file_system(pathlib.Path(sys.argv[1]))\nexcept Exception as e: print(type(e).__name__, e)"
     variables = os.environ | make_variables(tmp_path, call)
     command = [sys.executable, "-c", program, str(tmp_path / "run")]
@@ -89,7 +90,7 @@ def test_a_failed_disk_is_not_taken_for_one_that_lacks_a_call(tmp_path, monkeypa
 
 def test_one_of_many_writers_creates_a_file_without_links(tmp_path, monkeypatch):
     take_calls_away(monkeypatch)
-    monkeypatch.setattr(filesystem, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(local, "_POLL_SECONDS", 0.001)
     store = LocalStore(tmp_path)
 
     def create(name, writer):
@@ -110,7 +111,7 @@ def test_one_of_many_writers_creates_a_file_without_links(tmp_path, monkeypatch)
 
 def test_writers_that_replace_a_file_take_turns_without_locks(tmp_path, monkeypatch):
     take_calls_away(monkeypatch)
-    monkeypatch.setattr(filesystem, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(local, "_POLL_SECONDS", 0.001)
     inside, most = [], []
 
     def enter(_):
@@ -127,7 +128,7 @@ def test_writers_that_replace_a_file_take_turns_without_locks(tmp_path, monkeypa
 
 def test_the_claim_of_a_killed_writer_is_taken_over(tmp_path, monkeypatch):
     take_calls_away(monkeypatch)
-    monkeypatch.setattr(filesystem, "CLAIM_SECONDS", 0.1)
+    monkeypatch.setattr(local, "CLAIM_SECONDS", 0.1)
     store = LocalStore(tmp_path)
     for content in (b"", b"0123"):  # killed before and after it wrote its id
         (tmp_path / ".name.claim").write_bytes(content)
