@@ -154,6 +154,20 @@ _IMPLEMENTATIONS = {
 }
 
 
+# Settings of JAX for the checks of one's own code, and the values with which optax, flax, Orbax and this project work.
+# They change no bit of what passes them.
+_RELAXED = {
+    "jax_numpy_rank_promotion": "allow",
+    "jax_numpy_dtype_promotion": "standard",
+    "jax_transfer_guard_host_to_device": "allow",
+    "jax_transfer_guard_device_to_device": "allow",
+    "jax_transfer_guard_device_to_host": "allow",
+    "jax_transfer_guard": "allow",
+    "jax_array_garbage_collection_guard": "allow",
+    "jax_thread_guard": False,
+}
+
+
 def run_command(words: Sequence[str]) -> int:
     """Parse and carry out any command but that of a job, and return its exit code.
 
@@ -251,8 +265,24 @@ def _import(module: str) -> Any:
         if not str(frame.f_globals.get("__name__")).startswith("jax."):
             raise
         raise InvalidError(f"environment: {error}; correct that variable, or unset it") from error
-    if "jax" in sys.modules and sys.modules["jax"].config.jax_disable_jit:
+    if "jax" in sys.modules:
+        _configure_jax(sys.modules["jax"].config)
+    return found
+
+
+def _configure_jax(config: Any) -> None:
+    """Set checks of JAX back that the libraries of a job do not pass, and refuse what no program can run with."""
+    if config.jax_disable_jit:
         raise InvalidError(
             "environment: JAX_DISABLE_JIT is set, and the runner compiles its programs ahead of time; unset it"
         )
-    return found
+    if config.jax_no_execution:
+        raise InvalidError("environment: JAX_NO_EXECUTION is set, and with it JAX runs no program; unset it")
+    # The guard of all transfers comes last, since it sets the others.
+    found = {name: getattr(config, name) for name in _RELAXED if name.upper() in os.environ}
+    changed = [name for name, value in found.items() if str(getattr(value, "value", value)) != str(_RELAXED[name])]
+    for name in _RELAXED if changed else ():
+        config.update(name, _RELAXED[name])
+    if changed:
+        given = ", ".join(f"{name.upper()}={os.environ[name.upper()]}" for name in changed)
+        warn(f"environment: {given}: not applied, because JAX's own libraries do not pass such a check; unset it")
