@@ -165,6 +165,9 @@ _RELAXED = {
     "jax_transfer_guard": "allow",
     "jax_array_garbage_collection_guard": "allow",
     "jax_thread_guard": False,
+    "jax_error_checking_behavior_nan": "ignore",
+    "jax_error_checking_behavior_oob": "ignore",
+    "jax_error_checking_behavior_divide": "ignore",
 }
 
 

@@ -305,6 +305,7 @@ CHECKS = {
     "JAX_TRANSFER_GUARD": "disallow",
     "JAX_ARRAY_GARBAGE_COLLECTION_GUARD": "fatal",
     "JAX_THREAD_GUARD": "1",
+    "JAX_ERROR_CHECKING_BEHAVIOR_NAN": "raise",
 }
 
 
