@@ -26,7 +26,7 @@ from runner.errors import (
 )
 from runner.process import STANDBY_VARIABLE
 
-_UNUSABLE_JAX_OPTIONS = ("JAX_DISABLE_JIT", "JAX_NO_TRACING")
+_UNUSABLE_JAX_OPTIONS = ("JAX_DISABLE_JIT", "JAX_NO_EXECUTION", "JAX_NO_TRACING")
 _RUN = "SPEC"  # placeholder in the list of commands: a command line that names no command names a spec
 _READ_EXIT_CODES = (
     "0 done; 2 invalid command line or spec, or no such run; 76 the storage cannot be reached, or the output "
@@ -155,6 +155,23 @@ _IMPLEMENTATIONS = {
 }
 
 
+# Settings of JAX for the checks of one's own code, and the values with which optax, flax, Orbax and this project work.
+# They change no bit of what passes them.
+_RELAXED = {
+    "jax_numpy_rank_promotion": "allow",
+    "jax_numpy_dtype_promotion": "standard",
+    "jax_transfer_guard_host_to_device": "allow",
+    "jax_transfer_guard_device_to_device": "allow",
+    "jax_transfer_guard_device_to_host": "allow",
+    "jax_transfer_guard": "allow",
+    "jax_array_garbage_collection_guard": "allow",
+    "jax_thread_guard": False,
+    "jax_error_checking_behavior_nan": "ignore",
+    "jax_error_checking_behavior_oob": "ignore",
+    "jax_error_checking_behavior_divide": "ignore",
+}
+
+
 def run_command(words: Sequence[str]) -> int:
     """Parse and carry out any command but that of a job, and return its exit code.
 
@@ -253,8 +270,21 @@ def _import(module: str) -> Any:
             raise
         raise InvalidError(f"environment: {error}; correct that variable, or unset it") from error
     if "jax" in sys.modules:
-        for name in _UNUSABLE_JAX_OPTIONS:
-            if getattr(sys.modules["jax"].config, name.lower()):
-                reason = "the runner traces its programs and compiles them ahead of time"
-                raise InvalidError(f"environment: {name} is set, and {reason}; unset it")
+        _configure_jax(sys.modules["jax"].config)
     return found
+
+
+def _configure_jax(config: Any) -> None:
+    """Set checks of JAX back that the libraries of a job do not pass, and refuse what no program can run with."""
+    for name in _UNUSABLE_JAX_OPTIONS:
+        if getattr(config, name.lower()):
+            reason = "the runner traces its programs, compiles them ahead of time, and runs them"
+            raise InvalidError(f"environment: {name} is set, and {reason}; unset it")
+    # The guard of all transfers comes last, since it sets the others.
+    found = {name: getattr(config, name) for name in _RELAXED if name.upper() in os.environ}
+    changed = [name for name, value in found.items() if str(getattr(value, "value", value)) != str(_RELAXED[name])]
+    for name in _RELAXED if changed else ():
+        config.update(name, _RELAXED[name])
+    if changed:
+        given = ", ".join(f"{name.upper()}={os.environ[name.upper()]}" for name in changed)
+        warn(f"environment: {given}: not applied, because JAX's own libraries do not pass such a check; unset it")

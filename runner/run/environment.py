@@ -37,7 +37,8 @@ ENVIRONMENT_KEYS = (
     Key(
         "options",
         dict,
-        "Environment variables that make JAX or XLA compute otherwise on process 0 (`XLA_FLAGS`, `JAX_ENABLE_X64`), "
+        "Environment variables that make JAX or XLA compute otherwise on process 0 (`XLA_FLAGS`, `JAX_ENABLE_X64`, "
+        "`JAX_RANDOM_SEED_OFFSET` and every other one of JAX that may change a bit), "
         "as far as they are set. Other values may give other bits.",
     ),
     Key("commit", str, "Commit of the git checkout that contains the job's class; absent if there is none."),
@@ -46,15 +47,45 @@ ENVIRONMENT_KEYS = (
 SUBMITTED = "RUNNER_SUBMITTED"  # Unix seconds, set by the engine or the user
 GIT_SECONDS = 2.0  # deadline of each git command; a slower repository is left out
 _DISTRIBUTIONS = ("runner", "jax", "jaxlib", "libtpu", "flax", "optax")
-_OPTIONS = (
-    "JAX_DEFAULT_MATMUL_PRECISION",
-    "JAX_DEFAULT_PRNG_IMPL",
-    "JAX_ENABLE_X64",
-    "JAX_NUMPY_DTYPE_PROMOTION",
-    "JAX_THREEFRY_PARTITIONABLE",
-    "LIBTPU_INIT_ARGS",
-    "NVIDIA_TF32_OVERRIDE",
-    "XLA_FLAGS",
+_OPTIONS = ("LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "XLA_FLAGS")
+# Every variable of JAX counts, since each version of JAX has others, except those that begin with one of these words:
+# logs, caches, places, devices and checks, which change no bit.
+_JAX_PREFIX = "JAX_"
+_HARMLESS_VARIABLES = (
+    "JAX_ARRAY_GARBAGE_COLLECTION_GUARD",
+    "JAX_CAPTURED_CONSTANTS_",
+    "JAX_CHECK_",
+    "JAX_COMPILATION_CACHE_",
+    "JAX_COMPILER_DETAILED_LOGGING",
+    "JAX_COORDINATOR",
+    "JAX_CPU_GET_",
+    "JAX_CROSS_HOST_",
+    "JAX_CUDA_VISIBLE_DEVICES",
+    "JAX_DEBUG_",
+    "JAX_DISTRIBUTED_",
+    "JAX_DUMP_",
+    "JAX_ERROR_CHECKING_",
+    "JAX_ENABLE_CHECKS",
+    "JAX_ENABLE_COMPILATION_CACHE",
+    "JAX_ENABLE_PREEMPTION_SERVICE",
+    "JAX_ENABLE_RECOVERABILITY",
+    "JAX_EXPLAIN_",
+    "JAX_INCLUDE_",
+    "JAX_LOCAL_DEVICE_IDS",
+    "JAX_LOG",
+    "JAX_NUMPY_",
+    "JAX_NUM_CPU_DEVICES",
+    "JAX_NUM_PROCESSES",
+    "JAX_PERSISTENT_CACHE_",
+    "JAX_PLATFORM",
+    "JAX_PPRINT_",
+    "JAX_PROCESS_",
+    "JAX_RAISE_PERSISTENT_CACHE_",
+    "JAX_ROCM_VISIBLE_DEVICES",
+    "JAX_SHARE_BINARY_",
+    "JAX_SOURCE_URL_",
+    "JAX_TRACE",
+    "JAX_TRANSFER_GUARD",
 )
 # Flags that change no bit. The number of devices is recorded as such.
 _HARMLESS_FLAGS = ("--xla_dump_", "--xla_force_host_platform_device_count=")
@@ -84,9 +115,10 @@ def count_xla_threads() -> int:
 
 def collect_options(variables: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment variables that make JAX or XLA compute otherwise, without flags that change no bit."""
+    of_jax = [name for name in variables if name.startswith(_JAX_PREFIX) and not name.startswith(_HARMLESS_VARIABLES)]
     flags = {
         name: [flag for flag in variables.get(name, "").split() if not flag.startswith(_HARMLESS_FLAGS)]
-        for name in _OPTIONS
+        for name in sorted((*_OPTIONS, *of_jax))
     }
     return {name: " ".join(present) for name, present in flags.items() if present}
 

@@ -282,6 +282,7 @@ def test_a_missing_spec_ends_with_2_and_one_line():
 # Environment variable of JAX with which nothing works -> part of the line that says so.
 BAD_VARIABLES = {
     "JAX_DISABLE_JIT=1": "JAX_DISABLE_JIT is set",
+    "JAX_NO_EXECUTION=1": "JAX_NO_EXECUTION is set",
     "JAX_DEFAULT_MATMUL_PRECISION=nonsense": '"nonsense" for JAX flag jax_default_matmul_precision',
     "JAX_NO_TRACING=1": "JAX_NO_TRACING is set",
     "JAX_ENABLE_X64=nonsense": "'nonsense' for environment 'jax_enable_x64'",
@@ -312,6 +313,53 @@ def test_a_plain_start_with_simulated_devices_gets_threads_for_them(variable, tm
     assert result.returncode == 0, result.stderr
     (start,) = (event for event in read_log(LocalStore(tmp_path / "run"), "events") if event["event"] == "start")
     assert (start["devices"], start["cpus"]) == (num_devices, 4 * num_devices)
+
+
+# Settings for the checks of one's own code, which libraries of JAX do not pass.
+CHECKS = {
+    "JAX_NUMPY_RANK_PROMOTION": "raise",
+    "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+    "JAX_TRANSFER_GUARD": "disallow",
+    "JAX_ARRAY_GARBAGE_COLLECTION_GUARD": "fatal",
+    "JAX_THREAD_GUARD": "1",
+    "JAX_ERROR_CHECKING_BEHAVIOR_NAN": "raise",
+}
+
+
+@pytest.mark.parametrize("variables", [CHECKS, {"JAX_TRANSFER_GUARD": "log"}], ids=["all", "one"])
+def test_checks_of_jax_are_set_back_with_one_line(variables):
+    program = """
+import jax, numpy
+from runner.cli.app import _import
+_import("runner.errors")
+_import("runner.errors")
+x = jax.numpy.ones((2, 3)) + jax.numpy.ones(3, int)
+assert float(jax.jit(lambda y: y + 1)(numpy.ones(3))[0]) + float(x[0, 0]) == 4
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | variables, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("environment: " + ", ".join(f"{name}={value}" for name, value in variables.items()))
+
+
+@pytest.mark.soak
+def test_a_trainer_runs_beside_checks_of_jax(tmp_path):
+    words = ["--set", f"directory={tmp_path / 'run'}", "--set", "config.train.total_steps=2"]
+    words += ["--set", "config.schedule.warmup_steps=0", "--set", "config.model={layers: 1, heads: 1, width: 8}"]
+    result = run("specs/gpt_nano.yaml", *words, env=os.environ | CHECKS)
+    assert result.returncode == 0, result.stderr
+    assert len(result.stderr.splitlines()) < 4, result.stderr
+
+
+def test_other_variables_of_jax_are_left_alone():
+    program = "import jax, runner.cli.app as app; app._configure_jax(jax.config); print(jax.config.jax_transfer_guard)"
+    variables = {"JAX_NUMPY_RANK_PROMOTION": "allow", "JAX_LOG_COMPILES": "0"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | variables, capture_output=True, text=True, timeout=300
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "None\n", "")
 
 
 def test_a_trainer_without_topology_ends_with_2_and_one_line(tmp_path):

@@ -152,7 +152,10 @@ def test_a_change_is_described_in_a_few_words(change: dict[str, Any], words: lis
 
 def test_options_are_recorded_without_flags_that_change_no_bit() -> None:
     flags = "--xla_force_host_platform_device_count=4 --xla_dump_to=/tmp/x"
-    assert environment.collect_options({"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}) == {}
+    harmless = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": "/x", "JAX_TRANSFER_GUARD": "log", "JAX": "1"}
+    assert environment.collect_options({"XLA_FLAGS": flags} | harmless) == {}
+    offset = {"JAX_RANDOM_SEED_OFFSET": "7", "JAX_OPTIMIZATION_LEVEL": "O0"}
+    assert environment.collect_options(offset) == dict(sorted(offset.items()))
     found = environment.collect_options(
         {"XLA_FLAGS": f"{flags} --xla_cpu_enable_fast_math=true", "JAX_ENABLE_X64": "1"}
     )
