@@ -143,7 +143,7 @@ class HistoryReader:
         ledger = self._try(lambda: self._ledger_reader.read(set(steps)), LedgerSummary())
         timelines = self._read_timelines(ledger)
         if timelines and is_present:
-            timelines = _align_to_present(timelines, now)
+            timelines = align_to_present(timelines, now)
         if not timelines:
             raise InvalidError(f"{store.url}: no run is here" + "".join(f"; {line}" for line in self._unread[:1]))
         sample: tuple[JsonObject, ...] = self._try(lambda: read_sample(store), ())
@@ -238,7 +238,7 @@ class HistoryReader:
             figures={key: value for key, (_, value) in ledger.figures.items()},
             is_language_model=ledger.is_language_model,
             straggling=_find_stragglers(timelines[-1].events),
-            warnings=(*ledger.notices, *_list_clock_notices(timelines)),
+            warnings=(*ledger.notices, *list_clock_notices(timelines)),
             saves=tuple(ledger.saves),
             events=tuple(ledger.events),
             fork=read_fork(ledger.fork),
@@ -344,7 +344,7 @@ class AttemptOutcome(NamedTuple):
     reason: str | None = None
 
 
-def _align_to_present(timelines: list[AttemptTimeline], now: float) -> list[AttemptTimeline]:
+def align_to_present(timelines: list[AttemptTimeline], now: float) -> list[AttemptTimeline]:
     """Move all times by the error of the newest attempt's clock, if its process is alive on this machine."""
     clock = timelines[-1].clock
     if clock is None or clock.created is None or not clock.is_process_alive:
@@ -356,7 +356,7 @@ def _align_to_present(timelines: list[AttemptTimeline], now: float) -> list[Atte
     return [timeline.shift(shift_seconds) for timeline in timelines]
 
 
-def _list_clock_notices(timelines: Sequence[AttemptTimeline]) -> list[Notice]:
+def list_clock_notices(timelines: Sequence[AttemptTimeline]) -> list[Notice]:
     """Return a notice if times of attempts had to be moved, since their clocks disagree."""
     moved = [timeline for timeline in timelines if abs(timeline.shift_seconds) > CLOCK_TOLERANCE_SECONDS]
     if not moved:

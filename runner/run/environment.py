@@ -241,104 +241,92 @@ def probe_file_system(directory: Path) -> FileSystem:
         InvalidError: a run cannot be kept there, whatever is done.
         DiskError, ForbiddenError: the directory cannot be written now, or not by this user.
     """
+    top = directory / f".probe.{uuid.uuid4().hex[:8]}"
+    first, second = top / "first", top / "second"
+
+    def read(path: Path) -> bytes:
+        return retry_stale(path.read_bytes)
+
+    def create(content: bytes) -> bool:
+        try:
+            with retry_stale(lambda: open(first, "xb")) as file:
+                file.write(content)
+        except FileExistsError:
+            return False
+        return read(first) == content
+
+    def flush() -> bool:
+        fsync(first, is_strict=True)
+        return True
+
+    def append() -> bool:
+        descriptor = retry_stale(lambda: os.open(first, os.O_WRONLY | os.O_APPEND))
+        try:
+            return os.write(descriptor, b"2") == 1 and read(first) == b"12"
+        finally:
+            os.close(descriptor)
+
+    def replace() -> bool:
+        retry_stale(lambda: second.write_bytes(b"old"))
+        os.replace(first, second)
+        return read(second) == b"12" and os.listdir(top) == ["second"]
+
+    def rename_directory() -> bool:
+        (top / "old").mkdir()
+        retry_stale(lambda: (top / "old" / "file").write_bytes(b"1"))
+        os.rename(top / "old", top / "new")
+        is_moved = read(top / "new" / "file") == b"1" and not (top / "old").exists()
+        shutil.rmtree(top / "new")
+        return is_moved
+
+    def need(what: str, act: Callable[[], bool]) -> None:
+        reason = "it did something else"
+        try:
+            if act():
+                return
+        except OSError as error:
+            # Another error, such as that of a full disk, says nothing about the kind of the file system.
+            if not is_missing_call(error):
+                raise
+            reason = error.strerror or str(error)
+        raise InvalidError(
+            f"{directory}: its file system cannot {what} ({reason}), which a run needs; use a directory on another one "
+            "(runner/run/README.md lists what it must offer)"
+        )
+
+    def has(act: Callable[[], object], *codes: int) -> bool:
+        try:
+            act()
+        except OSError as error:
+            if not is_missing_call(error) and error.errno not in codes:
+                raise
+            return False
+        return True
+
+    def has_locks() -> bool:
+        # Of a whole file (`flock`), and of a range (`fcntl`), which libraries use.
+        descriptor = retry_stale(lambda: os.open(second, os.O_RDWR))
+        try:
+            return try_lock(descriptor, fcntl.LOCK_EX) and has(
+                lambda: fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB), errno.ENOLCK
+            )
+        finally:
+            os.close(descriptor)
+
     with translate_errors(directory):
         make_directory(directory)
-        return _probe(directory)
-
-
-def _probe(directory: Path) -> FileSystem:
-    top = directory / f".probe.{uuid.uuid4().hex[:8]}"
-    top.mkdir()
-    try:
-        first, second = top / "first", top / "second"
-
-        def need(what: str, act: Callable[[], bool]) -> None:
-            reason = "it did something else"
-            try:
-                if act():
-                    return
-            except OSError as error:
-                # Another error, such as that of a full disk, says nothing about the kind of the file system.
-                if not is_missing_call(error):
-                    raise
-                reason = error.strerror or str(error)
-            raise InvalidError(
-                f"{directory}: its file system cannot {what} ({reason}), which a run needs; use a directory on another "
-                "one (runner/run/README.md lists what it must offer)"
+        top.mkdir()
+        try:
+            need("create a file with O_EXCL", lambda: create(b"1"))
+            need("refuse to create a file that exists (O_EXCL)", lambda: not create(b"2"))
+            need("flush a file (fsync)", flush)
+            need("append to a file", append)
+            need("rename a file over another", replace)
+            need("rename a directory", rename_directory)
+            return FileSystem(
+                has_links=has(lambda: os.link(second, first), *NO_LINK),
+                has_locks=has_locks(),
+                flushes_directories=has(lambda: fsync(top, is_strict=True)),
             )
-
-        need("create a file with O_EXCL", lambda: _create(first, b"1"))
-        need("refuse to create a file that exists (O_EXCL)", lambda: not _create(first, b"2"))
-        need("flush a file (fsync)", lambda: _flush_file(first))
-        need("append to a file", lambda: _append(first, b"2") and _read(first) == b"12")
-        need("rename a file over another", lambda: _replace(first, second) and os.listdir(top) == ["second"])
-        need("rename a directory", lambda: _rename_directory(top))
-        return FileSystem(
-            has_links=_has(lambda: os.link(second, first), *NO_LINK),
-            has_locks=_has_locks(second),
-            flushes_directories=_has(lambda: fsync(top, is_strict=True)),
-        )
-    finally:
-        shutil.rmtree(top, ignore_errors=True)
-
-
-def _create(path: Path, content: bytes) -> bool:
-    try:
-        with retry_stale(lambda: open(path, "xb")) as file:
-            file.write(content)
-    except FileExistsError:
-        return False
-    return _read(path) == content
-
-
-def _read(path: Path) -> bytes:
-    return retry_stale(path.read_bytes)
-
-
-def _flush_file(path: Path) -> bool:
-    fsync(path, is_strict=True)
-    return True
-
-
-def _append(path: Path, content: bytes) -> bool:
-    descriptor = retry_stale(lambda: os.open(path, os.O_WRONLY | os.O_APPEND))
-    try:
-        return os.write(descriptor, content) == len(content)
-    finally:
-        os.close(descriptor)
-
-
-def _replace(first: Path, second: Path) -> bool:
-    retry_stale(lambda: second.write_bytes(b"old"))
-    os.replace(first, second)
-    return _read(second) == b"12"
-
-
-def _rename_directory(top: Path) -> bool:
-    (top / "old").mkdir()
-    retry_stale(lambda: (top / "old" / "file").write_bytes(b"1"))
-    os.rename(top / "old", top / "new")
-    is_moved = _read(top / "new" / "file") == b"1" and not (top / "old").exists()
-    shutil.rmtree(top / "new")
-    return is_moved
-
-
-def _has(act: Callable[[], object], *codes: int) -> bool:
-    try:
-        act()
-    except OSError as error:
-        if not is_missing_call(error) and error.errno not in codes:
-            raise
-        return False
-    return True
-
-
-def _has_locks(path: Path) -> bool:
-    """Return True if a whole file can be locked (`flock`), and a range of it (`fcntl`), which libraries use."""
-    descriptor = retry_stale(lambda: os.open(path, os.O_RDWR))
-    try:
-        return try_lock(descriptor, fcntl.LOCK_EX) and _has(
-            lambda: fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB), errno.ENOLCK
-        )
-    finally:
-        os.close(descriptor)
+        finally:
+            shutil.rmtree(top, ignore_errors=True)

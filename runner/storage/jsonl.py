@@ -79,7 +79,7 @@ def append_line(path: Path, line: bytes, is_durable: bool = False) -> None:
     Raises:
         OSError: the line cannot be written.
     """
-    descriptor, is_torn = retry_stale(lambda: _open_for_append(path))
+    descriptor, is_torn = retry_stale(lambda: open_for_append(path))
     try:
         content = b"\n" * is_torn + line
         # A disk that is almost full takes a part of the line, and raises an error only at the next write.
@@ -92,7 +92,7 @@ def append_line(path: Path, line: bytes, is_durable: bool = False) -> None:
         os.close(descriptor)
 
 
-def _open_for_append(path: Path) -> tuple[int, bool]:
+def open_for_append(path: Path) -> tuple[int, bool]:
     """Return a descriptor of a file, locked where there are locks, and True if its last line was torn."""
     # O_APPEND moves to the end of the file at the write itself, even if another process has appended meanwhile. The
     # umask is subtracted from the mode.

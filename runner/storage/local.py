@@ -505,12 +505,11 @@ def _claim(path: Path) -> Iterator[Callable[[], bool]]:
 
 
 def _read_or_none(path: Path) -> bytes | None:
+    def read() -> bytes:
+        with open_file(path) as file:
+            return file.read()
+
     try:
-        return retry_stale(lambda: _read_whole(path))
+        return retry_stale(read)
     except (FileNotFoundError, WrongKindError):
         return None
-
-
-def _read_whole(path: Path) -> bytes:
-    with open_file(path) as file:
-        return file.read()

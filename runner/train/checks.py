@@ -104,7 +104,7 @@ def find_unmeasured_saves(spec: ExecutionSpec, config: TrainerConfig[Any], total
     multiples of each other, few steps or none are both. The last step is always saved and measured.
     """
     checkpoint, best = spec.checkpoint, spec.checkpoint.keep_best
-    measured_steps = None if best is None else _find_interval(spec, config, best.metric)
+    measured_steps = None if best is None else find_metric_interval(spec, config, best.metric)
     # The hook saves each best step, so nothing is missed.
     if best is None or measured_steps is None or any(entry.hook == BEST_HOOK for entry in spec.hook_entries):
         return None
@@ -127,7 +127,7 @@ def find_unmeasured_saves(spec: ExecutionSpec, config: TrainerConfig[Any], total
     )
 
 
-def _find_interval(spec: ExecutionSpec, config: TrainerConfig[Any], metric: str) -> int | None:
+def find_metric_interval(spec: ExecutionSpec, config: TrainerConfig[Any], metric: str) -> int | None:
     """Return the steps between two rows with a metric; None if it is none of the built-in ones, or never measured."""
     if metric.startswith(_ROW_METRICS):
         return spec.logging.every_steps
