@@ -6,7 +6,6 @@ survives preemptions, crashes and hangs.
 Modules and packages, in layers: each imports only from those above it, and the same holds within each package.
 
 errors        exceptions and the exit code of each
-shadowing     modules in the working directory that hide others
 command_line  command lines declared as dataclasses, parsed by Typer; no jax
 console       lines on the terminal and in logs
 process       processes of one job on this machine, with simulated CPU devices on request

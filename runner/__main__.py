@@ -19,8 +19,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from runner.errors import EXIT_INVALID
-from runner.shadowing import describe_hiding_modules
+from runner.errors import EXIT_INVALID, describe_hiding_modules
 
 _MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # such as `always [madvise] never`
 _VARIABLE, _MIN_GLIBC = "GLIBC_TUNABLES", (2, 35)

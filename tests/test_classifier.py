@@ -52,6 +52,10 @@ def capture_command(capfd: pytest.CaptureFixture[str], *words: object) -> tuple[
     return code, out, err
 
 
+def evaluate(capfd: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    return capture_command(capfd, "evaluate", "--trust", "tests", *words)
+
+
 def test_the_console_shows_its_own_metrics(trained: tuple[Path, str]) -> None:
     run, printed = trained
     row = get_newest_row(run)
@@ -84,10 +88,10 @@ def test_a_progress_line_has_few_metrics_and_none_of_single_layers(metrics: Json
 
 def test_evaluate_has_its_own_metrics_and_no_perplexity(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     accuracy = get_newest_row(run)["val/accuracy"]
-    code, out, err = capture_command(capfd, "evaluate", "--trust", "tests", run)
+    code, out, err = evaluate(capfd, run)
     assert (code, err) == (0, "")
     assert re.fullmatch(rf"step 6: loss [\d.]+, accuracy {accuracy:.4g} \(32 targets\)\n", out)
-    record = json.loads(capture_command(capfd, "evaluate", "--trust", "tests", run, "--json")[1])
+    record = json.loads(evaluate(capfd, run, "--json")[1])
     assert record["loss"] == get_newest_row(run)["val/loss"]
     assert record["metrics"] == record["sets"]["validation"]["metrics"] == {"accuracy": accuracy}
     assert (record["perplexity"], record["loss_per_byte"], record["language_model"]) == (None, None, False)
@@ -107,18 +111,13 @@ def test_evaluate_calls_its_own_evaluators(
     shutil.copytree(run, copy)
     spec = (copy / "spec.yaml").read_text()
     (copy / "spec.yaml").write_text(spec.replace("images:Classify", f"images:{job}"))
-    code, out, err = capture_command(capfd, "evaluate", "--trust", "tests", copy, "--json")
+    code, out, err = evaluate(capfd, copy, "--json")
     assert code == 0
     assert re.fullmatch(f"{warning}.*\n", err)
     metrics = json.loads(out)["metrics"]
     assert set(metrics) == {"accuracy", *figures}
     assert metrics.get("step", 6) == 6
-    assert (
-        "bright"
-        not in capture_command(capfd, "evaluate", "--trust", "tests", copy, "--data", CHANGES["config.data"]["source"])[
-            1
-        ]
-    )
+    assert "bright" not in evaluate(capfd, copy, "--data", CHANGES["config.data"]["source"])[1]
 
 
 def test_means_over_a_large_set_are_exact(
@@ -167,7 +166,7 @@ def test_plan_counts_examples(tmp_path: Path, capfd: pytest.CaptureFixture[str])
 
 
 def test_evaluate_refuses_data_with_other_arrays(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, _, err = capture_command(capfd, "evaluate", "--trust", "tests", run, "--data", "tests.support.arrays:Images")
+    code, _, err = evaluate(capfd, run, "--data", "tests.support.arrays:Images")
     assert code == 2
     assert "its examples hold image float32 4x4x1," in err
 

@@ -12,8 +12,7 @@ A spec is read in three steps, each of which reports all of its problems at once
 Later stages report a problem of a key in the same form through `Document.error`.
 
 - `model`: models of the sections
-- `trust`: modules whose classes the spec of a run's directory may name
-- `document`: YAML with locations, overrides, messages
+- `document`: YAML with locations, overrides, messages; modules that a run's directory may name
 - `imports`: classes by name, packages that are extras
 - `validation`: documents against models; keys on which the bits of a run depend; specs as YAML and JSON Schema
 """
@@ -23,6 +22,8 @@ from runner.spec.document import (
     Document,
     KeyPath,
     SpecLocation,
+    Trust,
+    list_named_modules,
     load_document,
     make_document,
     parse_document,
@@ -47,7 +48,6 @@ from runner.spec.model import (
     NotifyConfig,
     Topology,
 )
-from runner.spec.trust import Trust, list_named_modules
 from runner.spec.validation import (
     SpecModel,
     Trajectory,

@@ -8,11 +8,12 @@ import contextlib
 import copy
 import difflib
 import hashlib
+import importlib.util
 import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ import yaml
 
 from runner.console import escape_unprintable
 from runner.errors import FailedError, InvalidError, SpecError
-from runner.spec.model import ExecutionSpec, Section
-from runner.spec.trust import Trust
+from runner.spec.model import CLASS_PATH, ExecutionSpec, Section
 
 KeyPath = tuple[str, ...]
+OWN_PACKAGES = ("experiments", "runner")
+_HOME = Path(__file__).resolve().parents[2]  # directory of the installed packages of this project
 _MAX_SUGGESTED = 1000  # files that are considered for a suggestion
 _MAX_SHOWN_CHARACTERS = 100  # of a `--set` in messages
 # PyYAML takes these for line breaks, as YAML 1.1 does, and drops a byte order mark at the beginning. In YAML 1.2 they
@@ -209,6 +211,52 @@ def dump_yaml(value: Any, dumper: type[TextDumper] = _SpecDumper, **options: Any
     if json.dumps(found) != json.dumps(value):
         raise FailedError("a bug: YAML that was written reads back as something else; please report it")
     return text
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Modules whose classes a document may name which the user has not written.
+
+    A class that a spec names is code, and importing its module runs it. A user's own spec may name any module. The
+    `spec.yaml` of a run's directory may be somebody else's: from it only classes of this project are imported, and
+    those of modules that the user allows.
+
+    Attributes:
+        modules: names of modules that the user allows besides those of this project, each with its submodules.
+    """
+
+    modules: tuple[str, ...] = ()
+
+    def validate(self, path: str) -> None:
+        """Raise `InvalidError` unless the class path `module:Class` is of a module that is allowed. Imports nothing."""
+        module = path.partition(":")[0]
+        if _is_below(module, self.modules):
+            return
+        place = ""
+        if _is_below(module, OWN_PACKAGES):
+            # A package of this name in the working directory, or on PYTHONPATH, is not that of this project.
+            found = importlib.util.find_spec(module.partition(".")[0])
+            origin = None if found is None or found.origin is None else Path(found.origin).resolve()
+            if origin is not None and origin.parent.parent == _HOME:
+                return
+            place = f" at {origin or 'an unknown place'}"
+        raise InvalidError(
+            f"{path} comes from module {module}{place}, which this directory names; if you trust it, pass --trust "
+            f"{module}"
+        )
+
+
+def list_named_modules(data: Any) -> Iterator[str]:
+    """Yield the modules of all class paths in the plain data of a spec."""
+    if isinstance(data, dict | list):
+        for value in data.values() if isinstance(data, dict) else data:
+            yield from list_named_modules(value)
+    elif isinstance(data, str) and CLASS_PATH.fullmatch(data):
+        yield data.partition(":")[0]
+
+
+def _is_below(module: str, names: Collection[str]) -> bool:
+    return any(f"{module}.".startswith(f"{name}.") for name in names)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from runner.errors import InvalidError, suggest_choices, suggest_nearest
-from runner.shadowing import describe_hidden_folder, describe_hiding_modules
+from runner.errors import (
+    InvalidError,
+    describe_hidden_folder,
+    describe_hiding_modules,
+    suggest_choices,
+    suggest_nearest,
+)
 from runner.spec.document import Document
 from runner.spec.model import CLASS_PATH, JOB_PATTERN
 
