@@ -23,7 +23,6 @@ import optax
 
 from runner.checkpoint.fork import find_continued_manifest
 from runner.checkpoint.manifest import Manifest
-from runner.checkpoint.policy import is_due
 from runner.checkpoint.save import SaveContents
 from runner.config import ModelConfig, TrainerConfig
 from runner.console import say, warn
@@ -85,7 +84,7 @@ from runner.train.optimizer import SPEC
 from runner.train.replay import ReplaySchedule, get_replay_inputs
 from runner.train.report import END, Report
 from runner.train.setup import TrainSetup, TrainSetupBuilder, get_tokens
-from runner.train.stability import RollBacks, find_earliest_begin, make_stability
+from runner.train.stability import RollBacks, find_earliest_begin, make_stability, validate_roll_backs
 from runner.train.stages import (
     CONTINUES,
     StagePlan,
@@ -457,7 +456,9 @@ class BaseTrainer(RestoreableJob):
         stage = self.stages.plans[self.config.find_stage(spike.first - 1)]
         batch_examples = stage.config.train.global_batch_examples
         data_start = self.stages.find_data_start(stage.number).start
-        steps = self.roll_backs.decide(self.attempt, spike, data_start, batch_examples, self.report.list_losses_after)
+        steps = self.roll_backs.decide(
+            self.attempt, spike, data_start, batch_examples, self.identity(), self.report.list_losses_after
+        )
         for step in steps:
             try:
                 self.load(str(step))
@@ -486,6 +487,12 @@ class BaseTrainer(RestoreableJob):
         if not self.report.complete_row(self.get_evaluated_weights(self.state), self.step, on_row):
             self.save_or_stop()
         self.call_hooks()
+        best = self.spec.checkpoint.keep_best
+        if best is not None and self.attempt.hosts.is_main:
+            # The step may have been saved before it was evaluated.
+            metric = self.report.metric(best.metric, self.step)
+            if metric is not None:
+                self.checkpointer.add_metric(self.step, metric, is_end=self.report.is_metric_of_end(best.metric))
 
     def call_hooks(self) -> None:
         """Call hooks with the row of this step, if it has one. They may request a save, or end the run at this step."""
@@ -784,25 +791,18 @@ class BaseTrainer(RestoreableJob):
     def validate_newest(self, newest: Manifest) -> None:
         """Raise `ResumeError` also if the run cannot end at its newest checkpoint, which was not saved as the last one.
 
-        The row of the last step is made from the results that are saved with it. The metric by which the best
-        checkpoint is chosen cannot be added to a committed checkpoint.
+        The row of the last step is made from the results that are saved with it.
         """
         super().validate_newest(newest)
-        carry, best, config = newest.carry or {}, self.spec.checkpoint.keep_best, self.config
-        if newest.step != self.total_steps or END in carry:
-            return
-        where = f"{self.store.url}: the spec ends the run at step {newest.step}, whose checkpoint"
-        if carry and "last" not in carry:
-            reason = "an earlier version has saved without the metrics of its row"
-        elif (
-            best is not None
-            and newest.metric is None
-            and (carry or (config.eval.at_end and not is_due(newest.step, config.eval.every_steps)))
-        ):
-            reason = f"was saved without {best.metric} (checkpoint.keep_best)"
-        else:
-            return
-        raise ResumeError(f"{where} {reason}; end the run at a later step")
+        if self.config.stability.roll_back is not None:
+            find_change = self.make_run_identity(self.identity()).find_change
+            validate_roll_backs(self.store, newest, find_change, self.total_steps)
+        carry = newest.carry or {}
+        if newest.step == self.total_steps and carry and not {END, "last"} & {*carry}:
+            raise ResumeError(
+                f"{self.store.url}: the spec ends the run at step {newest.step}, whose checkpoint an earlier version "
+                "has saved without the metrics of its row; end the run at a later step"
+            )
 
     def describe_wait(self) -> str:
         """Return the example of the data that is being read for longest."""
@@ -856,7 +856,8 @@ class BaseTrainer(RestoreableJob):
 
     def restore_or_init(self) -> None:
         """Restore or initialise the state. A run that begins records the assets of its exports."""
-        self.roll_backs.complete(self.attempt)
+        find_change = self.make_run_identity(self.identity()).find_change
+        self.roll_backs.complete(self.attempt, self.spec.checkpoint.fork_from, find_change, self.total_steps)
         super().restore_or_init()
         self.enter_stage(max(self.step - 1, 0))
         if self.step == 0 and not self.attempt.lineage and self.attempt.hosts.is_main and self.family() is not None:

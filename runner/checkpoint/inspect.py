@@ -43,11 +43,10 @@ from runner.checkpoint.manifest import (
     find_file_problems,
     is_committed,
     list_steps,
-    read_committed,
     read_manifest,
     read_newest_manifest,
 )
-from runner.checkpoint.policy import find_best_step, select_metrics
+from runner.checkpoint.policy import find_best_step, read_metrics
 from runner.console import warn
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, InvalidError, NewerFormatError, StorageError
 from runner.spec import PARAMS, Document, ExecutionSpec, parse_document, validate_spec
@@ -162,7 +161,7 @@ def find_best_checkpoint(store: Store, spec: ExecutionSpec) -> str:
     rule = spec.checkpoint.keep_best
     if rule is None:
         raise InvalidError(f"{store.url}: its spec has no checkpoint.keep_best, which says what is best; name a step")
-    found = find_best_step(select_metrics(read_committed(store)), rule.mode)
+    found = find_best_step(read_metrics(store), rule.mode)
     if found is None:
         raise InvalidError(f"{store.url}: no checkpoint has {rule.metric}, by which the best is kept; name a step")
     return str(found)

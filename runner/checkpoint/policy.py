@@ -9,13 +9,13 @@ import enum
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from runner.checkpoint.manifest import CHECKPOINTS, Manifest, read_committed, remove_files, uncommit
 from runner.console import warn
 from runner.run.attempt import Attempt
 from runner.spec import CheckpointConfig
-from runner.storage import JsonObject, LocalStore
+from runner.storage import Key, LocalStore, Store, encode_json, read_json, validate_record
 
 # When to save.
 
@@ -138,31 +138,49 @@ def find_superfluous_steps(
     return [step for step in steps if step not in kept]
 
 
-class MeasuredStep(Protocol):
-    """Manifest of a step, or the part of it that says how good the step is."""
+METRIC = "metric.json"  # beside a manifest without a metric: what was measured after its commit
 
-    @property
-    def metric(self) -> float | None:
-        """Value that `checkpoint.keep_best` compares."""
-
-    @property
-    def carry(self) -> JsonObject | None:
-        """Sums for the next row, and what the step has only because the run ended there."""
+METRIC_KEYS = (
+    Key("metric", float, "Value that `checkpoint.keep_best` compares."),
+    Key("end", bool, "True if the step has it only because the run ended there."),
+)
 
 
-def select_metrics(steps: Mapping[int, MeasuredStep]) -> dict[int, float | None]:
-    """Return the value that `checkpoint.keep_best` compares, by committed step.
+class StepMetric(NamedTuple):
+    """Value that `checkpoint.keep_best` compares, of one step.
 
-    A step at which the run once ended, and beyond which it was extended, has the value that it would have without that
-    end: none if it was evaluated only because the run ended there.
+    Attributes:
+        at_end: value of the step if the run ends there, or has not gone on yet.
+        before_end: value of the step of a longer run: none if it was evaluated only because the run ended there.
     """
+
+    at_end: float | None
+    before_end: float | None
+
+
+def read_step_metric(store: Store, manifest: Manifest) -> StepMetric:
+    """Return the value of a committed step, which may have been measured after its commit."""
+    if manifest.metric is not None:
+        carry = manifest.carry or {}
+        return StepMetric(manifest.metric, carry.get("metric") if "end" in carry else manifest.metric)
+    try:
+        record = read_json(store, f"{CHECKPOINTS}/{manifest.name}/{METRIC}")
+        validate_record(record, METRIC_KEYS, [key.name for key in METRIC_KEYS])
+    except (FileNotFoundError, ValueError):  # none was measured, or the file is damaged
+        return StepMetric(None, None)
+    metric = float(record["metric"])
+    return StepMetric(metric, None if record["end"] else metric)
+
+
+def read_metrics(store: Store) -> dict[int, float | None]:
+    """Return the value that `checkpoint.keep_best` compares, by committed step."""
+    return select_metrics({step: read_step_metric(store, each) for step, each in read_committed(store).items()})
+
+
+def select_metrics(steps: Mapping[int, StepMetric]) -> dict[int, float | None]:
+    """Return the value to compare for each step, by whether the run has gone on behind it."""
     newest = max(steps, default=0)
-
-    def select(step: int) -> float | None:
-        carry = steps[step].carry or {}
-        return carry.get("metric") if step < newest and "end" in carry else steps[step].metric
-
-    return {step: select(step) for step in steps}
+    return {step: metric.at_end if step == newest else metric.before_end for step, metric in steps.items()}
 
 
 def find_best_step(metrics: Mapping[int, float | None], mode: Mode) -> int | None:
@@ -182,11 +200,10 @@ def delete_step(attempt: Attempt, step: int) -> None:
 
 
 class _CommittedStep(NamedTuple):
-    """Values in the manifest of a step by which it is kept or deleted."""
+    """Values of a step by which it is kept or deleted."""
 
-    metric: float | None
+    metric: StepMetric
     roll_back_to: int | None
-    carry: JsonObject | None
 
 
 class Retention:
@@ -201,7 +218,7 @@ class Retention:
         """Read which steps are committed, and delete what an attempt that was killed should have deleted."""
         store = self._attempt.store
         self._steps = {
-            step: _CommittedStep(manifest.metric, manifest.roll_back_to, manifest.carry)
+            step: _CommittedStep(read_step_metric(store, manifest), manifest.roll_back_to)
             for step, manifest in read_committed(store).items()
         }
         if self._steps and isinstance(store, LocalStore):
@@ -211,8 +228,18 @@ class Retention:
 
     def add(self, manifest: Manifest) -> None:
         """Add a step that has just been committed, and delete the steps that it makes superfluous."""
-        self._steps[manifest.step] = _CommittedStep(manifest.metric, manifest.roll_back_to, manifest.carry)
+        metric = read_step_metric(self._attempt.store, manifest)
+        self._steps[manifest.step] = _CommittedStep(metric, manifest.roll_back_to)
         self._prune()
+
+    def add_metric(self, step: int, metric: float, *, is_end: bool) -> None:
+        """Add the value of a step that was evaluated after its commit; `is_end` if only because the run ends there."""
+        known = self._steps.get(step)
+        if known is not None and known.metric.at_end is None:
+            self._attempt.fence.check()
+            record = {"metric": metric, "end": is_end}
+            self._attempt.store.write(f"{CHECKPOINTS}/{step}/{METRIC}", encode_json(record))
+            self._steps[step] = known._replace(metric=StepMetric(metric, None if is_end else metric))
 
     def forget_after(self, step: int) -> list[int]:
         """Forget the steps beyond `step`, which is loaded again, and return them."""
@@ -222,7 +249,7 @@ class Retention:
         return later
 
     def _prune(self) -> None:
-        metrics = select_metrics(self._steps)
+        metrics = select_metrics({step: committed.metric for step, committed in self._steps.items()})
         # A spike that is running may still be rolled back, as the newest state knows.
         roll_back_to = self._steps[max(self._steps)].roll_back_to if self._steps else None
         for step in find_superfluous_steps(metrics, *self._rule, roll_back_to):

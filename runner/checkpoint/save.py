@@ -355,6 +355,16 @@ class Checkpointer:
             self._retention.scan()
         self._policy.record_save()
 
+    def add_metric(self, step: int, metric: float, *, is_end: bool) -> None:
+        """Add the metric of a step that was committed without it. Process 0 only, between two steps, after `begin`.
+
+        Args:
+            step: the step.
+            metric: the value that `checkpoint.keep_best` compares.
+            is_end: True if it was measured only because the run ends there.
+        """
+        self._retention.add_metric(step, metric, is_end=is_end)
+
     # Save policy.
 
     def request_save(self, step: int) -> None:

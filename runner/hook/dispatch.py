@@ -17,7 +17,7 @@ also records that a hook has stopped the run, so an attempt that resumes at the 
 
 **At the end.** A row, or an evaluation, that is there only because the run ends at this step is not part of a longer
 run. Counters that include calls for it are therefore not saved: only `on_checkpoint` and `on_end` see them, and they
-follow from the saved ones and the row.
+follow from the saved ones and the row. `on_row` of a hook with counters does not see such an evaluation.
 
 **One call.** The verdict of process 0 applies on every host. All processes synchronize once after each call, even if it
 raised, so that all of them know the outcome: a hook that raises on one host ends the run on all hosts, and each prints
@@ -359,7 +359,9 @@ class HookDispatcher:
             if getattr(self._seen if is_observer else before.fired, mark) >= step:
                 continue
             is_marked = is_marked or not is_observer
-            moment = self._make_moment(each, state, step, row, counters.get(each.name))
+            is_hidden = method == "on_row" and not is_observer and self._report.is_end_evaluation(row)
+            seen = self._report.remove_evaluation(row) if is_hidden else row
+            moment = self._make_moment(each, state, step, seen, counters.get(each.name))
             verdict = self._caller.get_verdict(each, method, moment)
             if verdict.counters is not None:
                 counters[each.name] = verdict.counters

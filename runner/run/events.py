@@ -213,6 +213,13 @@ EVENTS = (
         ROLL_BACK_KEYS,
     ),
     EventType(
+        "roll_back_withdrawn",
+        "A roll-back no longer follows from the spec, which was changed, before the run has passed `step`, after which "
+        "it would skip data; trainers only.",
+        "process 0",
+        (Key("number", int, "Number of the roll-back."), Key("batches", int, "Batches that are not skipped.")),
+    ),
+    EventType(
         "save",
         "A save has begun.",
         "process 0",

@@ -172,6 +172,11 @@ class RunIdentity:
         saved = fill_in_defaults(saved, self.identity, self.config)
         return _is_later(self.find_first_change(saved, keys), step)
 
+    def find_change(self, saved: Trajectory) -> int | None:
+        """Return the steps before the first update that differs from a saved trajectory; None if none differs."""
+        keys = list(self.compare_values(saved))
+        return self.find_first_change(fill_in_defaults(saved, self.identity, self.config), keys) if keys else None
+
     def validate_trajectory(self, saved: Trajectory, owner: str, url: str, get_step: Callable[[], int]) -> None:
         """Check that the spec continues a saved trajectory: that both have the same updates up to the newest step.
 

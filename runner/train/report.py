@@ -110,7 +110,7 @@ class Report(JobReport):
                 row = None
             elif row is not None and self._has_other_evaluation(row, end):
                 # Evaluators that are due are called again (`complete_row`).
-                row = {key: value for key, value in row.items() if not key.startswith("val/") and key != _AT_END}
+                row = self.remove_evaluation(row)
                 self._metrics.replace_last(row)
         has_row = self._attempt.hosts.agree(row is not None)
         self._resumed_row = row
@@ -335,6 +335,10 @@ class Report(JobReport):
         """Return True if the row has metrics of an evaluation."""
         return any(key.startswith("val/") for key in row)
 
+    def remove_evaluation(self, row: Row) -> Row:
+        """Return the row without metrics of an evaluation."""
+        return {key: value for key, value in row.items() if not key.startswith("val/") and key != _AT_END}
+
     def evaluate_row(self, weights: Any, row: Row, before_write: Callable[[Row], None]) -> bool:
         """Evaluate the weights of the newest row and replace the row by the complete one.
 
@@ -368,10 +372,17 @@ class Report(JobReport):
 
     def add_metric(self, carry: JsonObject | None, name: str, step: int) -> JsonObject | None:
         """Return the carry of the last step with the metric that the step has if the run is extended."""
+        if carry is None or END not in carry or self.is_metric_of_end(name):
+            return carry
+        value = self.metric(name, step)
+        return carry if value is None else carry | {"metric": value}
+
+    def is_metric_of_end(self, name: str) -> bool:
+        """Return True if the newest row has a metric only because the run ends at its step."""
         row = self.get_newest_row()
-        is_own = name.startswith("train/") and row.get("step") == step and not self.is_end_row(row)
-        value = self.metric(name, step) if is_own else None
-        return carry if carry is None or END not in carry or value is None else carry | {"metric": value}
+        if row.get("step") != self._config.total_steps:
+            return False
+        return self.is_end_row(row) or (not name.startswith("train/") and self.is_end_evaluation(row))
 
     def metric(self, name: str, step: int) -> float | None:
         """Return a metric of the row of `step`, if it is the newest row; else None. None on processes other than 0."""

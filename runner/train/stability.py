@@ -23,6 +23,11 @@ does not depend on which checkpoints exist, when the values are fetched, or how 
 3. The range is written into the state, and saved with it. A restored state lacks ranges of roll-backs after its save;
    they are added from the records (`RollBacks.restore`).
 
+**A change of the spec.** A roll-back follows from the steps up to the one at which its spike was detected, so each
+record holds the trajectory of the spec that made it. If the present spec differs before that step, or ends before it,
+the skipped range no longer follows from it. A run that has not passed the beginning of the range withdraws the
+roll-back (`RollBacks.complete`) and finds out again; one that has passed it cannot continue (`validate_roll_backs`).
+
 The window holds the observed values, which are summed in a fixed order. If the values are the same on any number of
 devices (`train.same_bits_devices`), so are the decisions.
 
@@ -38,7 +43,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from runner.checkpoint.manifest import read_committed
+from runner.checkpoint.fork import read_parent_manifest
+from runner.checkpoint.manifest import Manifest, read_committed, read_newest_manifest
 from runner.checkpoint.restore import quarantine
 from runner.config import RollBackConfig, StabilityConfig
 from runner.data import SkippedBatches
@@ -48,7 +54,7 @@ from runner.metrics.rows import Row
 from runner.metrics.window import SpikeError
 from runner.run.attempt import Attempt
 from runner.run.events import ROLL_BACK_FOLDER, ROLL_BACK_KEYS, ROLL_BACKS_MAX
-from runner.spec import Trajectory
+from runner.spec import ForkConfig, Trajectory
 from runner.storage import (
     JsonObject,
     Key,
@@ -67,7 +73,10 @@ STABILITY = "stability"
 _SKIPPED, _CONSECUTIVE, _ACCEPTED, _WINDOW = "skipped", "consecutive", "accepted", "window"
 _HIGH, _LOW, _LOSSES, _SKIPPED_BATCHES = "high", "low", "losses", "passed_over"
 _RECORD_KEYS = (Key("begin", int, "Step after which batches are skipped."), *ROLL_BACK_KEYS)
+_IDENTITY, _WITHDRAWN = "identity", ".withdrawn."  # key of a record; between the number and the attempt in a name
 _INT32_MAX = 2**31 - 1
+
+FirstChange = Callable[[Trajectory], int | None]
 
 
 def make_stability(config: StabilityConfig) -> AuxiliaryState:
@@ -179,12 +188,40 @@ class RollBacks:
         """Create it without roll-backs; None for `policy` if the spec asks for none."""
         self._policy = policy
         self.records: list[JsonObject] = []
+        self._withdrawn: list[tuple[int, SkippedBatches]] = []
         self.skipped: tuple[SkippedBatches, ...] = ()
 
-    def complete(self, attempt: Attempt) -> None:
-        """Complete the roll-backs of killed attempts. Called before the restore."""
+    def complete(
+        self, attempt: Attempt, fork: ForkConfig | None, find_first_change: FirstChange, total_steps: int
+    ) -> None:
+        """Withdraw roll-backs that no longer follow from the spec, and complete the others. Called before the restore.
+
+        Args:
+            attempt: the running attempt.
+            fork: `checkpoint.fork_from` of the spec.
+            find_first_change: function of an earlier trajectory, as in `find_unfounded`.
+            total_steps: last step of the present spec.
+        """
+
+        def complete() -> tuple[list[JsonObject], list[list[int]]]:
+            store, newest = attempt.store, read_newest_manifest(attempt.store)
+            parent = None
+            if newest is None and fork is not None:
+                parent, newest = read_parent_manifest(fork)
+            records = read_roll_backs(store if parent is None else parent)
+            unfounded = find_unfounded(
+                records, {} if newest is None else newest.identity, find_first_change, total_steps
+            )
+            void = [] if unfounded is None else records[records.index(unfounded) :]
+            if parent is not None:  # the parent is only read
+                return [], [*read_withdrawn(parent), *([each["number"], *_get_range(each)] for each in void)]
+            for record in reversed(void):
+                withdraw_roll_back(attempt, record)
+            return complete_roll_backs(attempt), read_withdrawn(store)
+
         if self._policy is not None:
-            self.records = attempt.hosts.run_on_main(lambda: complete_roll_backs(attempt))
+            self.records, withdrawn = attempt.hosts.run_on_main(complete)
+            self._withdrawn = [(number, SkippedBatches(*skipped)) for number, *skipped in withdrawn]
 
     def restore(self, state: TrainState, step: int, url: str) -> TrainState:
         """Return a restored or new state with the ranges of the roll-backs that were recorded after it was saved.
@@ -199,15 +236,21 @@ class RollBacks:
         """
         if self._policy is None:
             return state
-        saved = read_skipped_batches(state)
+        saved = in_state = read_skipped_batches(state)
+        live = {(record["number"], _get_range(record)) for record in self.records}
+        for number, skipped in enumerate(saved, 1):
+            # A range that the run has passed is part of its past; a fork takes it over as it is.
+            if (number, skipped) in self._withdrawn and (number, skipped) not in live and skipped.begin >= step:
+                saved = saved[: number - 1]
+                break
         newer = [record for record in self.records if record["number"] > len(saved)]
         if newer and newer[0]["number"] > len(saved) + 1:
             raise ResumeError(
                 f"{url}: {ROLL_BACK_FOLDER}/{len(saved) + 1} is missing, and step {step} was saved before that "
                 "roll-back; restore the file"
             )
-        self.skipped = (*saved, *(SkippedBatches(record["begin"], record["batches"]) for record in newer))
-        return replace_skipped_batches(state, self.skipped) if newer else state
+        self.skipped = (*saved, *map(_get_range, newer))
+        return replace_skipped_batches(state, self.skipped) if self.skipped != in_state else state
 
     def is_discarded(self, saved: Trajectory, step: int) -> bool:
         """Return True if a state saved at `step` was discarded by a roll-back."""
@@ -219,6 +262,7 @@ class RollBacks:
         spike: SpikeError,
         stage_start: int,
         batch_examples: int,
+        identity: Trajectory,
         list_discarded_rows: Callable[[int], Sequence[Row]],
     ) -> list[int]:
         """Decide on the range to skip because of a spike, and record it. Call it when no save is in progress.
@@ -230,6 +274,7 @@ class RollBacks:
             spike: the spike.
             stage_start: start of the stage in which the spike begins; earlier stages have other data.
             batch_examples: examples of a step in this stage.
+            identity: trajectory of the spec.
             list_discarded_rows: function that returns the rows after a step, which are kept only in the record.
 
         Returns:
@@ -257,8 +302,9 @@ class RollBacks:
             "detected": spike.step,
             "reason": spike.reason,
         }
-        hosts.run_on_main(lambda: record_roll_back(attempt, record | {"rows": list_discarded_rows(begin)}))
-        self.records = [*self.records, record]
+        more = {_IDENTITY: {key: value for key, value in identity.items() if key != ROLL_BACK_FOLDER}}
+        hosts.run_on_main(lambda: record_roll_back(attempt, record | more | {"rows": list_discarded_rows(begin)}))
+        self.records = [*self.records, record | more]
         attempt.say(
             f"rolled back: {spike.reason} at step {spike.step}; {number} batches after step {begin} are skipped"
         )
@@ -289,6 +335,76 @@ def find_earliest_begin(state: TrainState, config: RollBackConfig) -> int:
     own = state.riders[STABILITY]
     step, high = jax.device_get((state.step, own[_HIGH]))
     return max(int(step) - int(high) - config.steps_before, 0)
+
+
+def find_unfounded(
+    records: Sequence[JsonObject], saved: Trajectory, find_first_change: FirstChange, total_steps: int
+) -> JsonObject | None:
+    """Return the first record that no longer follows from the spec; None if all do.
+
+    Args:
+        records: records of roll-backs.
+        saved: trajectory of the newest checkpoint, for a record of an earlier version, which has none.
+        find_first_change: function that returns the steps before the first update that differs from an earlier
+            trajectory; None if none differs.
+        total_steps: last step of the spec.
+    """
+    for record in records:
+        first = find_first_change(record.get(_IDENTITY, saved))
+        if record["detected"] > (total_steps if first is None else min(first, total_steps)):
+            return record
+    return None
+
+
+def validate_roll_backs(store: Store, newest: Manifest, find_first_change: FirstChange, total_steps: int) -> None:
+    """Raise `ResumeError` if the run has passed a skipped range that no longer follows from the spec. Process 0 only.
+
+    Args:
+        store: the run's directory.
+        newest: manifest of its newest checkpoint.
+        find_first_change: function of an earlier trajectory, as in `find_unfounded`.
+        total_steps: last step of the spec.
+    """
+    record = find_unfounded(read_roll_backs(store), newest.identity, find_first_change, total_steps)
+    if record is not None and record["begin"] < newest.step:
+        begin, detected = record["begin"], record["detected"]
+        raise ResumeError(
+            f"{store.url}: step {newest.step} is behind {record['batches']} batches that were skipped after step "
+            f"{begin}, because of the spike that was detected at step {detected}; this does not follow from the spec, "
+            f"which now differs, or ends, before that step; change it from step {detected} on, or fork from a "
+            f"checkpoint of step {begin} or earlier"
+        )
+
+
+def _get_range(record: JsonObject) -> SkippedBatches:
+    return SkippedBatches(record["begin"], record["batches"])
+
+
+def withdraw_roll_back(attempt: Attempt, record: JsonObject) -> None:
+    """Withdraw a roll-back: its record gets another name, which keeps its range out of restored states. Process 0 only.
+
+    A kill between the two writes leaves the record, which the next start withdraws again.
+    """
+    store, number = attempt.store, record["number"]
+    attempt.fence.check()
+    create_file(store, f"{ROLL_BACK_FOLDER}/{number}{_WITHDRAWN}{attempt.number}", encode_json(record))
+    store.remove(f"{ROLL_BACK_FOLDER}/{number}")
+    attempt.say(
+        f"withdrew roll-back {number}, which would skip {record['batches']} batches after step {record['begin']}: it "
+        "does not follow from the changed spec"
+    )
+    attempt.events.append("roll_back_withdrawn", record["begin"], number=number, batches=record["batches"])
+
+
+def read_withdrawn(store: Store) -> list[list[int]]:
+    """Return number, begin and batches of each withdrawn roll-back. Raises `InvalidError` if a record is damaged."""
+    found = []
+    for name in store.list_names(ROLL_BACK_FOLDER):
+        number, mark, _ = name.partition(_WITHDRAWN)
+        if mark:
+            record = _read_record(store, name)
+            found.append([int(number), record["begin"], record["batches"]])
+    return found
 
 
 def record_roll_back(attempt: Attempt, record: JsonObject) -> None:
@@ -342,8 +458,13 @@ def read_roll_backs(store: Store) -> list[JsonObject]:
 
 def read_roll_back(store: Store, number: int) -> JsonObject:
     """Return a record. Raises `InvalidError` if it is damaged or missing."""
+    return _read_record(store, str(number))
+
+
+def _read_record(store: Store, name: str) -> JsonObject:
+    number = int(name.partition(_WITHDRAWN)[0])
     try:
-        record = read_json(store, f"{ROLL_BACK_FOLDER}/{number}")
+        record = read_json(store, f"{ROLL_BACK_FOLDER}/{name}")
         validate_record(record, _RECORD_KEYS, [key.name for key in _RECORD_KEYS])
         # The skipped ranges of a run are stored in its state, as 32-bit numbers.
         if record["number"] != number or number > ROLL_BACKS_MAX:
@@ -353,14 +474,15 @@ def read_roll_back(store: Store, number: int) -> JsonObject:
     except (ValueError, FileNotFoundError) as error:
         reason = "missing" if isinstance(error, FileNotFoundError) else f"damaged ({error})"
         advice = f"put a copy of it back, or move {ROLL_BACK_FOLDER} away, and the run decides again"
-        raise InvalidError(f"{store.url}/{ROLL_BACK_FOLDER}/{number} is {reason}; {advice}") from error
+        raise InvalidError(f"{store.url}/{ROLL_BACK_FOLDER}/{name} is {reason}; {advice}") from error
     return record
 
 
 def is_discarded(saved: Trajectory, step: int, records: Sequence[JsonObject]) -> bool:
     """Return True if a state saved at `step` was discarded by one of these roll-backs."""
-    num_made = len(saved.get(ROLL_BACK_FOLDER, ()))
-    return any(record["number"] > num_made and record["begin"] < step for record in records)
+    # A withdrawn roll-back may have had the number of a later one.
+    made = {(number, *skipped) for number, skipped in enumerate(saved.get(ROLL_BACK_FOLDER, ()), 1)}
+    return any((record["number"], *_get_range(record)) not in made and record["begin"] < step for record in records)
 
 
 def read_skipped_batches(state: TrainState) -> tuple[SkippedBatches, ...]:

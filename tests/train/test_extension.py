@@ -1,6 +1,7 @@
 """A spec may change while a run is stopped, as long as no update up to the newest committed step changes."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,15 @@ import numpy as np
 import pytest
 import yaml
 
-from runner.errors import InvalidError
+from runner.checkpoint.inspect import find_best_name
+from runner.checkpoint.manifest import read_manifest
+from runner.errors import InvalidError, PreemptedError
 from runner.run.layout import read_owner
 from runner.spec import compute_trajectory
 from runner.storage import LocalStore, read_log
 from tests.data.datasets import write_bin
 from tests.support.job_process import Job
-from tests.support.tiny_jobs import make_gpt, make_gpt_document, read_outcome, read_trajectory, stop_after
+from tests.support.tiny_jobs import StopAfter, make_gpt, make_gpt_document, read_outcome, read_trajectory, stop_after
 from tests.test_values import TrainLookup
 
 WSD = {"name": "wsd", "warmup_steps": 2, "decay_steps": 4}
@@ -132,6 +135,109 @@ def test_an_extended_run_has_the_rows_of_one_that_had_the_length_from_the_start(
     fork = {"checkpoint.fork_from": {"run": str(tmp_path / "parent"), "step": SHORT}}
     job(tmp_path / "fork", LONG, **changes, **fork)()
     assert read_outcome(tmp_path / "fork") == ([row for row in rows if row["step"] > SHORT], result)
+
+
+class Killed(BaseException):
+    """The job was killed."""
+
+
+def kill_after(run: TrainLookup, step: int) -> None:
+    """Run `run` until it has written the row of a step, and then kill it."""
+    save_or_stop = run.save_or_stop
+
+    def kill() -> None:
+        if run.step == step:
+            raise Killed
+        save_or_stop()
+
+    run.save_or_stop = kill  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        run()
+
+
+DIARY = {"hooks": [{"hook": "tests.support.hooks:DiaryHook"}]}
+# How a run got the total of SHORT steps, and the settings of its rows and evaluations: with a row of the last step only
+# because the run ends there, with such an evaluation, and with both anyway.
+RATES = {"row": (5, 5), "evaluation": (4, 5), "nothing": (4, 6)}
+
+
+def rates(name: str) -> dict[str, Any]:
+    row_steps, evaluation_steps = RATES[name]
+    return {
+        "config.schedule": {"name": "constant"},
+        "config.eval": {"every_steps": evaluation_steps, "batches": 1},
+        "logging.every_steps": row_steps,
+        "checkpoint": {"every_steps": 4, "keep_last": 100, "keep_best": {"metric": "val/loss", "mode": "min"}},
+    }
+
+
+def settings(directory: Path, name: str) -> dict[str, Any]:
+    write_bin(directory / "data.bin", np.random.default_rng(0).integers(256, size=4000))
+    data = {"source": str(directory / "data.bin"), "sequence_length": 16, "validation_fraction": 0.2}
+    return rates(name) | {"config.data": data}
+
+
+@pytest.mark.parametrize("name", ["row", *(pytest.param(each, marks=pytest.mark.soak) for each in list(RATES)[1:])])
+def test_a_total_set_to_the_newest_step_gives_the_end_of_a_run_with_that_total(tmp_path: Path, name: str) -> None:
+    changes = settings(tmp_path, name) | DIARY
+    job(tmp_path / "whole", **changes)()
+    stop_after(job(tmp_path / "run", LONG, **changes), SHORT)
+    # Killed in the last evaluation, too.
+    with pytest.raises(PreemptedError):
+        job(tmp_path / "run", **changes)(stop=StopAfter(job(tmp_path / "run", **changes), 0))
+    job(tmp_path / "run", **changes)()
+    assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
+    assert find_best_name(LocalStore(tmp_path / "run")) == find_best_name(LocalStore(tmp_path / "whole"))
+    # And the extension of such an end.
+    job(tmp_path / "run", LONG, **changes)()
+    job(tmp_path / "long", LONG, **changes)()
+    assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "long")
+    assert find_best_name(LocalStore(tmp_path / "run")) == find_best_name(LocalStore(tmp_path / "long"))
+
+
+@pytest.mark.parametrize("name", ["row", *(pytest.param(each, marks=pytest.mark.soak) for each in list(RATES)[1:])])
+def test_a_run_extended_by_mistake_and_set_back_is_the_run_that_it_was(tmp_path: Path, name: str) -> None:
+    changes = settings(tmp_path, name) | DIARY
+    job(tmp_path / "run", **changes)()
+    outcome = read_outcome(tmp_path / "run")
+    for step in (SHORT + 1, SHORT + 5):
+        kill_after(job(tmp_path / "run", LONG, **changes), step)
+        assert read_trajectory(tmp_path / "run") != outcome[0]
+        extended = job(tmp_path / "run", **changes)
+        assert not extended.done
+        extended()
+        assert read_outcome(tmp_path / "run") == outcome
+    job(tmp_path / "run", LONG, **changes)()
+    job(tmp_path / "long", LONG, **changes)()
+    assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "long")
+    assert find_best_name(LocalStore(tmp_path / "run")) == find_best_name(LocalStore(tmp_path / "long"))
+
+
+def test_a_step_of_an_earlier_version_cannot_become_the_last_one(tmp_path: Path) -> None:
+    changes = settings(tmp_path, "row")
+    run = tmp_path / "run"
+    stop_after(job(run, LONG, **changes), SHORT)
+    path = run / "checkpoints" / str(SHORT) / "manifest.json"
+    manifest = read_manifest(LocalStore(run), f"checkpoints/{SHORT}")
+    assert manifest.carry is not None
+    carry = {key: value for key, value in manifest.carry.items() if key != "last"}
+    path.write_bytes(replace(manifest, carry=carry).encode())
+    with pytest.raises(InvalidError, match="without the metrics of its row; end the run at a later step"):
+        job(run, **changes)()
+    job(run, SHORT + 1, **changes)()
+
+
+def test_a_fork_that_is_killed_before_its_first_save_keeps_the_mean_of_its_first_row(tmp_path: Path) -> None:
+    changes = settings(tmp_path, "row")
+    stop_after(job(tmp_path / "parent", LONG, **changes), 10)
+    job(tmp_path / "whole", LONG, **changes)()
+    fork = {"checkpoint.fork_from": {"run": str(tmp_path / "parent"), "step": 10}}
+    kill_after(job(tmp_path / "fork", LONG, **changes | fork), 12)
+    with pytest.raises(InvalidError, match="was forked at step 10, and the spec ends it there"):
+        job(tmp_path / "fork", 10, **changes | fork)()
+    job(tmp_path / "fork", LONG, **changes | fork)()
+    rows, result = read_outcome(tmp_path / "whole")
+    assert read_outcome(tmp_path / "fork") == ([row for row in rows if row["step"] > 10], result)
 
 
 # Schedule of the saved run, present schedule and total, first step with another learning rate (None: no such step).

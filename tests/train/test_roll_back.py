@@ -11,9 +11,11 @@ import pytest
 import yaml
 
 from runner import BaseTrainer
+from runner.checkpoint.inspect import find_best_name
 from runner.config import RollBackConfig
 from runner.data import SkippedBatches
-from runner.errors import DivergedError, RunnerError, SpecError
+from runner.distributed.preemption import StopNotice
+from runner.errors import DivergedError, InvalidError, PreemptedError, RunnerError, SpecError
 from runner.storage import LocalStore, parse_lines, read_json
 from runner.train.stability import plan_roll_back
 from tests.support import same_bits
@@ -525,3 +527,114 @@ def test_roll_backs_are_bit_identical_on_one_two_and_eight_devices(tmp_path: Pat
         assert read_roll_backs(tmp_path / str(devices))
         fingerprints.add(read_outcome(tmp_path / str(devices))[1]["fingerprint"])
     assert len(fingerprints) == 1
+
+
+# Changes of the spec.
+
+LATE: dict[str, Any] = SPIKE | {
+    "config.train.total_steps": 16,
+    "config.eval": {"every_steps": 11, "batches": 1},
+    "checkpoint.keep_last": 9,
+}
+
+
+# Where the run is interrupted by the change: right behind its roll-back, whose range the state has not yet, or later.
+INTERRUPTED = {"without the range": 8, "with the range": 7}
+
+
+@pytest.mark.parametrize(
+    "case", ["with the range", pytest.param("without the range", marks=pytest.mark.soak)], ids=lambda case: str(case)
+)
+def test_a_range_that_does_not_follow_from_a_new_stage_is_not_skipped(case: str, tmp_path: Path) -> None:
+    """The spike is detected at step 12, and batches behind step 8 are skipped; a stage with other data begins there."""
+    stage = {"from_step": 8, "set": {"train.global_batch_examples": 32}}
+    saves = {"checkpoint.every_steps": 3} if case == "with the range" else {}
+    changes = LATE | saves | {"config.stages": [stage]}
+    rolled_back = make_poisoned(tmp_path / "run", SpikedLookup, **LATE | saves)
+    if saves:
+        with pytest.raises(PreemptedError):
+            rolled_back(stop=StopBehindRollBack(rolled_back))
+    else:
+        with pytest.raises(Killed):
+            kill_behind_roll_back(rolled_back)
+    assert list_steps(tmp_path / "run")[-1] == INTERRUPTED[case]
+    assert (tmp_path / "run" / "roll_backs" / "1").exists()
+    shutil.copytree(tmp_path / "run", tmp_path / "parent")
+    make_poisoned(tmp_path / "run", SpikedLookup, **changes)()
+    make_poisoned(tmp_path / "whole", SpikedLookup, **changes)()
+    assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
+
+
+@pytest.mark.soak
+def test_a_range_follows_or_not_in_a_fork_and_behind_the_detection(tmp_path: Path) -> None:
+    stage = {"from_step": 8, "set": {"train.global_batch_examples": 32}}
+    settings = LATE | {"checkpoint.every_steps": 3}
+    rolled_back = make_poisoned(tmp_path / "parent", SpikedLookup, **settings)
+    with pytest.raises(PreemptedError):
+        rolled_back(stop=StopBehindRollBack(rolled_back))
+    changes = settings | {"config.stages": [stage]}
+    make_poisoned(tmp_path / "whole", SpikedLookup, **changes)()
+    fork = {"checkpoint.fork_from": {"run": str(tmp_path / "parent"), "step": 7}}
+    make_poisoned(tmp_path / "fork", SpikedLookup, **changes | fork)()
+    assert read_outcome(tmp_path / "fork")[1] == read_outcome(tmp_path / "whole")[1]
+    # A stage behind the detection changes nothing of the range.
+    late = settings | {"config.stages": [stage | {"from_step": 12}]}
+    make_poisoned(tmp_path / "late", SpikedLookup, **late)()
+    make_poisoned(tmp_path / "parent", SpikedLookup, **late)()
+    assert read_outcome(tmp_path / "parent") == read_outcome(tmp_path / "late")
+    assert (tmp_path / "parent" / "roll_backs" / "1").exists()
+
+
+class Killed(BaseException):
+    """The job was killed."""
+
+
+def kill_behind_roll_back(job: BaseTrainer) -> None:
+    """Run a job, and kill it before the first step behind its roll-back."""
+    roll_back = job.roll_back
+
+    def roll_back_and_kill(spike: Any) -> None:
+        roll_back(spike)
+        raise Killed
+
+    job.roll_back = roll_back_and_kill  # type: ignore[method-assign]
+    job()
+
+
+def test_a_run_behind_a_range_that_no_longer_follows_is_refused(tmp_path: Path) -> None:
+    job = make_poisoned(tmp_path / "run", SpikedLookup, **LATE)
+    with pytest.raises(PreemptedError):
+        job(stop=StopBehindRollBack(job, 10))
+    for changes in (
+        {"config.stages": [{"from_step": 11, "set": {"optimizer.weight_decay": 0.5}}]},
+        {"config.train.total_steps": 11},
+    ):
+        with pytest.raises(InvalidError, match=r"detected at step 12; .* change it from step 12 on"):
+            make_poisoned(tmp_path / "run", SpikedLookup, **LATE | changes)()
+    assert not list((tmp_path / "run" / "roll_backs").glob("*withdrawn*"))
+
+
+class StopBehindRollBack(StopNotice):
+    """Stop notice that arrives at a step, once the job was rolled back."""
+
+    def __init__(self, job: BaseTrainer, step: int = 7):
+        super().__init__()
+        self._job, self._step = job, step
+
+    def poll(self) -> bool:
+        return bool(self._job.roll_backs.skipped) and self._job.step >= self._step
+
+
+@pytest.mark.soak
+def test_an_extension_during_a_spike_removes_the_evaluation_of_a_suspect_step(tmp_path: Path) -> None:
+    changes = LATE | {"checkpoint.keep_best": {"metric": "val/loss", "mode": "min"}}
+    make_poisoned(tmp_path / "run", SpikedLookup, **changes | {"config.train.total_steps": 11})()
+    last = read_trajectory(tmp_path / "run")[-1]
+    assert last["train/high_loss_steps"] == 2
+    assert "val/loss" in last
+    make_poisoned(tmp_path / "whole", SpikedLookup, **changes)()
+    stop_after(make_poisoned(tmp_path / "run", SpikedLookup, **changes), 9)
+    assert all("val/loss" not in row for row in read_trajectory(tmp_path / "run") if row["step"] == 11)
+    make_poisoned(tmp_path / "run", SpikedLookup, **changes)()
+    assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
+    assert find_best_name(LocalStore(tmp_path / "run")) == find_best_name(LocalStore(tmp_path / "whole"))
