@@ -494,7 +494,7 @@ def read_skipped_batches(state: TrainState) -> tuple[SkippedBatches, ...]:
 def replace_skipped_batches(state: TrainState, skipped: Sequence[SkippedBatches]) -> TrainState:
     """Return the state with these skipped ranges. Every host makes its own shards."""
     rows = np.zeros((ROLL_BACKS_MAX, 2), np.int32)
-    rows[: len(skipped)] = skipped
+    rows[: len(skipped)] = np.reshape(skipped, (-1, 2))
     own = state.riders[STABILITY]
     array = jax.make_array_from_callback(rows.shape, own[_SKIPPED_BATCHES].sharding, lambda index: rows[index])
     return state.replace(riders=state.riders | {STABILITY: own | {_SKIPPED_BATCHES: array}})

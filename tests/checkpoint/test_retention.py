@@ -3,12 +3,21 @@
 import contextlib
 import itertools
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runner.checkpoint.manifest import Manifest, commit, read_committed
-from runner.checkpoint.policy import Retention, find_superfluous_steps
-from runner.storage import compute_crc32c, open_store
+from runner.checkpoint.policy import (
+    METRIC,
+    Retention,
+    StepMetric,
+    find_superfluous_steps,
+    read_step_metric,
+    select_metrics,
+)
+from runner.storage import LocalStore, compute_crc32c, encode_json, open_store
 from tests.support.attempt import make_attempt
 from tests.support.cloud_job import make_unique_name
 from tests.support.job_process import Job
@@ -173,3 +182,28 @@ def test_the_best_step_by_a_metric_is_kept_across_a_kill(mode, tmp_path):
     best = (min if mode == "min" else max)(losses, key=losses.__getitem__)
     assert job.committed() == sorted({best, 30})
     assert job.uncommitted() == []
+
+
+# The metric of a step at which the run once ended.
+
+ENDED: dict[str, tuple[Manifest, dict[str, Any] | None, StepMetric]] = {
+    "any step": (Manifest("4", metric=1.0), None, StepMetric(1.0, 1.0)),
+    "without metric": (Manifest("4"), None, StepMetric(None, None)),
+    "evaluated at its end": (Manifest("4", metric=1.0, carry={"end": "row"}), None, StepMetric(1.0, None)),
+    "measured anyway": (Manifest("4", metric=1.0, carry={"end": "row", "metric": 1.0}), None, StepMetric(1.0, 1.0)),
+    "evaluated after its commit": (Manifest("4"), {"metric": 2, "end": False}, StepMetric(2.0, 2.0)),
+    "evaluated at an end after its commit": (Manifest("4"), {"metric": 2.0, "end": True}, StepMetric(2.0, None)),
+    "damaged": (Manifest("4"), {"metric": "2"}, StepMetric(None, None)),
+}
+
+
+@pytest.mark.parametrize("case", ENDED)
+def test_a_step_has_the_metric_that_it_has_without_the_end_of_the_run(case: str, tmp_path: Path) -> None:
+    manifest, record, expected = ENDED[case]
+    store = LocalStore(tmp_path)
+    if record is not None:
+        store.write(f"checkpoints/4/{METRIC}", encode_json(record))
+    metric = read_step_metric(store, manifest)
+    assert metric == expected
+    assert select_metrics({4: metric}) == {4: expected.at_end}
+    assert select_metrics({4: metric, 6: StepMetric(3.0, None)}) == {4: expected.before_end, 6: 3.0}
