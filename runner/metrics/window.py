@@ -215,7 +215,7 @@ class MetricsWindow:
         if not self._is_whole or (self._last is None and not self._weight and self._has_row):
             return None
         sums = {_LOSS_SUM: self._loss_sum, _WEIGHT: self._weight}
-        return sums if self._last is None else sums | {_LAST: {"loss": self._last.loss, "meta": self._last.meta}}
+        return sums if self._last is None else sums | {_LAST: {"loss": self._last.loss, "meta": dict(self._last.meta)}}
 
     @property
     def has_last(self) -> bool:
