@@ -94,7 +94,8 @@ class Moment:
     Attributes:
         step: completed steps.
         row: metrics of this step as in `metrics.jsonl`, the same on every host; in calls other than `on_row` and
-            `on_evaluation`, the newest row (empty before the first).
+            `on_evaluation`, the newest row (empty before the first). In `on_row` of a hook with counters it lacks an
+            evaluation that is made only because the run ends.
         weights: `params`, and `variables` if the model has any: global arrays with the shardings of the mesh, so
             computations with them must run on every host. Do not keep them: the next step overwrites their memory.
         counters: the hook's own counters as numpy arrays, in the structure of `init`.

@@ -612,6 +612,7 @@ def test_a_stage_that_changes_no_data_moves_none(tmp_path: Path, case: str, skip
         assert list_examples(job(tmp_path / "run", [*others, *DATA_KEPT[case]], **changes)) == changed
 
 
+@pytest.mark.soak
 def test_a_stage_that_changes_nothing_comes_and_goes_behind_the_newest_step(tmp_path: Path) -> None:
     changes = SHORT | uneven(tmp_path / "run")
     job(tmp_path / "whole", **changes)()
