@@ -531,6 +531,7 @@ def test_roll_backs_are_bit_identical_on_one_two_and_eight_devices(tmp_path: Pat
 
 # Changes of the spec.
 
+DIARY_HOOK = "tests.support.hooks:DiaryHook"
 LATE: dict[str, Any] = SPIKE | {
     "config.train.total_steps": 16,
     "config.eval": {"every_steps": 11, "batches": 1},
@@ -625,16 +626,18 @@ class StopBehindRollBack(StopNotice):
         return bool(self._job.roll_backs.skipped) and self._job.step >= self._step
 
 
-@pytest.mark.soak
 def test_an_extension_during_a_spike_removes_the_evaluation_of_a_suspect_step(tmp_path: Path) -> None:
-    changes = LATE | {"checkpoint.keep_best": {"metric": "val/loss", "mode": "min"}}
+    """The spike lasts from step 10 to the end, and is too short for a roll-back."""
+    policy = LATE["config.stability"]["roll_back"] | {"after_steps": 20}
+    changes = LATE | {"config.stability": {"roll_back": policy}}
+    changes |= {"checkpoint.keep_best": {"metric": "val/loss", "mode": "max"}, "hooks": [{"hook": DIARY_HOOK}]}
     make_poisoned(tmp_path / "run", SpikedLookup, **changes | {"config.train.total_steps": 11})()
     last = read_trajectory(tmp_path / "run")[-1]
     assert last["train/high_loss_steps"] == 2
     assert "val/loss" in last
     make_poisoned(tmp_path / "whole", SpikedLookup, **changes)()
-    stop_after(make_poisoned(tmp_path / "run", SpikedLookup, **changes), 9)
-    assert all("val/loss" not in row for row in read_trajectory(tmp_path / "run") if row["step"] == 11)
     make_poisoned(tmp_path / "run", SpikedLookup, **changes)()
-    assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
+    rows, result = read_outcome(tmp_path / "run")
+    assert "val/loss" not in rows[10]
+    assert (rows, result) == read_outcome(tmp_path / "whole")
     assert find_best_name(LocalStore(tmp_path / "run")) == find_best_name(LocalStore(tmp_path / "whole"))
