@@ -196,29 +196,24 @@ def find_first_other_rate(first: Sequence[StageRates], second: Sequence[StageRat
         pieces = [next(piece for piece in reversed(stage.pieces) if piece.start <= start) for stage in stages]
         if pieces[0].form is not None and pieces[0] == pieces[1]:
             continue
+        # Two constant rates are compared at one step.
         is_constant = pieces[0].form is None and pieces[1].form is None
-        found = _find_first_difference(
-            stages[0].schedule, stages[1].schedule, start, min(stop, start + 1) if is_constant else stop
-        )
-        if found is not None:
-            return found
+        begin, num_steps = start, 1 if is_constant else _FIRST_STEPS
+        last = min(stop, start + (1 if is_constant else COMPARED_STEPS_MAX))
+        while begin < last:
+            # All chunks have one of three sizes, for each of which JAX compiles once; the end of the last one is
+            # ignored. Steps are int32, as in the train state.
+            steps = np.minimum(np.arange(begin, begin + num_steps), np.iinfo(np.int32).max).astype(np.int32)
+            former, new = (
+                np.broadcast_to(np.float32(each.schedule(jnp.asarray(steps))), steps.shape) for each in stages
+            )
+            differing = np.flatnonzero(former != new)[:1]
+            if differing.size and begin + differing[0] < last:
+                return begin + int(differing[0])
+            begin, num_steps = begin + num_steps, _MORE_STEPS
+        if last < stop and not is_constant:
+            return last
     return None
-
-
-def _find_first_difference(first: optax.Schedule, second: optax.Schedule, start: int, stop: int) -> int | None:
-    """Return the first step in `range(start, stop)` at which two schedules differ, see `find_first_other_rate`."""
-    last = min(stop, start + COMPARED_STEPS_MAX)
-    begin, num_steps = start, 1 if stop - start == 1 else _FIRST_STEPS
-    while begin < last:
-        # All chunks have one of three sizes, for each of which JAX compiles once; the end of the last one is ignored.
-        # Steps are int32, as in the train state.
-        steps = np.minimum(np.arange(begin, begin + num_steps), np.iinfo(np.int32).max).astype(np.int32)
-        former, new = (np.broadcast_to(np.float32(each(jnp.asarray(steps))), steps.shape) for each in (first, second))
-        differing = np.flatnonzero(former != new)[:1]
-        if differing.size and begin + differing[0] < last:
-            return begin + int(differing[0])
-        begin, num_steps = begin + num_steps, _MORE_STEPS
-    return last if last < stop else None
 
 
 def compute_rate(schedule: optax.Schedule, step: int) -> float:

@@ -170,33 +170,21 @@ class Report(JobReport):
         row = self._attempt.hosts.agree(self._resumed_row)
         if row is not None:
             return not self.is_evaluation_missing(row, step) or self.evaluate_row(weights, row, before_write)
-        if self._lacks_last_row:
-            return self._write_last_row(weights, step)
-        if step > 0 or not self._evaluations.list_due(step):
+        is_due_now = bool(self._evaluations.list_due(step))
+        if not self._lacks_last_row and (step > 0 or not is_due_now):
             return True
-        metrics = self._evaluations.evaluate(weights, step)
-        self.restart_clock()
-        if metrics is not None:
-            self._append({"step": 0, f"train/{self._config.data.unit}": 0, **metrics})
-        return metrics is not None
-
-    def _write_last_row(self, weights: Any, step: int) -> bool:
-        """Write the row of the last step from the results that were saved with it; False after a stop."""
-        if not self.window.has_last:
+        if self._lacks_last_row and not self.window.has_last:
             raise ResumeError(
                 f"{self._attempt.store.url}: step {step} was saved by an earlier version, without the metrics of its "
                 f"last row; set the total of the run to {step + 1} steps or more"
             )
-        row = self._close_window(step)
-        if self._evaluations.list_due(step):
-            metrics = self._evaluations.evaluate(weights, step)
-            self.restart_clock()
-            if metrics is None:
-                return False
-            row |= metrics
-        self._append(row)
-        self._lacks_last_row = False
-        return True
+        row = self._close_window(step) if self._lacks_last_row else {"step": 0, f"train/{self._config.data.unit}": 0}
+        metrics = self._evaluations.evaluate(weights, step) if is_due_now else {}
+        self.restart_clock()
+        if metrics is not None:
+            self._append(row | metrics)
+            self._lacks_last_row = False
+        return metrics is not None
 
     # Rows during training.
 
