@@ -28,6 +28,7 @@ from runner.checkpoint import arrays as readers
 from runner.checkpoint import fingerprint
 from runner.checkpoint.fast_tier import FastPart, FastTier, Replicas
 from runner.checkpoint.leaves import (
+    Leaves,
     decode_leaves,
     encode_leaves,
     flatten_with_names,
@@ -530,7 +531,7 @@ def load_weights(attempt: Attempt, source: str, weights: Any, name: str = PARAMS
     return jax.tree.unflatten(jax.tree.structure(weights), leaves)
 
 
-def _make_saved_abstract(wanted: dict[str, Any], name: str) -> dict[str, Any]:
+def _make_saved_abstract(wanted: Leaves, name: str) -> Leaves:
     """Return the leaves of a checkpoint that hold the `wanted` ones, by their names there; see `load_weights`."""
     saved_names = map_weight_names(name, wanted)
     return {
