@@ -204,10 +204,6 @@ class PrintableText:
 
 def draw(history: History) -> RenderableType:
     """Return the screen, the most important lines first."""
-    return PrintableText(_draw(history))
-
-
-def _draw(history: History) -> RenderableType:
     parts: list[RenderableType] = [_draw_summary(history), *_plot_loss(history.trend)]
 
     lost = f", {history.lost_steps:,} steps lost" if history.lost_steps else ""
@@ -274,7 +270,7 @@ def _draw(history: History) -> RenderableType:
         line = f"{_format_time(notice.time)}  attempt {notice.attempt}  {notice.event}: {notice.text}"
         parts.append(Text(line, "yellow"))
     parts += [Text(f"cannot read {line}", "yellow") for line in history.unread[:_MAX_NOTICES]]
-    return Group(*parts)
+    return PrintableText(Group(*parts))
 
 
 def _draw_summary(history: History) -> Text:
