@@ -524,9 +524,24 @@ def open_arrays(store: Store, directory: str, manifest: Manifest) -> Iterator[Ar
         yield ArrayReader(store, directory, manifest.indexes, manifest.files)
     elif manifest.shards is not None:
         yield ArrayReader(store, directory, shards=blocks.parse_records(manifest.shards, manifest.files))
+    elif store.root is not None:
+        yield OrbaxReader(store.root / directory / manifest.arrays)
     else:
-        with _fetch_for_orbax(store, directory, manifest) as root:
-            yield OrbaxReader(root / directory / manifest.arrays)
+        # A checkpoint that Orbax has written comes into a bucket by copying it there. It is read from a copy on this
+        # host's disk.
+        with tempfile.TemporaryDirectory() as temporary:
+
+            def download(name: str) -> None:
+                path = Path(temporary) / directory / name
+                content = store.read(f"{directory}/{name}")
+                # A disk that is full says nothing about the checkpoint.
+                with translate_errors(path):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(content)
+
+            with ThreadPoolExecutor(blocks.NUM_READERS, thread_name_prefix="read") as pool:
+                list(pool.map(download, manifest.files))
+            yield OrbaxReader(Path(temporary) / directory / manifest.arrays)
 
 
 def read_arrays(store: Store, directory: str, manifest: Manifest, leaves: Leaves) -> dict[str, jax.Array]:
@@ -538,30 +553,6 @@ def read_arrays(store: Store, directory: str, manifest: Manifest, leaves: Leaves
     """
     with open_arrays(store, directory, manifest) as reader:
         return reader.read(leaves)
-
-
-@contextlib.contextmanager
-def _fetch_for_orbax(store: Store, directory: str, manifest: Manifest) -> Iterator[Path]:
-    """Yield a directory on a disk with the checkpoint: the store's own, or a copy on this host's disk.
-
-    A checkpoint that Orbax has written comes into a bucket by copying it there.
-    """
-    if store.root is not None:
-        yield store.root
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-
-        def download(name: str) -> None:
-            path = Path(temporary) / directory / name
-            content = store.read(f"{directory}/{name}")
-            # A disk that is full says nothing about the checkpoint.
-            with translate_errors(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
-
-        with ThreadPoolExecutor(blocks.NUM_READERS, thread_name_prefix="read") as pool:
-            list(pool.map(download, manifest.files))
-        yield Path(temporary)
 
 
 class RestoredLeaf(NamedTuple):

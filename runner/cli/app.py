@@ -270,21 +270,17 @@ def _import(module: str) -> Any:
             raise
         raise InvalidError(f"environment: {error}; correct that variable, or unset it") from error
     if "jax" in sys.modules:
-        _configure_jax(sys.modules["jax"].config)
+        config = sys.modules["jax"].config
+        for name in _UNUSABLE_JAX_OPTIONS:
+            if getattr(config, name.lower()):
+                reason = "the runner traces its programs, compiles them ahead of time, and runs them"
+                raise InvalidError(f"environment: {name} is set, and {reason}; unset it")
+        # The guard of all transfers comes last, since it sets the others.
+        given = {name: getattr(config, name) for name in _RELAXED if name.upper() in os.environ}
+        changed = [name for name, value in given.items() if str(getattr(value, "value", value)) != str(_RELAXED[name])]
+        for name in _RELAXED if changed else ():
+            config.update(name, _RELAXED[name])
+        if changed:
+            named = ", ".join(f"{name.upper()}={os.environ[name.upper()]}" for name in changed)
+            warn(f"environment: {named}: not applied, because JAX's own libraries do not pass such a check; unset it")
     return found
-
-
-def _configure_jax(config: Any) -> None:
-    """Set checks of JAX back that the libraries of a job do not pass, and refuse what no program can run with."""
-    for name in _UNUSABLE_JAX_OPTIONS:
-        if getattr(config, name.lower()):
-            reason = "the runner traces its programs, compiles them ahead of time, and runs them"
-            raise InvalidError(f"environment: {name} is set, and {reason}; unset it")
-    # The guard of all transfers comes last, since it sets the others.
-    found = {name: getattr(config, name) for name in _RELAXED if name.upper() in os.environ}
-    changed = [name for name, value in found.items() if str(getattr(value, "value", value)) != str(_RELAXED[name])]
-    for name in _RELAXED if changed else ():
-        config.update(name, _RELAXED[name])
-    if changed:
-        given = ", ".join(f"{name.upper()}={os.environ[name.upper()]}" for name in changed)
-        warn(f"environment: {given}: not applied, because JAX's own libraries do not pass such a check; unset it")

@@ -352,7 +352,7 @@ class Watchdog:
         self._hosts.liveness.set_abort_callback(self._decide_alone)
         threading.Thread(target=self._run, name="watchdog", daemon=True).start()
         if not self._hosts.is_main:
-            threading.Thread(target=self._watch_coordinator, name="coordinator", daemon=True).start()
+            threading.Thread(target=self.watch_coordinator, name="coordinator", daemon=True).start()
         return self.progress
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -418,7 +418,7 @@ class Watchdog:
                 if time.monotonic() - self._reached_seconds > UNREACHABLE_SECONDS and not self._is_over.is_set():
                     self._decide_alone()
 
-    def _watch_coordinator(self) -> None:
+    def watch_coordinator(self) -> None:
         """End this process if it has exchanged nothing with process 0 for `LOST_SECONDS`. On the other processes."""
         self._reached_seconds = checked_seconds = time.monotonic()
         while not self._is_over.wait(_POLL_SECONDS):

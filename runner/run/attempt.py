@@ -426,9 +426,9 @@ class IncidentRecorder:
 
     def on_progress(self, step: int) -> None:
         """Record the last completed step, so that the cost of a kill can be computed. Process 0 only."""
-        attempt = self._find_owner()
-        if attempt is not None:
-            attempt.events.append("progress", step)
+        # A newer attempt may have claimed the directory since.
+        if self.attempt is not None and self.attempt.owns_directory():
+            self.attempt.events.append("progress", step)
 
     def on_straggler(self, report: StragglerReport) -> None:
         """Record and print which processes straggle. Process 0 only."""
@@ -441,10 +441,6 @@ class IncidentRecorder:
             for process in report.processes
         )
         console.warn(f"straggler: {arrivals}" if arrivals else "straggler: all processes are on time again")
-
-    def _find_owner(self) -> Attempt | None:
-        """Return the attempt if it has claimed the directory and no newer one has since."""
-        return self.attempt if self.attempt is not None and self.attempt.owns_directory() else None
 
 
 def format_thread_stacks() -> str:

@@ -109,15 +109,16 @@ class LocalStore:
 
     def read_range(self, name: str, start: int, stop: int, version: Version | None) -> bytes:
         """Return bytes `start .. stop` of a file, which must still have `version` unless that is None."""
-        return retry_stale(lambda: self._read_range(name, start, stop, version))
-
-    def _read_range(self, name: str, start: int, stop: int, version: Version | None) -> bytes:
         path = self.root / name
-        with self.open(name) as file, translate_errors(path):
-            if version not in (None, _get_version(os.fstat(file.fileno()))):
-                raise ChangedError(f"{path} is no longer the file that it was")
-            file.seek(start)
-            content = file.read(stop - start)
+
+        def read() -> bytes:
+            with self.open(name) as file, translate_errors(path):
+                if version not in (None, _get_version(os.fstat(file.fileno()))):
+                    raise ChangedError(f"{path} is no longer the file that it was")
+                file.seek(start)
+                return file.read(stop - start)
+
+        content = retry_stale(read)
         if len(content) != stop - start:
             raise ChangedError(f"{path} ends at {start + len(content)} bytes, needs {stop}")
         return content

@@ -108,7 +108,7 @@ class Report(JobReport):
             if row is not None and has_sums and not self.is_row_due(step):
                 self._metrics.rewind(step - 1)
                 row = None
-            elif row is not None and self._has_other_evaluation(row, end):
+            elif row is not None and self.has_other_evaluation(row, end):
                 # Evaluators that are due are called again (`complete_row`).
                 row = self.remove_evaluation(row)
                 self._metrics.replace_last(row)
@@ -128,7 +128,7 @@ class Report(JobReport):
             self._displays = self._open_displays(step)
         self.restart_clock()
 
-    def _has_other_evaluation(self, row: Row, end: str | None) -> bool:
+    def has_other_evaluation(self, row: Row, end: str | None) -> bool:
         """Return True if the evaluation in the row of the resumed step is not the one that the present spec asks for.
 
         `end` is that of the carry; earlier versions did not mark the row.

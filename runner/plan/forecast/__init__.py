@@ -26,7 +26,6 @@ Rules of the count:
 - `collectives`: collectives with their mesh axes, sizes and run counts
 - `cost`: matmul FLOPs, HBM traffic and roofline of an op
 - `schedule`: simulation of the schedule with its asynchronous transfers
-- `memory`: live buffers and peak memory by the scheduled order
 - `forecast`: forecast of a program by part, line and op, and its trace for Perfetto
 """
 

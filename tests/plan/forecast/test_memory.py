@@ -3,7 +3,7 @@
 import pytest
 
 from runner.plan.forecast import compute_forecast
-from runner.plan.forecast.memory import compute_live_memory
+from runner.plan.forecast.forecast import compute_live_memory
 from runner.plan.forecast.module import load_module
 from runner.plan.profile import compute_memory_timeline
 from tests.plan.forecast.hlo_text import MESH, make_computation, make_module, make_negate, make_rates
