@@ -185,8 +185,8 @@ def test_a_coloured_screen_has_only_its_own_control_characters(tmp_path: Path) -
 
 def test_only_the_console_prints() -> None:
     for path in [*(ROOT / "runner").rglob("*.py"), *(ROOT / "launch").rglob("*.py")]:
-        # A process of its own answers through a pipe.
-        if path.name in ("console.py", "template_process.py"):
+        # A process of its own answers through a pipe; a start that fails may have no console.
+        if path.name in ("console.py", "template_process.py", "__main__.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
