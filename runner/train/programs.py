@@ -88,6 +88,7 @@ class ProgramHistory:
     def __init__(self) -> None:
         self._num_changes = 0
         self._known: dict[str, str] = {}  # digests of programs by digest of their facts, the newest last
+        self._described: dict[tuple[int, str], Program] = {}  # by number of the stage and digest; each save asks again
 
     @functools.cached_property
     def software(self) -> JsonObject:
@@ -113,6 +114,9 @@ class ProgramHistory:
             hooks: identity of the hooks, whose counters the program may update.
             num_processes: number of processes of the job.
         """
+        key = stage.plan.number, digest
+        if key in self._described:
+            return self._described[key]
         builder, setup = stage.builder, stage.train_setup
         plans = plans[: stage.plan.number + 1]
         if len(plans) == 1:  # The total of a run without stages may be in epochs.
@@ -137,7 +141,8 @@ class ProgramHistory:
         facts |= setup.describe_hardware(num_processes)
         facts["micro_batch_examples"] = layout.micro_batch_examples
         facts["avoided_kernels"] = sorted(setup.kernels.avoided)
-        return Program(digest, facts | self.software)
+        self._described[key] = Program(digest, facts | self.software)
+        return self._described[key]
 
     def resume(self, record: JsonObject | None, program: Program) -> ProgramChange | None:
         """Continue from the record in a manifest, and return the difference of `program` from it.
