@@ -276,8 +276,10 @@ def read_pieces(read: Callable[[str, int, int], bytes], run: list[Piece]) -> dic
         content = np.frombuffer(read(first.file, first.begin, last.end), np.uint8)
     except FileNotFoundError as error:
         raise DamagedBlockError(f"{first.file} is missing") from error
-    except ChangedError as error:
-        raise DamagedBlockError(str(error)) from error
+    except ChangedError as error:  # it ends earlier
+        raise DamagedBlockError(
+            f"{first.file} has fewer than {last.end} bytes, the manifest says at least so many"
+        ) from error
     if len(content) != last.end - first.begin:
         raise DamagedBlockError(
             f"{first.file} has {len(content)} bytes from {first.begin} on, the manifest says {last.end - first.begin}"

@@ -16,7 +16,7 @@ from runner.distributed.agreement import Hosts, Liveness
 from runner.distributed.key_value import KeyValueStore
 from runner.storage import LocalStore, append_line
 from runner.storage.store import ABSENT
-from tests.support.tiny_jobs import make_counter, make_gpt
+from tests.support.tiny_jobs import make_counter, make_gpt, stop_after
 from tests.support.tokenise_inputs import make_tokenise_job, write_text_files
 
 
@@ -97,7 +97,7 @@ def test_all_files_of_a_checkpoint_are_flushed_before_its_manifest(flushes: Flus
 def test_a_fast_tier_part_is_flushed_before_its_rename(flushes: FlushRecorder, tmp_path: Path) -> None:
     flushes.watch("16", lambda temporary, _: temporary)
     options = {"checkpoint.local_directory": str(tmp_path / "new" / "fast"), "checkpoint.local_every_steps": 8}
-    make_counter(tmp_path / "run", **{"config.total_steps": 20} | options)()
+    stop_after(make_counter(tmp_path / "run", **{"config.total_steps": 20} | options), 17)
     assert flushes.checked == ["16"]
     (part,) = tmp_path.glob("new/fast/*/*/16/part.json")
     assert flushes.list_late_parents(part.parent, tmp_path) == []

@@ -68,7 +68,7 @@ RUNS: dict[str, Any] = {
             "heads": 2,
             "width": 16,
             "mlp_width": 32,
-            "moe": {"experts": 4, "experts_per_token": 2, "expert_width": 16},
+            "moe": {"experts": 4, "experts_per_token": 2},
         },
     },
 }
