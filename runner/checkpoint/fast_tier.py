@@ -654,7 +654,9 @@ class Replicas:
                     problem = f"process {self._hosts.process_id} has {_MAX_REQUESTS} requests already"
                 if problem is not None:
                     with connection, contextlib.suppress(OSError):
-                        connection.recv(_CHUNK_BYTES)  # of the request: unread bytes could make the answer unreadable
+                        with contextlib.suppress(BlockingIOError):
+                            # What has come of the request: unread bytes could make the answer unreadable.
+                            connection.recv(_CHUNK_BYTES)
                         connection.send(json.dumps({"error": f"ValueError: {problem}"}).encode() + b"\n")
                     continue
                 with self._changed:

@@ -122,6 +122,11 @@ class Clock:
         """Return a clock that includes the time since the process was created."""
         return cls(read_age_seconds(), TimeCategory.PROCESS_START)
 
+    @property
+    def age_seconds(self) -> float:
+        """Monotonic time since `began`."""
+        return time.monotonic() + self._origin_seconds - self.began
+
     def attach_store(self, store: ClockStore | None) -> None:
         """Send each further reading to `store`, or to nothing if it is None."""
         self._store = store

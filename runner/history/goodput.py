@@ -31,7 +31,6 @@ Seconds = dict[TimeCategory, float]
 # The time in a claim is that of its first try, so the times of attempts that claim at once may be in another order.
 _CLAIM_RACE_SECONDS = 10.0
 CLOCK_TOLERANCE_SECONDS = 60.0  # clocks of hosts that differ by less agree
-TICKS_PER_SECOND = 100  # of `ClockRecord.created`: USER_HZ, the same on every Linux
 # Categories in the order in which time is removed from them if the beginning, or the end, of a window is cut off.
 _REMOVAL_FROM_START = (TimeCategory.UNATTRIBUTED, *COUNTED_CATEGORIES, TimeCategory.LOST_STEPS)
 _REMOVAL_FROM_END = (
@@ -137,7 +136,7 @@ def align_timelines(timelines: Sequence[AttemptTimeline]) -> list[AttemptTimelin
     """
     aligned: list[AttemptTimeline] = []
     claimed, shift_seconds = math.inf, 0.0  # of the newer attempt
-    for timeline in reversed(align_behind(align_by_ticks(timelines))):
+    for timeline in reversed(align_behind(align_by_uptime(timelines))):
         before_seconds, shift_seconds = shift_seconds, 0.0
         if aligned:
             excess_seconds = timeline.ended - aligned[-1].began
@@ -151,16 +150,16 @@ def align_timelines(timelines: Sequence[AttemptTimeline]) -> list[AttemptTimelin
     return aligned[::-1]
 
 
-def align_by_ticks(timelines: Sequence[AttemptTimeline]) -> list[AttemptTimeline]:
+def align_by_uptime(timelines: Sequence[AttemptTimeline]) -> list[AttemptTimeline]:
     """Move attempts whose distance from the next one on the same machine is not that of its monotonic clock."""
     aligned: list[AttemptTimeline] = []
     newer: dict[str, AttemptTimeline] = {}  # by boot of a machine
     for timeline in reversed(timelines):
         clock = timeline.clock
-        if clock is not None and clock.machine and clock.created is not None:
+        if clock is not None and clock.machine and clock.uptime is not None:
             after = newer.get(clock.machine)
-            if after is not None and after.clock is not None and after.clock.created is not None:
-                distance_seconds = (after.clock.created - clock.created) / TICKS_PER_SECOND
+            if after is not None and after.clock is not None and after.clock.uptime is not None:
+                distance_seconds = after.clock.uptime - clock.uptime
                 shift_seconds = after.began - distance_seconds - timeline.began
                 if distance_seconds >= 0 and abs(shift_seconds) > CLOCK_TOLERANCE_SECONDS:
                     timeline = timeline.shift(shift_seconds)

@@ -33,7 +33,6 @@ from runner.errors import (
 )
 from runner.history.goodput import (
     CLOCK_TOLERANCE_SECONDS,
-    TICKS_PER_SECOND,
     AttemptTimeline,
     align_timelines,
     compute_goodput,
@@ -347,9 +346,9 @@ class AttemptOutcome(NamedTuple):
 def align_to_present(timelines: list[AttemptTimeline], now: float) -> list[AttemptTimeline]:
     """Move all times by the error of the newest attempt's clock, if its process is alive on this machine."""
     clock = timelines[-1].clock
-    if clock is None or clock.created is None or not clock.is_process_alive:
+    if clock is None or clock.uptime is None or not clock.is_process_alive:
         return timelines
-    age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - clock.created / TICKS_PER_SECOND
+    age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - clock.uptime
     shift_seconds = now - age_seconds - timelines[-1].began
     if abs(shift_seconds) <= CLOCK_TOLERANCE_SECONDS:
         return timelines

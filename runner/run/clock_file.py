@@ -42,6 +42,7 @@ _KEYS = (
     Key("machine", str, "Id of this boot of that machine."),
     Key("pid", int, "Id of process 0 there."),
     Key("created", int | None, "Creation of process 0, in ticks since that boot."),
+    Key("uptime", float, "Time from that boot to `began`; absent in files of earlier versions.", "s"),
     Key("buckets", list, "Order of the seconds in a slot."),
 )
 
@@ -57,6 +58,7 @@ class ClockRecord:
         pid: process id of process 0.
         created: creation of process 0, see `runner.process.read_creation_ticks`.
         reading: the newest reading, with the seconds of the categories that this version counts.
+        uptime: time from the boot of that machine to `began`, in seconds, whatever its clock said; None if not known.
     """
 
     began: float
@@ -65,6 +67,7 @@ class ClockRecord:
     pid: int
     created: int | None
     reading: ClockReading
+    uptime: float | None = None
 
     @property
     def is_process_alive(self) -> bool | None:
@@ -97,6 +100,7 @@ def encode_header(clock: Clock) -> bytes:
         "machine": read_machine_id(),
         "pid": os.getpid(),
         "created": read_creation_ticks(os.getpid()),
+        "uptime": time.clock_gettime(time.CLOCK_BOOTTIME) - clock.age_seconds,
         "buckets": [category.value for category in COUNTED_CATEGORIES],
     }
     # The header has a fixed size, so that slots have fixed places, and is a line, so that `head` shows it.
@@ -120,7 +124,7 @@ def decode_clock_file(content: bytes) -> ClockRecord:
         ValueError: no slot is complete, or a newer runner wrote the file.
     """
     header = parse_json(content[:HEADER_BYTES])
-    validate_record(header, _KEYS, [key.name for key in _KEYS])
+    validate_record(header, _KEYS, [key.name for key in _KEYS if key.name != "uptime"])
     names: list[object] = header["buckets"]
     # The length check bounds the slot of a damaged header.
     if header["format"] != FORMAT or len(names) > HEADER_BYTES:
@@ -152,7 +156,15 @@ def decode_clock_file(content: bytes) -> ClockRecord:
     name = names[index] if index < len(names) else None
     category = next((each for each in COUNTED_CATEGORIES if each.value == name), TimeCategory.SHUTDOWN)
     reading = ClockReading(moment, step, since, category, known, None if code < 0 else code)
-    return ClockRecord(header["began"], header["host"], header["machine"], header["pid"], header["created"], reading)
+    return ClockRecord(
+        header["began"],
+        header["host"],
+        header["machine"],
+        header["pid"],
+        header["created"],
+        reading,
+        header.get("uptime"),
+    )
 
 
 class _LocalClockFile:

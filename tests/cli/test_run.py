@@ -66,26 +66,6 @@ def test_sys_exit_before_the_job_has_begun_is_1_and_one_line(words, command, mon
     assert capsys.readouterr().err.startswith("the job called sys.exit(0), which does not end a job")
 
 
-class RaisingOnDeletion:
-    """An object whose deletion raises, which no caller can catch."""
-
-    def __init__(self, error: Exception):
-        self.error = error
-
-    def __del__(self):
-        raise self.error
-
-
-def test_only_errors_already_reported_by_a_failed_save_are_suppressed(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "unraisablehook", run._drop_late_write_errors)
-    for error in (RuntimeError("Event loop is closed"), RuntimeError("another"), ValueError("Event loop is closed")):
-        RaisingOnDeletion(error)
-    assert [line for line in capsys.readouterr().err.splitlines() if "Error" in line] == [
-        "RuntimeError: another",
-        "ValueError: Event loop is closed",
-    ]
-
-
 def test_help_exits_with_0(capsys):
     assert app.main(["--help"]) == 0
     assert "Usage" in capsys.readouterr().out

@@ -17,7 +17,7 @@ from runner.checkpoint.fingerprint import combine_digests
 from runner.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from runner.cli.app import main
 from runner.cli.status import draw
-from runner.console import escape_controls, say, warn, write_text
+from runner.console import LOGGER, escape_controls, say, warn, write_text
 from runner.history.reader import read_history
 from runner.storage import LocalStore
 
@@ -136,6 +136,8 @@ def test_no_command_passes_on_what_controls_a_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1000")  # no line is wrapped
+    # pytest's own record of log lines holds them as they were before they are escaped, and cannot send them as UTF-8.
+    monkeypatch.setattr(LOGGER, "propagate", False)
     # A path with a newline is shown as the user has written it.
     run = write_hostile_run(tmp_path / ("x" if name == "lines" else NAMES[name]) / "run", NAMES[name])
     if has_spec:

@@ -139,7 +139,7 @@ def test_a_wrong_clock_of_one_attempt_takes_no_goodput(offsets, machines) -> Non
             set_up=5.0,
             steps=895.0,
         )
-        lives.append(replace(life, clock=replace(life.clock, machine=machine, created=int(real * 100))))
+        lives.append(replace(life, clock=replace(life.clock, machine=machine, uptime=real)))
     timelines = align_timelines(lives)
     shares = compute_goodput(timelines, None)
     check(timelines, shares, None)
