@@ -58,10 +58,6 @@ def check_counter(tmp_path: Path, calls: str, code: int) -> None:
     assert list(root.rglob("*.claim")) == []
 
 
-def test_a_run_without_the_calls_of_a_disk_is_killed_and_resumed(tmp_path):
-    check_counter(tmp_path, ",".join(CALLS), errno.ENOSYS)
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("code", ERRORS, ids=errno.errorcode.get)
 @pytest.mark.parametrize("calls", [*CALLS, ",".join(CALLS)])
