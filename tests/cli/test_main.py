@@ -354,7 +354,7 @@ def test_a_trainer_runs_beside_checks_of_jax(tmp_path):
 
 
 def test_other_variables_of_jax_are_left_alone():
-    program = "import jax, runner.cli.app as app; app._configure_jax(jax.config); print(jax.config.jax_transfer_guard)"
+    program = "import jax, runner.cli.app as app; app._import('json'); print(jax.config.jax_transfer_guard)"
     variables = {"JAX_NUMPY_RANK_PROMOTION": "allow", "JAX_LOG_COMPILES": "0"}
     result = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | variables, capture_output=True, text=True, timeout=300
