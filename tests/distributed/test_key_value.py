@@ -90,7 +90,7 @@ def test_late_parts_of_a_failed_save_are_deleted_with_the_next_save():
     coordinator = MemoryCoordinator(3)
     main, *others = coordinator.hosts()
     for save in range(1, 20):
-        folder = key_value.save_folder(save)
+        folder = key_value.save_folder(save, "written")
         is_one_late = save % 3 == 0
         for hosts in others[is_one_late:]:
             assert hosts.collect(folder, f"part {hosts.process_id}", 30) == [f"part {hosts.process_id}"]
