@@ -141,7 +141,9 @@ def scramble(content: bytes) -> bytes:
 UNREADABLE: dict[str, Callable[[bytes], bytes]] = {"empty": lambda _: b"", "half": cut, "scrambled": scramble}
 
 
-@pytest.mark.parametrize("damage", UNREADABLE)
+@pytest.mark.parametrize(
+    "damage", [pytest.param(name, marks=() if name == "scrambled" else pytest.mark.soak) for name in UNREADABLE]
+)
 @pytest.mark.parametrize("number", FORMATS)
 def test_files_that_fit_their_checksums_and_cannot_be_read_are_no_bug(
     number: int, damage: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

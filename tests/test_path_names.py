@@ -349,7 +349,9 @@ def test_a_directory_of_an_unusual_name_is_read_like_any_other(taker: str, input
     assert not compare_names(TAKERS[taker], NAMES, inputs, tmp_path)
 
 
-@pytest.mark.parametrize("taker", JOBS)
+@pytest.mark.parametrize(
+    "taker", [pytest.param(taker, marks=() if number == 0 else pytest.mark.soak) for number, taker in enumerate(JOBS)]
+)
 def test_jobs_and_commands_take_a_few_unusual_names(taker: str, inputs: Path, tmp_path: Path) -> None:
     assert not compare_names(JOBS[taker], FEW_NAMES, inputs, tmp_path)
 

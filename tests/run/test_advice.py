@@ -161,7 +161,13 @@ def start(document: dict[str, Any], name: str) -> None:
     JOBS.get(name, PretrainGPT)(ExecutionSpec.model_validate(document))()
 
 
-@pytest.mark.parametrize("case", [*REFUSALS, *(pytest.param(case, marks=soak) for case in SOAK_REFUSALS)])
+# One of each kind of advice daily.
+DAILY = ("a rate", "mixture for source", "seed", "optimizer", "type of parameters")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in DAILY else soak) for case in (*REFUSALS, *SOAK_REFUSALS)]
+)
 def test_a_refusal_advises_what_is_accepted(case: str, stopped: Any) -> None:
     name, changes, advised = (REFUSALS | SOAK_REFUSALS)[case]
     former, files = stopped(name)
