@@ -68,7 +68,8 @@ POINTS: dict[str, Callable[[pytest.MonkeyPatch, LiveRun], None]] = {
     "the sizes of the files": lambda patch, run: call_at(
         patch, LocalStore, "list_sizes", False, lambda *_: run.occur()
     ),
-    "the arrays": lambda patch, run: call_at(patch, arrays, "read_arrays", True, lambda *_: run.occur()),
+    "the tables": lambda patch, run: call_at(patch, arrays, "read_index", True, lambda *_: run.occur()),
+    "the arrays": lambda patch, run: call_at(patch, arrays.ArrayReader, "read", True, lambda *_: run.occur()),
 }
 COMMANDS: dict[str, Callable[[Path, Path], list[str]]] = {
     "sample": lambda run, out: ["sample", str(run), "--tokens", "2"],
