@@ -1033,7 +1033,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     def explain_refusal(self, keys: Sequence[str], saved: Trajectory, step: int) -> str:
         """Return which changes of these keys a run could continue with; empty if there are none."""
         keys = self._drop_equal_totals(keys, saved)
-        if all(key == "config.train.skip_steps" for key in keys):
+        if keys and all(key == "config.train.skip_steps" for key in keys):
             return f"ranges of skip_steps may change from step {max(step, 1)} on"
         if any(key.startswith("config.train.total_") for key in keys):
             names = ", ".join(name for name in SCHEDULES if not ScheduleConfig.is_fixed_to_total(name))

@@ -361,7 +361,7 @@ def test_a_digest_of_the_data_is_explained_unless_another_key_may_be_the_cause()
 
 def test_a_rejected_extension_names_the_schedules_that_allow_it() -> None:
     config = validate_contract()
-    hint = config.explain_refusal(["config.train.total_steps"], {}, 1)
+    hint = config.explain_refusal(["config.train.total_steps"], {"config.train.total_steps": 7}, 1)
     assert "one of constant, inverse_square_root, without warmup_share, can be extended, and one of wsd before" in hint
     assert config.explain_refusal(["config.model.width"], {}, 0) == ""
     for name in SCHEDULES:
