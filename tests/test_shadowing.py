@@ -18,7 +18,8 @@ HIDING = {
 }
 # File of the working directory, the class that is imported, and what the line says.
 HIDDEN = {
-    "experiments/__init__.py": ("experiments.gpt:X", r"experiments is .*__init__\.py here, which hides the one in"),
+    # An editable install still finds the modules that the project has.
+    "experiments/__init__.py": ("experiments.nothing:X", r"experiments is .*__init__\.py here, which hides the one in"),
     "experiments/mine.py": (
         "experiments.mine:Job",
         r"no module .*; experiments is the package in .*, which hides .*/exp",

@@ -162,7 +162,7 @@ def start(document: dict[str, Any], name: str) -> None:
 
 
 # One of each kind of advice daily.
-DAILY = ("a rate", "mixture for source", "seed", "optimizer", "type of parameters")
+DAILY = ("a rate", "mixture for source", "seed", "type of parameters")
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_weights_of_other_shapes_are_refused_before_the_claim(stopped: Any) -> N
     run = former["directory"]
     for key, value, fits in (("config.model.layers", 2, False), ("config.model.dropout", 0.1, True)):
         changes = {"directory": f"{run} {key}", key: value, "checkpoint.init_from": run}
-        with pytest.raises(AcceptedError if fits else InvalidError, match="" if fits else "does not fit this job"):
+        with pytest.raises(AcceptedError if fits else InvalidError, match=None if fits else "does not fit this job"):
             start(merge(copy.deepcopy(former), changes), "text")
 
 

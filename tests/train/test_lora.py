@@ -217,13 +217,17 @@ def test_readers_see_merged_weights(uninterrupted, weights):
     scored = next(
         iter(
             evaluate(
-                open_run(str(uninterrupted.store.root)), EvaluationRequest(weights=weights), Hosts.single_process()
+                open_run(str(uninterrupted.store.root), trust=["tests"]),
+                EvaluationRequest(weights=weights),
+                Hosts.single_process(),
             )
         )
     )
     key = "val/loss" if weights == "params" else f"val/{weights}/loss"
     assert scored["loss"] == pytest.approx(row[key], rel=1e-6)
-    pieces = sample(open_run(str(uninterrupted.store.root)), SampleRequest("1 ", num_tokens=3, weights=weights))
+    pieces = sample(
+        open_run(str(uninterrupted.store.root), trust=["tests"]), SampleRequest("1 ", num_tokens=3, weights=weights)
+    )
     assert "".join(pieces).startswith("1 ")
 
 
