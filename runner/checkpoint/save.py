@@ -574,7 +574,7 @@ class Checkpointer:
 
             # 4. Commit, on process 0.
             if attempt.hosts.is_main:
-                complete = replace(
+                manifest = replace(
                     manifest,
                     files=written.files,
                     indexes=written.indexes,
@@ -585,16 +585,16 @@ class Checkpointer:
                 # commit fails.
                 attempt.fence.check()
                 try:
-                    commit(attempt.store, save.directory, complete, attempt.number)
+                    commit(attempt.store, save.directory, manifest, attempt.number)
                 except (FileExistsError, FileNotFoundError):
                     attempt.fence.check()  # if a newer attempt was first, this raises the better error
                     raise
                 attempt.events.append(
                     "commit",
-                    complete.step,
-                    fingerprint=complete.fingerprint,
+                    manifest.step,
+                    fingerprint=manifest.fingerprint,
                     seconds_to_durable=save.seconds,
-                    bytes=complete.num_bytes,
+                    bytes=manifest.num_bytes,
                     read_back=has_bits,
                 )
         except WRITE_ERRORS as failure:

@@ -644,6 +644,24 @@ def test_loading_weights_retries_if_retention_deletes_the_checkpoint(first, owne
     assert are_leaves_equal(found["params"], make_state(2)["params"])
 
 
+@pytest.mark.parametrize("make_store", [lambda path: LocalStore(path / "run"), lambda path: make_memory_bucket()])
+def test_retention_keeps_the_newest_checkpoint_that_was_read_back_in_full(make_store, tmp_path):
+    """On a disk that is each newest one; in a bucket the first of each attempt."""
+    store = make_store(tmp_path)
+    kept = []
+    for steps in ((1, 2, 3), (4, 5, 6)):
+        attempt = Attempt(store, tmp_path / "staging")
+        attempt.saver._retention = Retention(attempt.attempt, keep_last=1)
+        attempt.saver.begin(make_state(), 0)
+        attempt.save_all(*steps)
+        kept.append(attempt.steps())
+    assert kept == ([[3], [6]] if store.root is not None else [[1, 3], [4, 6]])
+    assert [read_committed(store)[step].read_back for step in kept[1]] == [True] * (store.root is not None) + [
+        True,
+        False,
+    ] * (store.root is None)
+
+
 def test_a_save_leaves_nothing_in_memory(tmp_path):
     """A month of saves each minute is 43,200 saves."""
     attempt, counts = Attempt(LocalStore(tmp_path / "run"), tmp_path / "staging"), []
