@@ -212,7 +212,7 @@ def test_a_copy_that_fails_leaves_nothing(counted: Path, tmp_path: Path) -> None
     next(path for path in (source / "checkpoints" / NAME).glob("arrays*/**/*") if path.is_file()).write_bytes(b"")
     with pytest.raises(InvalidError, match="is not what its manifest says"):
         run_command(["checkpoints", "copy", str(source), str(tmp_path / "target")])
-    assert list((tmp_path / "target" / "checkpoints").iterdir()) == []
+    assert list(tmp_path.glob("target/checkpoints/*")) == []  # nor is there a directory, if no file was copied before
 
 
 def test_a_copy_completes_a_directory_without_a_manifest(counted: Path, tmp_path: Path) -> None:
