@@ -203,7 +203,7 @@ class ArrayWriter:
             with tempfile.TemporaryDirectory(dir=self._staging) as temporary:
                 table = write(Path(temporary))
                 _upload(self._store, Path(temporary), directory, table.files, deadline)
-        return {"index": index, "files": table.files, "elements": elements}
+        return {"files": table.files, "elements": elements}
 
     def read_back(
         self, number: int, target: str, parts: list[JsonObject], deadline: float, check: BitsCheck | None

@@ -186,11 +186,16 @@ class StepMetric(NamedTuple):
     before_end: float | None
 
 
+def get_step_metric(manifest: Manifest) -> StepMetric:
+    """Return the value with which a step was committed."""
+    carry = manifest.carry or {}
+    return StepMetric(manifest.metric, carry.get("metric") if "end" in carry else manifest.metric)
+
+
 def read_step_metric(store: Store, manifest: Manifest) -> StepMetric:
     """Return the value of a committed step, which may have been measured after its commit."""
     if manifest.metric is not None:
-        carry = manifest.carry or {}
-        return StepMetric(manifest.metric, carry.get("metric") if "end" in carry else manifest.metric)
+        return get_step_metric(manifest)
     try:
         record = read_json(store, f"{CHECKPOINTS}/{manifest.name}/{METRIC}")
         validate_record(record, METRIC_KEYS, [key.name for key in METRIC_KEYS])
@@ -234,11 +239,6 @@ class _CommittedStep(NamedTuple):
     roll_back_to: int | None
     read_back: bool
 
-    @classmethod
-    def read(cls, store: Store, manifest: Manifest) -> Self:
-        """Return the values of a committed checkpoint."""
-        return cls(read_step_metric(store, manifest), manifest.roll_back_to, manifest.read_back)
-
 
 class Retention:
     """Committed steps of a run, and the rule by which they are kept. Process 0 only, one thread at a time."""
@@ -251,8 +251,11 @@ class Retention:
 
     def scan(self) -> None:
         """Read which steps are committed, and delete what an attempt that was killed should have deleted."""
-        store = self._attempt.store
-        self._steps = {step: _CommittedStep.read(store, manifest) for step, manifest in read_committed(store).items()}
+        store, self._steps = self._attempt.store, {}
+        for step, manifest in read_committed(store).items():
+            # Without a rule for the best step no value matters, and each is a file of its own.
+            metric = get_step_metric(manifest) if self._rule[2] is None else read_step_metric(store, manifest)
+            self._steps[step] = _CommittedStep(metric, manifest.roll_back_to, manifest.read_back)
         self._undeleted = []
         if self._steps and isinstance(store, LocalStore):
             # An attempt that was killed right after it created a manifest has not flushed its name.
@@ -261,7 +264,10 @@ class Retention:
 
     def add(self, manifest: Manifest) -> None:
         """Add a step that has just been committed, and delete the steps that it makes superfluous."""
-        self._steps[manifest.step] = _CommittedStep.read(self._attempt.store, manifest)
+        # A step that has just been committed has no value that was measured later.
+        self._steps[manifest.step] = _CommittedStep(
+            get_step_metric(manifest), manifest.roll_back_to, manifest.read_back
+        )
         self._prune()
 
     def add_metric(self, step: int, metric: float, *, is_end: bool) -> None:

@@ -565,7 +565,6 @@ class Checkpointer:
         try:
             # 3. Durable: the arrays of every host, and what must not be behind the checkpoint, such as metrics.
             assert save.finish is not None
-            has_bits = save.leaves is not None
             check = None if save.leaves is None else make_bits_check(save.layout, save.digests, save.leaves)
             written = save.finish(self._max_unsaved_seconds, check)
             save.contents.flush()
@@ -595,7 +594,7 @@ class Checkpointer:
                     fingerprint=manifest.fingerprint,
                     seconds_to_durable=save.seconds,
                     bytes=manifest.num_bytes,
-                    read_back=has_bits,
+                    read_back=check is not None,
                 )
         except WRITE_ERRORS as failure:
             # Warn and free the space. Training continues, and the next due save is tried.
