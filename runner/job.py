@@ -637,6 +637,7 @@ class RestoreableJob:
             self.attempt.record("preempt", self.step, saved=True)
             # No host may leave while another still needs it.
             self.attempt.hosts.barrier()
+            self.checkpointer.close()
             raise PreemptedError(f"stopped as asked; step {self.step} is saved; run the same command again")
         kind = self.checkpointer.find_due_save(self.step, self.total_steps)
         if kind is not None:

@@ -399,7 +399,8 @@ class Checkpointer:
             metric: the value that `checkpoint.keep_best` compares.
             is_end: True if it was measured only because the run ends there.
         """
-        self._retention.add_metric(step, metric, is_end=is_end)
+        # On the thread that commits, so that a save of this step that is in progress is known by then.
+        self._worker.submit(self._retention.add_metric, step, metric, is_end=is_end).result()
 
     # Save policy.
 

@@ -20,7 +20,7 @@ from runner.checkpoint.arrays import ArrayWriter
 from runner.checkpoint.fast_tier import FastTier
 from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.checkpoint.manifest import read_committed
-from runner.checkpoint.policy import Retention, SaveKind, delete_step
+from runner.checkpoint.policy import Retention, SaveKind, delete_step, read_step_metric
 from runner.checkpoint.restore import load_checkpoint, load_weights, restore_newest
 from runner.checkpoint.save import Checkpointer, DoubleBuffer, SaveContents
 from runner.errors import FencedError, ResumeError
@@ -129,6 +129,15 @@ def first(request, tmp_path):
 def test_an_empty_directory_has_nothing_to_restore(first):
     assert first.steps() == []
     assert first.restore() is None
+
+
+def test_a_metric_measured_while_its_step_is_saved_is_kept(first):
+    is_measuring = threading.Event()
+    first.save("4", make_state(4), before_commit=is_measuring.wait)
+    threading.Timer(0.2, is_measuring.set).start()
+    first.saver.add_metric(4, 0.5, is_end=False)
+    assert first.saver.wait_until_finished()
+    assert read_step_metric(first.store, read_committed(first.store)[4]).at_end == 0.5
 
 
 @pytest.mark.parametrize(("details", "is_refused"), [({"tier": "fast"}, False), ({}, True)])

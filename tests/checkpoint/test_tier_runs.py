@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,6 +92,18 @@ def test_a_run_that_has_no_checkpoint_is_refused_without_its_fast_tier(disk, has
     DISKS[disk](monkeypatch)
     with pytest.raises(InvalidError, match=r"checkpoint\.local_directory"):
         make_job(tmp_path)()
+
+
+def test_a_run_that_was_stopped_writes_no_more(tmp_path, monkeypatch):
+    delete_old = FastTier.delete_old
+
+    def delete_late(fast_tier: FastTier) -> None:
+        time.sleep(0.3)
+        delete_old(fast_tier)
+
+    monkeypatch.setattr(FastTier, "delete_old", delete_late)
+    stop_after(make_job(tmp_path), 6)
+    assert list_parts(tmp_path) == [4, 6]
 
 
 def test_a_run_that_is_done_leaves_no_parts(tmp_path):
