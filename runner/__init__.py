@@ -22,7 +22,9 @@ parallel      device mesh, gradient reduction, context parallelism
 metrics       rows of metrics.jsonl and where they are written
 history       read-only view of a run directory: attempts, goodput; no jax
 huggingface   import and export of weights in Hugging Face's formats
-job           RestoreableJob: restore or init, run, save on preemption, exit
+recipe        Recipe: what a job says about its state, its steps and its identity
+lifecycle     check, claim, restore or initialise, run, finish: the life of every job
+job           RestoreableJob: a recipe with its lifecycle, and the methods that its `run` calls
 train         train state, step, compilation, validation, report
 evaluation    evaluators: generation, likelihood, multiple choice
 hook          hooks: protocol, dispatch and built-in hooks

@@ -1,7 +1,7 @@
 """Entry point of `python -m runner` and of the console script `runner`.
 
 From here to the training loop: `runner.cli.app` parses the command line, `runner.cli.run` joins the hosts and calls the
-job, `RestoreableJob.__call__` in `runner/job.py` claims the directory and restores, and `BaseTrainer.run` in
+job, `Lifecycle.run` in `runner/lifecycle.py` claims the directory and restores, and `BaseTrainer.run` in
 `runner/trainer.py` is the loop.
 
 The process first sets options of the C library's memory allocator. The C library reads them from the environment when a

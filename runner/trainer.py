@@ -664,7 +664,7 @@ class BaseTrainer(RestoreableJob):
         """Return the part of a state that evaluators and hooks get: its weights, and their averages below `ema`."""
         return add_averages(self.weights, state)
 
-    # Methods that RestoreableJob calls.
+    # Methods that the lifecycle calls.
 
     @classmethod
     def complete_document(cls, document: Document, spec: ExecutionSpec) -> Document:
@@ -702,7 +702,7 @@ class BaseTrainer(RestoreableJob):
                 }
             )
         # A run that is done needs no data.
-        return [] if names and self.validate_directory() else names
+        return [] if names and self.lifecycle.validate_directory() else names
 
     def run_earlier_jobs(self, hosts: Hosts, stop: StopNotice, clock: Clock) -> None:
         """Tokenise the texts of `config.data.tokenise` that are not tokenised yet."""
@@ -801,11 +801,10 @@ class BaseTrainer(RestoreableJob):
             hosts.run_on_main(lambda: self.validate_program(known, hosts.num_processes))
 
     def validate_newest(self, newest: Manifest) -> None:
-        """Raise `ResumeError` also if the run cannot end at its newest checkpoint, which was not saved as the last one.
+        """Raise `ResumeError` if the run cannot end at its newest checkpoint, which was not saved as the last one.
 
         The row of the last step is made from the results that are saved with it.
         """
-        super().validate_newest(newest)
         if self.config.stability.roll_back is not None:
             find_change = self.make_run_identity(self.identity()).find_change
             validate_roll_backs(self.store, newest, find_change, self.total_steps)
@@ -923,11 +922,13 @@ class BaseTrainer(RestoreableJob):
             trace_again,
         )
 
-    def restore_or_init(self) -> None:
-        """Restore or initialise the state. A run that begins records the assets of its exports."""
+    def before_restore(self) -> None:
+        """Complete a roll-back that a killed attempt has begun."""
         find_change = self.make_run_identity(self.identity()).find_change
         self.roll_backs.complete(self.attempt, self.spec.checkpoint.fork_from, find_change, self.total_steps)
-        super().restore_or_init()
+
+    def after_restore(self) -> None:
+        """Enter the stage that has made the newest step. A run that begins records the assets of its exports."""
         self.enter_stage(max(self.step - 1, 0))
         if self.step == 0 and not self.attempt.lineage and self.attempt.hosts.is_main and self.family() is not None:
             record_assets(self.store, self.config.data, self.spec.checkpoint.initial_weights)

@@ -27,8 +27,8 @@ from runner.errors import (
     ResumeError,
     StorageError,
 )
-from runner.job import JobReport
 from runner.metrics.file import read_rows
+from runner.recipe import JobReport
 from runner.run.fence import Fence
 from runner.spec import ExecutionSpec, read_spec
 from runner.storage import LocalStore, read_json, read_log
@@ -53,7 +53,7 @@ def stop_after(job, step):
 
 
 def test_a_state_beyond_the_memory_is_refused_before_the_claim(tmp_path, monkeypatch):
-    monkeypatch.setattr("runner.job.read_device_memory_bytes", lambda: 2**20)
+    monkeypatch.setattr("runner.lifecycle.read_device_memory_bytes", lambda: 2**20)
     with pytest.raises(InvalidError, match=r"the state needs 0\.03 GiB .* they have 0\.01 GiB"):
         make_counter(tmp_path, **{"config.width": 2**20})()
     assert not (tmp_path / "attempts").exists()

@@ -91,7 +91,7 @@ def check_directory(job: RestoreableJob, can_compare: bool, findings: Findings) 
                 raise job.document.error(
                     "directory", f"{job.store.url} cannot be written: {existing} is not a writable directory"
                 )
-        done = job.validate_directory()
+        done = job.lifecycle.validate_directory()
     if done is None:
         return section
     manifest = None
@@ -99,7 +99,7 @@ def check_directory(job: RestoreableJob, can_compare: bool, findings: Findings) 
         # The trajectory of a checkpoint includes the fingerprint of the data, so it is compared only if they are known.
         manifest = read_newest_manifest(job.store)
         if manifest is not None and can_compare:
-            job.validate_checkpoints()
+            job.lifecycle.validate_checkpoints()
     label = "next start"
     if done:
         section.add("a start", "nothing: the run is done", "text", "counted", label=label)
@@ -122,7 +122,7 @@ def check_weights(job: RestoreableJob, abstract_state: Any, findings: Findings) 
         if read_newest_manifest(job.store) is not None:
             return
         if job.spec.checkpoint.fork_from is not None:
-            job.validate_checkpoints(abstract_state)
+            job.lifecycle.validate_checkpoints(abstract_state)
         else:
             initial = job.spec.checkpoint.initial_weights
             validate_init_from(job.document, initial, job.family, lambda: job.weights(abstract_state))

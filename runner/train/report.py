@@ -12,13 +12,13 @@ import jax
 from runner.checkpoint.policy import is_due
 from runner.config import TrainerConfig
 from runner.errors import ResumeError
-from runner.job import JobReport
 from runner.metrics.file import METRICS_FILE, find_tail_problem, open_metrics_file, read_encoded_rows
 from runner.metrics.meta import HIGH_LOSS_STEPS, Meta
 from runner.metrics.rows import Row, RowTail
 from runner.metrics.window import NO_SUMS, MetricsWindow, StepTimer
 from runner.metrics.writers import RowDisplay, open_displays
 from runner.parallel.mesh import read_peak_memory_bytes
+from runner.recipe import JobReport
 from runner.run.attempt import Attempt
 from runner.spec import ExecutionSpec
 from runner.storage import JsonObject

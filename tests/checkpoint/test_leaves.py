@@ -272,9 +272,8 @@ class LossyWriter:
 
 
 class LossyFirstSaveJob(LeafJob):
-    def restore_or_init(self):
+    def before_restore(self):
         self.checkpointer._writer = LossyWriter(self.checkpointer._writer)
-        super().restore_or_init()
 
     def init(self):
         return {"leaf": self.make(), "count": jnp.int32(0)}

@@ -154,7 +154,7 @@ def test_a_vocabulary_is_trained_on_several_sources(tmp_path):
     assert (tmp_path / "two/corpus/tokenizer.json").read_bytes() == content
     (tmp_path / "x.jsonl").write_bytes(tokenise_inputs.make_jsonl(["changed"], "content"))
     with pytest.raises(InvalidError, match=r"config\.tokenizer\.sources"):
-        make_tokenise_job(tmp_path / "one", **source, **{"checkpoint.keep_last": 4}).validate_checkpoints()
+        make_tokenise_job(tmp_path / "one", **source, **{"checkpoint.keep_last": 4}).lifecycle.validate_checkpoints()
     bad = [*sources, {"source": str(tmp_path / "none.jsonl")}]
     assert "config.tokenizer.sources.2.source: no file matches" in get_error_line(
         tmp_path / "run", **source | {"config.tokenizer": bpe | {"sources": bad}}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.job import format_end_lines
+from runner.lifecycle import format_end_lines
 from tests.support.tiny_jobs import make_counter, make_gpt
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from runner.errors import MiscountError
-from runner.job import validate_end, validate_step
+from runner.lifecycle import validate_end, validate_step
 
 
 @pytest.mark.parametrize(("step", "last_step"), [(0, 0), (1, 0), (13, 12), (12, 12), (40, 12), (40, 40), (50, 50)])

@@ -25,6 +25,6 @@ def make_attempt(store: Store, log: JsonlLog | None = None) -> Attempt:
 
 def start(job: JobType) -> JobType:
     """Claim the directory and restore `job`, so that its next call is the first step; no watchdog is started."""
-    job.claim_directory(Hosts.single_process(), StopNotice(), Progress())
-    job.prepare_and_restore()
+    job.lifecycle.claim(Hosts.single_process(), StopNotice(), Progress())
+    job.lifecycle.prepare_and_restore()
     return job

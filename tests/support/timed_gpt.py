@@ -59,13 +59,12 @@ class TimedGPT(PretrainGPT):
         self.checkpointer.wait_until_finished = add_measurement(  # type: ignore[method-assign]
             "save_stall", self.checkpointer.wait_until_finished
         )
+        self.lifecycle.restore_or_init = add_measurement(  # type: ignore[method-assign]
+            "restore", self.lifecycle.restore_or_init
+        )
         self.append_line(prepared=time.time())
         with measure_seconds("compile"):
             super().prepare()
-
-    def restore_or_init(self) -> None:
-        with measure_seconds("restore"):
-            super().restore_or_init()
 
     def run(self) -> None:
         self.since = time.time()
