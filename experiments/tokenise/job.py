@@ -57,7 +57,7 @@ from experiments.tokenise.inputs import (
 )
 from experiments.tokenise.pipeline import (
     EncodedBatch,
-    Recipe,
+    EncodingOptions,
     encode_pieces,
     fetch_piece,
     format_too_many,
@@ -617,7 +617,7 @@ class Tokenise(TextJob):
     def _encode(self, pieces: Sequence[int], duplicates: DocumentSet | None) -> Generator[EncodedBatch]:
         config = self.config
         work = [(piece, self.pieces[piece]) for piece in pieces]
-        recipe = Recipe(
+        options = EncodingOptions(
             field=config.field,
             shard_bytes=config.shard_bytes,
             skip_bad=config.skip_bad,
@@ -627,7 +627,7 @@ class Tokenise(TextJob):
             seed=self.order_seed,
             duplicates=duplicates,
         )
-        return encode_pieces(work, self.vocabulary.tokenizer, recipe)
+        return encode_pieces(work, self.vocabulary.tokenizer, options)
 
     def _make_piece(self, piece: int, stream: Iterator[EncodedBatch]) -> corpus.FinishedPiece:
         """Write the next piece of the stream."""

@@ -94,7 +94,7 @@ class EncodedBatch:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class EncodingOptions:
     """Everything on which the tokens of a piece depend besides files and tokenizer.
 
     Attributes:
@@ -119,7 +119,7 @@ class Recipe:
 
 
 def encode_pieces(
-    pieces: Sequence[tuple[int, Piece]], tokenizer: BatchTokenizer, recipe: Recipe
+    pieces: Sequence[tuple[int, Piece]], tokenizer: BatchTokenizer, options: EncodingOptions
 ) -> Generator[EncodedBatch]:
     """Yield the tokens of numbered pieces, in order. The caller must close the generator or exhaust it.
 
@@ -128,18 +128,20 @@ def encode_pieces(
     """
     parts = dict(pieces)
     fetched = prefetch(((number, piece, fetch_piece(piece)) for number, piece in pieces), 1)
-    batches = prefetch(_read_batches(fetched, recipe), _BATCHES_AHEAD)
-    encode = encode_texts if recipe.chat is None else encode_dialogues
-    return map_in_order(lambda batch: encode(batch, parts[batch.piece], tokenizer, recipe), batches, _NUM_ENCODERS)
+    batches = prefetch(_read_batches(fetched, options), _BATCHES_AHEAD)
+    encode = encode_texts if options.chat is None else encode_dialogues
+    return map_in_order(lambda batch: encode(batch, parts[batch.piece], tokenizer, options), batches, _NUM_ENCODERS)
 
 
-def encode_texts(batch: DocumentBatch, piece: Piece, tokenizer: BatchTokenizer, recipe: Recipe) -> EncodedBatch:
+def encode_texts(
+    batch: DocumentBatch, piece: Piece, tokenizer: BatchTokenizer, options: EncodingOptions
+) -> EncodedBatch:
     """Encode documents of text.
 
     A document without tokens and without a separator is left out, because a corpus cannot contain it.
     """
-    begin, separator = recipe.begin, recipe.separator
-    found, bad = _encode_all(batch, piece, tokenizer.encode_batch, batch.documents, recipe)
+    begin, separator = options.begin, options.separator
+    found, bad = _encode_all(batch, piece, tokenizer.encode_batch, batch.documents, options)
     found = [ids for ids in found if ids is not None]
     num_documents, tail = len(found), 0 if separator is None else 1
     if separator is None:
@@ -156,14 +158,16 @@ def encode_texts(batch: DocumentBatch, piece: Piece, tokenizer: BatchTokenizer, 
     return EncodedBatch(batch, ids, np.cumsum(lengths), num_documents - len(lengths), bad=bad)
 
 
-def encode_dialogues(batch: DocumentBatch, piece: Piece, tokenizer: BatchTokenizer, recipe: Recipe) -> EncodedBatch:
-    """Encode dialogues and mark their completion tokens. Long dialogues are cut or dropped as the recipe says."""
-    assert recipe.chat is not None
-    chat, dialogues = recipe.chat, [document for document in batch.documents if isinstance(document, Dialogue)]
+def encode_dialogues(
+    batch: DocumentBatch, piece: Piece, tokenizer: BatchTokenizer, options: EncodingOptions
+) -> EncodedBatch:
+    """Encode dialogues and mark their completion tokens. Long dialogues are cut or dropped as the options say."""
+    assert options.chat is not None
+    chat, dialogues = options.chat, [document for document in batch.documents if isinstance(document, Dialogue)]
     texts = [dialogue.text for dialogue in dialogues]
-    encoded, bad = _encode_all(batch, piece, tokenizer.encode_spans, texts, recipe)
+    encoded, bad = _encode_all(batch, piece, tokenizer.encode_spans, texts, options)
     marked = [
-        mark_tokens(dialogue, found[0], found[1], recipe.begin, recipe.separator, chat.max_tokens)
+        mark_tokens(dialogue, found[0], found[1], options.begin, options.separator, chat.max_tokens)
         for dialogue, found in zip(dialogues, encoded, strict=True)
         if found is not None
     ]
@@ -179,7 +183,11 @@ def encode_dialogues(batch: DocumentBatch, piece: Piece, tokenizer: BatchTokeniz
 
 
 def _encode_all(
-    batch: DocumentBatch, piece: Piece, encode: Callable[[Any], list[Any]], texts: Sequence[Any], recipe: Recipe
+    batch: DocumentBatch,
+    piece: Piece,
+    encode: Callable[[Any], list[Any]],
+    texts: Sequence[Any],
+    options: EncodingOptions,
 ) -> tuple[list[Any], tuple[BadRecord, ...]]:
     """Encode the texts of a batch, and return None in place of each that cannot be encoded, and where these are.
 
@@ -198,12 +206,12 @@ def _encode_all(
             found.append(None)
             problems[index] = str(error)
     failed = sorted(problems, key=lambda index: batch.numbers[index])
-    rendering = contextlib.nullcontext() if recipe.chat is None else Renderer(recipe.chat.template)
+    rendering = contextlib.nullcontext() if options.chat is None else Renderer(options.chat.template)
     with rendering as renderer:
-        places = find_documents(piece, [batch.numbers[index] for index in failed], recipe.field, renderer)
+        places = find_documents(piece, [batch.numbers[index] for index in failed], options.field, renderer)
     bad = tuple(BadRecord(place, problems[index]) for place, index in zip(places, failed, strict=True))
-    if len(bad) > recipe.skip_bad:
-        raise DataError(format_too_many(str(bad[0]), len(bad), recipe.skip_bad))
+    if len(bad) > options.skip_bad:
+        raise DataError(format_too_many(str(bad[0]), len(bad), options.skip_bad))
     return found, bad
 
 
@@ -239,36 +247,38 @@ def fetch_piece(piece: Piece) -> list[bytes | None]:
         return list(pool.map(fetch_small, piece))
 
 
-def _read_batches(pieces: Generator[tuple[int, Piece, list[bytes | None]]], recipe: Recipe) -> Generator[DocumentBatch]:
+def _read_batches(
+    pieces: Generator[tuple[int, Piece, list[bytes | None]]], options: EncodingOptions
+) -> Generator[DocumentBatch]:
     """Yield the documents in batches. With a seed the documents of one shard are in memory.
 
     The shards of a piece depend only on its documents, so a piece that is processed again gives the same shards.
     """
-    rendering = contextlib.nullcontext() if recipe.chat is None else Renderer(recipe.chat.template)
+    rendering = contextlib.nullcontext() if options.chat is None else Renderer(options.chat.template)
     with contextlib.closing(pieces), rendering as renderer:
         for number, piece, contents in pieces:
             bad: list[BadRecord] = []
             held: list[tuple[int, Document]] = []
             held_bytes = in_shard_bytes = num_shards = num_duplicates = 0
             digest = DocumentsDigest() if any(part.file.has_mutable_content for part in piece) else None
-            documents = read_piece(piece, contents, recipe.field, recipe.skip_bad, bad, renderer)
+            documents = read_piece(piece, contents, options.field, options.skip_bad, bad, renderer)
             for index, document in enumerate(documents):
                 if digest is not None:
                     digest.add(document)
-                if recipe.duplicates is not None and recipe.duplicates.contains(number, index):
+                if options.duplicates is not None and options.duplicates.contains(number, index):
                     num_duplicates += 1
                     continue
                 held.append((index, document))
                 held_bytes += len(document)
                 in_shard_bytes += len(document)
                 # Bytes of text are counted instead of tokens, so that shards depend only on the documents.
-                is_shard = in_shard_bytes >= recipe.shard_bytes
+                is_shard = in_shard_bytes >= options.shard_bytes
                 is_batch = held_bytes >= BATCH_BYTES or len(held) == BATCH_DOCUMENTS
-                if is_shard or (is_batch and recipe.seed is None):
-                    yield from _cut_batches(number, held, recipe.seed, num_shards, is_shard)
+                if is_shard or (is_batch and options.seed is None):
+                    yield from _cut_batches(number, held, options.seed, num_shards, is_shard)
                     held, held_bytes, num_shards = [], 0, num_shards + is_shard
                     in_shard_bytes = 0 if is_shard else in_shard_bytes
-            yield from _cut_batches(number, held, recipe.seed, num_shards, False)
+            yield from _cut_batches(number, held, options.seed, num_shards, False)
             # Even an empty last batch is passed on, because it tells the writer that the piece is complete.
             found = "" if digest is None else digest.hexdigest()
             yield DocumentBatch(number, [], [], tuple(bad), True, True, num_duplicates, found)

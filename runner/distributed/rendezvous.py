@@ -650,7 +650,9 @@ class _LineReader:
     def wait(self, end_seconds: float) -> None:
         """Block until something more has come, or until the deadline."""
         if not self._buffer:
-            select.select([self.connection], [], [], max(end_seconds - time.monotonic(), 0))
+            poll = select.poll()  # `select.select` refuses the descriptors of a process that has opened 1,024
+            poll.register(self.connection, select.POLLIN)
+            poll.poll(max(end_seconds - time.monotonic(), 0) * 1000)
 
     def receive(self, end_seconds: float) -> JsonObject:
         """Return the next line.

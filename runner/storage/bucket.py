@@ -35,6 +35,7 @@ TRY_SECONDS = 30.0  # a try is abandoned when no byte has arrived for so long
 CONNECT_SECONDS = 10.0
 NUM_CONNECTIONS = 16
 PERIOD_SECONDS = 1.0  # between two writes of the background writer
+IDLE_SECONDS = 10.0  # after which its thread ends
 _NUM_DELETERS = 8
 
 
@@ -217,7 +218,7 @@ class BucketStore:
 class BackgroundWriter:
     """Writer of named objects from one background thread. Thread-safe.
 
-    Memory holds at most one function for each name.
+    Memory holds at most one function for each name. The thread ends after `IDLE_SECONDS` without a change.
     """
 
     def __init__(self) -> None:
@@ -240,7 +241,9 @@ class BackgroundWriter:
     def _work(self) -> None:
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._changed)
+                if not self._condition.wait_for(lambda: self._changed, IDLE_SECONDS):
+                    self._thread = None
+                    return
             try:
                 self.flush()
                 self._has_warned = False

@@ -23,7 +23,7 @@ from experiments.tokenise.config import BpeConfig
 from experiments.tokenise.documents import cut_into_pieces
 from experiments.tokenise.inputs import find_files
 from experiments.tokenise.job import sample_documents, train_bpe
-from experiments.tokenise.pipeline import Recipe, encode_pieces
+from experiments.tokenise.pipeline import EncodingOptions, encode_pieces
 from runner.data.tokenizers import HuggingFaceTokenizer
 from runner.storage import LocalStore
 
@@ -42,7 +42,9 @@ def time_job(content: bytes, source: Path, output: Path) -> tuple[int, float]:
     pieces = cut_into_pieces(find_files(str(source)), SHARD_BYTES)
     tokenizer, store, num_tokens = HuggingFaceTokenizer(content), LocalStore(output), 0
     started = time.perf_counter()
-    with contextlib.closing(encode_pieces([*enumerate(pieces)], tokenizer, Recipe("text", SHARD_BYTES))) as stream:
+    with contextlib.closing(
+        encode_pieces([*enumerate(pieces)], tokenizer, EncodingOptions("text", SHARD_BYTES))
+    ) as stream:
         for number in range(len(pieces)):
             num_tokens += corpus.write_piece(store, number, "", stream).num_tokens
     return num_tokens, time.perf_counter() - started

@@ -16,8 +16,6 @@ def test_late_attributes_are_those_declared_in_class_bodies(structure: Structure
     assert structure.late_attributes == [
         "BaseTrainer.compiled",
         "BaseTrainer.train_setup",
-        "RestoreableJob.attempt",
-        "RestoreableJob.checkpointer",
     ]
 
 
@@ -47,7 +45,7 @@ def test_names_of_public_classes_are_unique(structure: Structure) -> None:
 
 
 def test_sizes_and_comments_stay_in_bounds(structure: Structure) -> None:
-    assert structure.files <= 218
+    assert structure.files <= 220
     assert structure.called_once <= 345
     assert structure.comment_share >= 1 / 17
 

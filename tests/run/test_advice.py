@@ -11,7 +11,7 @@ import yaml
 
 from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
-from runner import BaseTrainer, ExecutionSpec, job
+from runner import BaseTrainer, ExecutionSpec, lifecycle
 from runner.config import TrainerConfig
 from runner.errors import InvalidError
 from runner.spec import parse_document, validate_config
@@ -37,7 +37,7 @@ def no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     def claim(*args: Any, **kwargs: Any) -> Any:
         raise AcceptedError
 
-    monkeypatch.setattr(job, "claim_attempt", claim)
+    monkeypatch.setattr(lifecycle, "claim_attempt", claim)
 
 
 def write_sources(root: Path) -> dict[str, str]:
@@ -139,7 +139,7 @@ SOAK_REFUSALS: dict[str, tuple[str, Any, str]] = {
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function of the name of a run, which returns its document and the sources; each run is made once."""
     made: dict[str, tuple[dict[str, Any], dict[str, str]]] = {}
-    claim = job.claim_attempt
+    claim = lifecycle.claim_attempt
 
     def make(name: str) -> tuple[dict[str, Any], dict[str, str]]:
         if name not in made:
@@ -147,7 +147,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Any:
             files = write_sources(root)
             document = merge(make_gpt_document(root / "run", **TINY), RUNS[name](files))
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(job, "claim_attempt", claim)
+                patch.setattr(lifecycle, "claim_attempt", claim)
                 stop_after(JOBS.get(name, PretrainGPT)(ExecutionSpec.model_validate(document)), STEP)
             made[name] = document, files
         document, files = made[name]

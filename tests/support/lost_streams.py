@@ -49,8 +49,11 @@ class ProcessWithLostStreams:
         self._reader.start()
 
     def _read(self) -> None:
+        poll = select.poll()  # `select.select` refuses the descriptors of a process that has opened 1,024
+        for descriptor in self.ours:
+            poll.register(descriptor, select.POLLIN)
         while not self._is_lost.is_set():
-            for descriptor in select.select(self.ours, [], [], 0.02)[0]:
+            for descriptor, _ in poll.poll(20):
                 with contextlib.suppress(OSError):  # a terminal without open descriptors at the other end
                     os.read(descriptor, 65536)
         for descriptor in self.ours:
