@@ -9,6 +9,7 @@ run, and imports no jax. The runner never imports it.
 - `supervisor`: restarts by exit code, for engines that restart nothing by themselves
 - `local`: processes on this machine, with simulated CPU devices on request
 - `tpu_vm`: TPU VMs of Google Cloud, through a queued resource
-- `__main__`: the command line `python -m launch`
+- `app`: the command line of `python -m launch`
+- `__main__`: its entry point
 - `worker`: one host's part of a job, restarted in its place, for `kubernetes` and `tpu_vm`
 """

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from runner.errors import EXIT_INVALID, describe_hiding_modules
+from runner.errors import explain_hiding_modules
 
 _MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # such as `always [madvise] never`
 _VARIABLE, _MIN_GLIBC = "GLIBC_TUNABLES", (2, 35)
@@ -29,16 +29,13 @@ _ACCELERATORS = ("accel*", "vfio/*", "nvidia*", "kfd")  # devices of TPUs, and o
 
 def main() -> int:
     """Run the command line of this process and return its exit code."""
-    try:
+
+    def run() -> int:
         # This comes before other imports, which would otherwise be made twice.
         restart_with_allocator_options()
         return int(importlib.import_module("runner.cli.app").run_program())
-    except (ImportError, AttributeError, SyntaxError) as error:
-        cause = describe_hiding_modules(error)
-        if not cause:
-            raise
-        print(f"{error}; {cause}".translate(dict.fromkeys(range(32), " ")), file=sys.stderr)
-        return EXIT_INVALID
+
+    return explain_hiding_modules(run)
 
 
 def restart_with_allocator_options() -> None:

@@ -7,7 +7,7 @@ invalid, 75 preempted, 76 retryable.
 import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -173,6 +173,21 @@ def suggest_choices(word: str, choices: Sequence[str], prefix: str = "") -> str:
 # Modules in the working directory that hide others of the same name. `python -m runner` looks for every module in the
 # working directory first, so that a user's job is found there. A file `random.py` or a folder `jax/` then takes the
 # place of the module that a library means.
+
+
+def explain_hiding_modules(program: Callable[[], int]) -> int:
+    """Run `program` and return its exit code.
+
+    If it fails because a module of the working directory hides another one, print a line that says so, and return 2.
+    """
+    try:
+        return program()
+    except (ImportError, AttributeError, SyntaxError) as error:
+        cause = describe_hiding_modules(error)
+        if not cause:
+            raise
+        print(f"{error}; {cause}".translate(dict.fromkeys(range(32), " ")), file=sys.stderr)
+        return EXIT_INVALID
 
 
 def describe_hiding_modules(error: BaseException) -> str:

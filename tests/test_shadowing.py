@@ -16,6 +16,7 @@ HIDING = {
     "yaml.py": r"yaml is .*/yaml\.py here, which hides the one in .*/yaml/",
     "jax/__init__.py": r"jax is .*/jax/__init__\.py here, which hides the one in .*/jax/",
 }
+PROGRAMS = {"runner": ["runner", "schema", "x.yaml"], "launch": ["launch", "slurm", "x.yaml", "--dry-run"]}
 # File of the working directory, the class that is imported, and what the line says.
 HIDDEN = {
     # An editable install still finds the modules that the project has.
@@ -48,9 +49,12 @@ def start_in(directory: Path, file: str, program: str) -> tuple[int, str]:
     return result.returncode, result.stderr
 
 
-@pytest.mark.parametrize("file", HIDING)
-def test_the_line_names_a_file_that_hides_a_module(tmp_path: Path, file: str) -> None:
-    program = "sys.argv = ['runner', 'schema', 'x.yaml']; import runner.__main__ as m; sys.exit(m.main())"
+@pytest.mark.parametrize(
+    ("file", "command"),
+    [(file, "runner") for file in HIDING] + [(file, "launch") for file in HIDING if "jax" not in file],
+)
+def test_the_line_names_a_file_that_hides_a_module(tmp_path: Path, file: str, command: str) -> None:
+    program = f"sys.argv = {PROGRAMS[command]}; import {command}.__main__ as m; sys.exit(m.main())"
     code, errors = start_in(tmp_path, file, program)
     assert (code, errors.count("\n")) == (2, 1), errors
     assert re.search(HIDING[file], errors), errors

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-import launch.__main__
+import launch.app
 from runner.checkpoint.fingerprint import combine_digests
 from runner.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from runner.cli.app import main
@@ -152,7 +152,7 @@ def test_no_command_passes_on_what_controls_a_terminal(
     for command, make_words in COMMANDS.items():
         words = make_words(str(run), tmp_path, NAMES[name])
         capfdbinary.readouterr()
-        code = launch.__main__.main(words[1:]) if words[0] == "launch" else main(words)
+        code = launch.app.main(words[1:]) if words[0] == "launch" else main(words)
         for output in capfdbinary.readouterr():
             text = output.decode()
             assert (command, find_controls(text)) == (command, [])

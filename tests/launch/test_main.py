@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch import worker
-from launch.__main__ import main
+from launch.app import main
 
 ROOT = Path(__file__).parents[2]
 REQUIRED_OPTIONS = {"local": [], "slurm": [], "jobset": ["--image", "registry/job:1"], "tpu-vm": ["--zone", "z"]}
@@ -117,7 +117,7 @@ def test_the_worker_has_help_and_reports_mistakes(run_launch):
 
 
 def test_the_command_line_does_not_import_jax():
-    program = "import sys; sys.argv = ['x', '--help']; from launch.__main__ import main\n"
+    program = "import sys; sys.argv = ['x', '--help']; from launch.app import main\n"
     program += "try: main()\nfinally: print(sorted({'jax', 'rich'} & set(sys.modules)), file=sys.stderr)"
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert result.stderr == "[]\n"

@@ -7,7 +7,7 @@ from typing import get_type_hints
 import pytest
 import yaml
 
-from launch.__main__ import main
+from launch.app import main
 from launch.kubernetes import engine as jobset
 from launch.kubernetes.engine import JobSetArguments
 from launch.slurm.engine import SlurmArguments

@@ -111,7 +111,7 @@ def test_launch_imports_only_light_layers_of_the_runner(path):
 
 
 @pytest.mark.parametrize(
-    "module", ["runner", "runner.spec", "runner.config", "runner.errors", "runner.history.reader", "launch.__main__"]
+    "module", ["runner", "runner.spec", "runner.config", "runner.errors", "runner.history.reader", "launch.app"]
 )
 def test_validating_a_spec_does_not_import_jax(module):
     heavy = "{'jax', 'flax', 'optax', 'orbax', 'numpy', 'wandb', 'grain'}"

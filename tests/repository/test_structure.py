@@ -23,13 +23,14 @@ def test_each_import_by_string_has_a_reason(structure: Structure) -> None:
     reasons = {
         "experiments/model/platform.py": "the kernels of other platforms",
         "runner/__init__.py": "public classes, without jax until their first use",
+        "launch/__main__.py": "the command line, once its errors are explained",
         "runner/__main__.py": "the command line, after the process has executed itself again with allocator options",
         "runner/cli/app.py": "the implementations of commands, most of which import jax",
         "runner/spec/imports.py": "the user's job class, and packages of extras, such as pyarrow",
         "runner/metrics/writers.py": "wandb, whose import takes a second",
     }
     assert {place.rpartition(":")[0] for place in structure.imports_by_string} == set(reasons)
-    assert len(structure.imports_by_string) <= 7
+    assert len(structure.imports_by_string) <= 8
 
 
 def test_the_number_of_any_dictionaries_is_bounded(structure: Structure) -> None:
@@ -45,7 +46,7 @@ def test_names_of_public_classes_are_unique(structure: Structure) -> None:
 
 
 def test_sizes_and_comments_stay_in_bounds(structure: Structure) -> None:
-    assert structure.files <= 220
+    assert structure.files <= 221
     assert structure.called_once <= 345
     assert structure.comment_share >= 1 / 17
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.__main__ import main
+from launch.app import main
 from launch.kubernetes import engine
 from runner.run.environment import SUBMITTED
 from tests.launch.kubernetes.test_jobset import (

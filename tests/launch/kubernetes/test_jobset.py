@@ -22,7 +22,7 @@ import jsonschema
 import pytest
 import yaml
 
-from launch.__main__ import main
+from launch.app import main
 from launch.kubernetes.engine import escape_references, validate_size
 from launch.worker import WorkerArguments
 from runner.accelerator import CHIPS

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.__main__ import main
+from launch.app import main
 from launch.slurm import engine
 from runner.process import STOP_SIGNALS
 from tests.support.job_process import DEADLINE_SECONDS

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.__main__ import main
+from launch.app import main
 from launch.tpu_vm import engine
 from launch.tpu_vm.engine import find_exit_code
 from launch.tpu_vm.gcloud import HostStatus
