@@ -29,6 +29,7 @@ LONGEST_FILES = (
     "tests/test_trainer.py",
     "tests/test_values.py",
     "tests/repository/test_readme.py",
+    "tests/repository/test_snapshot.py",
     "tests/plan/test_plan.py",
     "tests/experiments/test_gpt.py",
     "tests/survival/test_refusal.py",

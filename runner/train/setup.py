@@ -152,14 +152,18 @@ class TrainSetup:
         with self.sharding_rules():
             return lower_step(self.traced[layout.micro_batch_examples], layout)
 
+    def lower_val(self, val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout) -> jax.stages.Lowered:
+        """Lower `val_step` for one split of the batch, without compiling it; `abstract` as in `compile_val`."""
+        self.trace_val(val_step, abstract, layout)
+        with self.sharding_rules():
+            return lower_step(self.traced_val[layout.global_batch_examples, layout.micro_batch_examples], layout)
+
     def compile_val(
         self, val_step: Callable[..., Any], abstract: TrainState, layout: BatchLayout
     ) -> jax.stages.Compiled:
         """Compile `val_step` for one split of the batch and the leaves of the state that `abstract` has."""
-        self.trace_val(val_step, abstract, layout)
-        with self.sharding_rules():
-            sizes = (layout.global_batch_examples, layout.micro_batch_examples)
-            lowered = lower_step(self.traced_val.pop(sizes), layout)
+        lowered = self.lower_val(val_step, abstract, layout)
+        self.traced_val.pop((layout.global_batch_examples, layout.micro_batch_examples))
         return compile_lowered(lowered, layout)[0]
 
 

@@ -26,14 +26,14 @@ def _is_known(flag: str) -> bool:
 
 
 _HAS_EMITTERS = _is_known(_EMITTERS)
+FAST_COMPILATION = " ".join([_UNOPTIMIZED, *([f"--{_EMITTERS}=false"] if _HAS_EMITTERS else [])])  # for XLA_FLAGS
 # Compiler options of a user's process, for tests that need the bits that users get.
 USER_COMPILER_OPTIONS = {"xla_backend_optimization_level": 3} | ({_EMITTERS: True} if _HAS_EMITTERS else {})
 
 
 def configure_simulated_devices(devices: int) -> None:
     """Give this process and its children `devices` simulated CPU devices; call it before jax is imported."""
-    flags = [_UNOPTIMIZED, *([f"--{_EMITTERS}=false"] if _HAS_EMITTERS else [])]
-    os.environ.update(make_environment(devices, {"XLA_FLAGS": " ".join(flags)}))
+    os.environ.update(make_environment(devices, {"XLA_FLAGS": FAST_COMPILATION}))
 
 
 def environment(devices: int, cache: Path | None = None) -> dict[str, str]:
