@@ -263,7 +263,8 @@ def describe_spec(spec: str, devices: Sequence[jax.Device]) -> dict[str, Any]:
     job = open_shipped_job(spec)
     identity = {"identity": describe_identity(job)}
     if not isinstance(job, BaseTrainer):
-        return identity | {"spec": dump_spec(job.resolved_spec()).splitlines()}
+        # The default output of a corpus is an absolute path.
+        return identity | {"spec": dump_spec(job.resolved_spec()).replace(str(ROOT), "ROOT").splitlines()}
     builder = job.setup_builder
     train_setup = builder.build_on_mesh(builder.make_mesh(devices), jax.random.key(job.spec.seed))
     layout = builder.get_largest_layout(train_setup)

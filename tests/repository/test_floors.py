@@ -111,7 +111,8 @@ def test_the_lowest_versions_train_resume_report_and_export(version: str, tmp_pa
     spec = source / "specs" / "gpt_nano.yaml"
     options = [word for option in (f"directory={tmp_path / 'run'}", *OPTIONS) for word in ("--set", option)]
     assert "done at step 4" in run("-m", "runner", spec, *options)
-    assert "done at step 8" in run("-m", "runner", spec, *options, "--set", "config.train.total_steps=8")
+    options += ["--set", "config.train.total_steps=8"]
+    assert "done at step 8" in run("-m", "runner", spec, *options)
     run("-m", "runner", "status", tmp_path / "run")
     run("-m", "runner", "report", tmp_path / "run", "-o", tmp_path / "report.html")
     run("-m", "runner", "export", tmp_path / "run", "-o", tmp_path / "exported")
