@@ -246,7 +246,7 @@ class Lifecycle:
             ),
             job.discard_output,
         )
-        job.attempt = attempt
+        job.attempt, job.lineage = attempt, attempt.lineage
         # A stop before the first step ends the process from another thread, which must still record the attempt's end.
         stop.on_idle_exit = lambda: attempt.record_idle_exit(job.step)
         own = job.identity()

@@ -81,6 +81,7 @@ class Recipe:
         config: `spec.config`, an instance of `Config`.
         store: the run's directory.
         compile_cache: cache of compiled programs.
+        lineage: origin of a run that was forked, once its directory is claimed; see `Attempt.lineage`.
         state: the pytree; None until it is restored or initialised.
         step: number of completed steps.
     """
@@ -111,6 +112,7 @@ class Recipe:
         self.config: Any = validate_config(self.document, self.Config)
         self.store = open_directory(self.document, spec)
         self.compile_cache = CompileCache(self.store if spec.shares_compiled_programs else None)
+        self.lineage: JsonObject = {}
         self.state: Any = None
         self.step = 0
 
@@ -240,9 +242,9 @@ class Recipe:
         spec = self.spec.model_copy(update={"config": self.config.model_dump(mode="json")})
         fork = spec.checkpoint.fork_from
         # Before the restore it is not known to which step `newest` or `best` refers.
-        if fork is None or "attempt" not in vars(self) or not self.attempt.lineage:
+        if fork is None or not self.lineage:
             return spec
-        fork = fork.model_copy(update={"step": self.attempt.lineage["step"]})
+        fork = fork.model_copy(update={"step": self.lineage["step"]})
         return spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"fork_from": fork})})
 
     def make_save_contents(self) -> SaveContents:

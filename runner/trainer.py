@@ -111,7 +111,6 @@ class BaseTrainer(RestoreableJob):
     Attributes:
         config: validated config; also an attribute of the job's class, for classmethods.
         train_setup: abstract train state, optimizer and shardings on the devices of this job. Available after `setup`.
-        compiled: compiled train step. Available after `prepare`.
         hooks: hooks that the spec lists.
         roll_backs: roll-backs of the run, and the data that they have skipped.
         stages: stages of the run, and the one that it is in.
@@ -134,7 +133,6 @@ class BaseTrainer(RestoreableJob):
 
     config: TrainerConfig[Any]
     train_setup: TrainSetup
-    compiled: CompiledStep
 
     logical_axis_rules: ClassVar[Sequence[LogicalAxisRule]] = ()
     # Averages of weights keep the names that they have at the start of the run, also in a stage that sets other decays.
@@ -202,6 +200,11 @@ class BaseTrainer(RestoreableJob):
         )
         self.programs = ProgramHistory()
         self._replays: ReplaySchedule | None = None  # from the restore on, if the spec asks for replays
+        self._compiled: CompiledStep | None = None  # from `prepare` on
+        self._hook_dispatcher: HookDispatcher | None = None
+        # Of the current stage.
+        self._builtin_evaluators: BuiltinEvaluators | None = None
+        self._chosen_evaluators: list[Evaluator] | None = None
 
     # Methods for an experiment to override.
 
@@ -370,11 +373,11 @@ class BaseTrainer(RestoreableJob):
         `slice` is `train` or the name of a validation set. Raises `ValueError` for any other, and `PhaseError` before
         the job is compiled.
         """
-        self.validate_compiled("batch")
+        compiled = self.get_compiled("batch")
         step = self.step if step is None else step
         if slice == TRAIN:
             return self.stages.load_batch(step)
-        return self.compiled.layout.batch(self.stages.current.builder.dataset, slice, step)
+        return compiled.layout.batch(self.stages.current.builder.dataset, slice, step)
 
     def get_data_step(self, step: int) -> int:
         """Return the index, in the order of the data, of the batch after `step` completed steps.
@@ -513,7 +516,7 @@ class BaseTrainer(RestoreableJob):
         Reads the data on this host if the total is in epochs.
         """
         # The dispatcher needs the attempt, which may not exist yet, so this property must not create it.
-        stop = self.hook_dispatcher.stop if "hook_dispatcher" in vars(self) else None
+        stop = None if self._hook_dispatcher is None else self._hook_dispatcher.stop
         return self.config_in_steps.total_steps if stop is None else stop.step
 
     @property
@@ -569,11 +572,10 @@ class BaseTrainer(RestoreableJob):
         if self.config.find_stage(step) == self.stages.number:
             return
         with self.attempt.progress.report_phase(COMPILE):
-            self.compiled = self.stages.enter(step)
+            self._compiled = self.stages.enter(step)
         stage = self.stages.current
         # These are created again, for the model, the batch and the data of this stage.
-        for name in ("builtin_evaluators", "_evaluators"):
-            vars(self).pop(name, None)
+        self._builtin_evaluators = self._chosen_evaluators = None
         self.report.enter_stage(self._evaluators, self._compute_mfu_per_token_rate())
         layout = self.compiled.layout
         self.attempt.record(
@@ -586,18 +588,26 @@ class BaseTrainer(RestoreableJob):
             micro_batch_examples=layout.micro_batch_examples,
         )
 
-    def validate_compiled(self, name: str) -> None:
-        """Raise `PhaseError` if the job is not compiled yet; its member `name` needs the compiled step."""
-        if "compiled" not in vars(self):
+    @property
+    def compiled(self) -> CompiledStep:
+        """Compiled train step of the current stage. Available after `prepare`."""
+        return self.get_compiled("compiled")
+
+    def get_compiled(self, name: str) -> CompiledStep:
+        """Return the compiled step, which the member `name` needs. Raises `PhaseError` if there is none yet."""
+        if self._compiled is None:
             raise PhaseError(
                 f"{type(self).__name__}.{name}: the job is not compiled yet; call the job, and {name} inside of run or "
                 "after it"
             )
+        return self._compiled
 
-    @functools.cached_property
+    @property
     def hook_dispatcher(self) -> HookDispatcher:
         """Dispatcher of the hooks in this attempt."""
-        return HookDispatcher(self.hooks, self.attempt, self.report, self.get_evaluated_weights)
+        if self._hook_dispatcher is None:
+            self._hook_dispatcher = HookDispatcher(self.hooks, self.attempt, self.report, self.get_evaluated_weights)
+        return self._hook_dispatcher
 
     @functools.cached_property
     def report(self) -> Report:
@@ -620,12 +630,14 @@ class BaseTrainer(RestoreableJob):
         if len(self.stages.plans) == 1 or self.stages.current.plan.is_evaluated(self.config.total_steps):
             self.builtin_evaluators.start_compiling(self._evaluators)
 
-    @functools.cached_property
+    @property
     def _evaluators(self) -> list[Evaluator]:
         """Evaluators of the current stage."""
-        # The job may replace evaluators, but not drop one that a key of the spec asks for.
-        chosen = self.builtin_evaluators.validate_chosen(self.evaluator(), self.document)
-        return [*chosen, *make_ema_evaluators(self.config, self.validation)]
+        if self._chosen_evaluators is None:
+            # The job may replace evaluators, but not drop one that a key of the spec asks for.
+            chosen = self.builtin_evaluators.validate_chosen(self.evaluator(), self.document)
+            self._chosen_evaluators = [*chosen, *make_ema_evaluators(self.config, self.validation)]
+        return self._chosen_evaluators
 
     def _compute_mfu_per_token_rate(self) -> float:
         job, train_setup = self.stage_jobs[self.stages.number], self.stages.current.train_setup
@@ -634,7 +646,7 @@ class BaseTrainer(RestoreableJob):
     @property
     def validation(self) -> Validation:
         """Evaluator of the loss on each validation set, on `eval.batches` batches, or fewer if the set has fewer."""
-        self.validate_compiled("validation")
+        self.get_compiled("validation")
         return self.builtin_evaluators.validation
 
     @functools.cached_property
@@ -642,23 +654,30 @@ class BaseTrainer(RestoreableJob):
         """Tasks of `config.eval` besides the loss. Reads the files that it names on this host."""
         return read_evaluation_tasks(self.document, self.config, self.vocabulary_size)
 
-    @functools.cached_property
+    @property
     def builtin_evaluators(self) -> BuiltinEvaluators:
         """Evaluators of the loss on the validation sets and of the tasks of `config.eval`. Iterate to get them.
 
         These are the evaluators of the current stage.
         """
-        self.validate_compiled("evaluator")
-        tasks = self.evaluation_tasks
-        return BuiltinEvaluators(
-            self.stages.current.builder,
-            self.stages.current.train_setup,
-            self.compiled.layout,
-            dataclasses.replace(tasks, config=self.stages.current.plan.config) if self.stages.number else tasks,
-            self.batch,
-            self.attempt.stop,
-            self.stages.current.val_step,
-        )
+        if self._builtin_evaluators is None:
+            compiled, tasks = self.get_compiled("evaluator"), self.evaluation_tasks
+            self._builtin_evaluators = BuiltinEvaluators(
+                self.stages.current.builder,
+                self.stages.current.train_setup,
+                compiled.layout,
+                dataclasses.replace(tasks, config=self.stages.current.plan.config) if self.stages.number else tasks,
+                self.batch,
+                self.attempt.stop,
+                self.stages.current.val_step,
+            )
+        return self._builtin_evaluators
+
+    def list_evaluators(self, builtin: BuiltinEvaluators) -> list[Evaluator]:
+        """Return what `evaluator` returns if these are its built-in ones, for a job that is not set up."""
+        self._builtin_evaluators = builtin
+        chosen = self.evaluator()
+        return [*chosen] if isinstance(chosen, list | tuple) else [] if chosen is None else [chosen]
 
     def get_evaluated_weights(self, state: Any) -> Any:
         """Return the part of a state that evaluators and hooks get: its weights, and their averages below `ema`."""
@@ -827,7 +846,7 @@ class BaseTrainer(RestoreableJob):
         fork = self.spec.checkpoint.fork_from
         known = find_known_micro_batch(self.train_setup, self.store, hosts, fork, self.stages.current.plan.start)
         self.check_kernels(known)
-        self.compiled = self.stages.current.compile(self.stages.limit_bytes, known)
+        self._compiled = self.stages.current.compile(self.stages.limit_bytes, known)
         validate_same_program(self.compiled.digest, hosts)
         if jax.default_backend() == "cpu":
             machine = read_machine_id()

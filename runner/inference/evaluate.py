@@ -176,10 +176,7 @@ class Scorer:
         builtin = BuiltinEvaluators(
             job.setup_builder, self.train_setup, self._layout, job.evaluation_tasks, load_batch, StopNotice()
         )
-        # The job itself is not set up; its `evaluator` refers to this property.
-        vars(job)["builtin_evaluators"] = builtin
-        returned = job.evaluator()
-        chosen = returned if isinstance(returned, list | tuple) else [] if returned is None else [returned]
+        chosen = job.list_evaluators(builtin)
         return [each for each in chosen if not any(each is known for known in builtin)]
 
     def _load_batch(self, name: str, first: int, index: int) -> dict[str, jax.Array]:

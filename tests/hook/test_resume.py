@@ -150,7 +150,7 @@ def test_a_run_ended_by_a_hook_is_done_after_a_kill_before_its_end(name, get_uni
         found.checkpointer.wait_until_committed(found.step)
         raise KilledError
 
-    found.finish = die  # type: ignore[method-assign]
+    found.lifecycle.finish = die  # type: ignore[method-assign]
     with pytest.raises(KilledError):
         found()
     assert not found.done

@@ -192,7 +192,7 @@ options = ["config.model={layers: 4, heads: 4, width: 256}", "config.data.sequen
 document = load_document("specs/gpt_nano.yaml", options)
 job = PretrainGPT(validate_spec(document), document)
 job.train_setup = job.setup_builder.build(machine.devices)
-job.compiled = job.setup_builder.compile(job.train_setup, machine.hbm_bytes)
+job._compiled = job.setup_builder.compile(job.train_setup, machine.hbm_bytes)
 
 
 def resident(name):

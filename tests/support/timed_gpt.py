@@ -62,6 +62,13 @@ class TimedGPT(PretrainGPT):
         self.lifecycle.restore_or_init = add_measurement(  # type: ignore[method-assign]
             "restore", self.lifecycle.restore_or_init
         )
+        finish = self.lifecycle.finish
+
+        def finish_and_measure() -> None:
+            finish()
+            self.append_line(step=self.step, finished=dict(_seconds))
+
+        self.lifecycle.finish = finish_and_measure  # type: ignore[method-assign]
         self.append_line(prepared=time.time())
         with measure_seconds("compile"):
             super().prepare()
@@ -80,10 +87,6 @@ class TimedGPT(PretrainGPT):
         if os.environ.get("TIMED_HOLD") == f"{self.attempt.number}:{self.step}":
             self.append_line(held=time.time())
             time.sleep(3600)
-
-    def finish(self) -> None:
-        super().finish()
-        self.append_line(step=self.step, finished=dict(_seconds))
 
     def append_line(self, **line: Any) -> None:
         with open(os.environ["TIMED_FILE"], "a") as file:
