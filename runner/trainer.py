@@ -185,17 +185,8 @@ class BaseTrainer(RestoreableJob):
             config=plans[0].config,
             topology=self.topology,
             seed=spec.seed,
-            model=self.model,
-            optimizer=self.optimizer,
-            schedule=self.schedule,
-            sharded_init=self.sharded_init,
-            train_step=self.train_step,
-            val_step=self.val_step,
-            auxiliary_states=lambda: (*self.auxiliary_states(), *self.hooks.auxiliary_states()),
+            recipe=self,
             rules=build_logical_axis_rules(self.logical_axis_rules, type(self).__name__),
-            identify_base=functools.partial(identify_adapter_base, self.document, spec, self.config, self.store),
-            learning_rate_multiplier=self.learning_rate_multiplier,
-            model_inputs=self.model_inputs,
             stage=self.stages.make_context(0),
         )
         self.programs = ProgramHistory()
@@ -300,6 +291,14 @@ class BaseTrainer(RestoreableJob):
         noise_scale = [] if config.noise_scale is None else [make_noise_scale(config.noise_scale.decay)]
         stability = [make_stability(config.stability)] if config.stability.is_on else []
         return (*ema, *noise_scale, *stability)
+
+    def list_auxiliary_states(self) -> Sequence[AuxiliaryState]:
+        """Return the auxiliary states of the train state, those of hooks included."""
+        return (*self.auxiliary_states(), *self.hooks.auxiliary_states())
+
+    def identify_base(self) -> Trajectory:
+        """Return the trajectory keys of the frozen weights of an adapter; empty without one. May read the weights."""
+        return identify_adapter_base(self.document, self.spec, self.config, self.store)
 
     def evaluator(self) -> Evaluator | list[Evaluator] | None:
         """Return the evaluators of the weights, by default `builtin_evaluators`. Called once in each stage."""
@@ -556,11 +555,8 @@ class BaseTrainer(RestoreableJob):
         job_class: type[BaseTrainer] = type(self).__mro__[1]
         job = job_class(spec, dataclasses.replace(stage.document, data=data))
         type(job).ema_names = None if self.config.ema is None else self.config.ema.decays
-        job.setup_builder = dataclasses.replace(
-            job.setup_builder,
-            auxiliary_states=lambda: (*job.auxiliary_states(), *self.hooks.auxiliary_states()),
-            stage=self.stages.make_context(stage.number),
-        )
+        job.hooks = self.hooks
+        job.setup_builder = dataclasses.replace(job.setup_builder, stage=self.stages.make_context(stage.number))
         return job
 
     def at_step(self, step: int) -> "BaseTrainer":
@@ -880,7 +876,7 @@ class BaseTrainer(RestoreableJob):
             return
         stage = self.stages.current
         layout = stage.builder.get_largest_layout(stage.train_setup, known_micro_batch)
-        digest = compute_program_digest(stage.train_setup.lower_train(stage.builder.train_step, layout))
+        digest = compute_program_digest(stage.train_setup.lower_train(stage.builder.recipe.train_step, layout))
         program = self.describe_program(stage, layout, digest, num_processes)
         change = ProgramHistory().resume(get_program_record(manifest.topology), program)
         self.validate_program_change(change, manifest.step)

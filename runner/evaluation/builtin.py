@@ -333,7 +333,7 @@ class BuiltinEvaluators:
         config, dataset = setup_builder.config, setup_builder.dataset
         self._tasks = tasks
         self._context = EvaluationContext(
-            setup_builder.model(),
+            setup_builder.recipe.model(),
             train_setup.mesh,
             layout.micro_batch_examples,
             setup_builder.vocabulary_size,
@@ -346,7 +346,7 @@ class BuiltinEvaluators:
             batch = partial(val_layout.batch, own_data)
         self.validation = Validation(
             merge_adapter(train_setup.abstract_state),
-            lambda abstract: train_setup.compile_val(setup_builder.val_step, abstract, val_layout),
+            lambda abstract: train_setup.compile_val(setup_builder.recipe.val_step, abstract, val_layout),
             make_validation_sets(own_data, val_layout.global_batch_examples, batch),
             stop.poll,
             select_run_data(dataset, config).measure if config.eval.bits_per_byte else None,

@@ -405,7 +405,7 @@ def compile_program(
     def compile_val(layout: BatchLayout) -> float:
         """Compile the validation step for this split of the batch, and return the seconds that it took."""
         started = time.monotonic()
-        train_setup.compile_val(setup_builder.val_step, train_setup.abstract_state.replace(opt_state=()), layout)
+        train_setup.compile_val(setup_builder.recipe.val_step, train_setup.abstract_state.replace(opt_state=()), layout)
         return time.monotonic() - started
 
     with ThreadPoolExecutor(1) as executor:
@@ -464,7 +464,7 @@ def schedule_program(
     def schedule(layout: BatchLayout) -> CompiledStep | ScheduledStep:
         earlier = set(directory.iterdir())
         # A pool of its own, because the compilation of a size that is too large may go on.
-        compilation = ThreadPoolExecutor(1).submit(train_setup.compile_train, setup_builder.train_step, layout)
+        compilation = ThreadPoolExecutor(1).submit(train_setup.compile_train, setup_builder.recipe.train_step, layout)
         while not compilation.done():
             for path in set(directory.iterdir()) - earlier:
                 if not _SCHEDULED.search(path.name):

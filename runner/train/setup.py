@@ -9,7 +9,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import flax.linen as nn
 import jax
@@ -22,7 +22,7 @@ from runner.checkpoint.leaves import make_strongly_typed
 from runner.config import AdapterConfig, TrainerConfig
 from runner.data import DataPosition, Dataset, Fields, get_batch_fields, load_dataset
 from runner.errors import InvalidError
-from runner.optim.groups import Parameter, describe_parameters, get_default_multiplier
+from runner.optim.groups import Parameter, describe_parameters
 from runner.optim.library import update_in_float32
 from runner.parallel import mesh as mesh_rules
 from runner.parallel.mesh import LOGICAL_AXIS_RULES, LogicalAxisRule, make_abstract_mesh, make_mesh, resolve_mesh_sizes
@@ -295,6 +295,43 @@ def _list_names(tree: Any) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
+class TrainRecipe(Protocol):
+    """What a training job says about its model, its optimizer and its steps; see `BaseTrainer`.
+
+    The methods are called when first needed, with the config of the job's stage.
+    """
+
+    def model(self) -> nn.Module:
+        """Return the Flax module."""
+
+    def sharded_init(self, model: nn.Module, key: jax.Array, *args: Any, mesh: Mesh, **kwargs: Any) -> tuple[Any, Any]:
+        """Return the variables of the model, and their shardings."""
+
+    def model_inputs(self, batch: Any) -> tuple[Any, ...]:
+        """Return the positional arguments of the model for a batch (B, ...)."""
+
+    def optimizer(self) -> str | optax.GradientTransformation:
+        """Return a library name, or an optax optimizer."""
+
+    def schedule(self) -> str | optax.Schedule | None:
+        """Return a library name, an optax schedule, or None for a constant."""
+
+    def learning_rate_multiplier(self, parameter: Parameter) -> float:
+        """Return the factor of the learning rate of a parameter."""
+
+    def list_auxiliary_states(self) -> Sequence[AuxiliaryState]:
+        """Return the auxiliary states of the train state, those of hooks included."""
+
+    def train_step(self, state: TrainState, batch: Any, key: jax.Array, accumulate_steps: int) -> Any:
+        """Make one optimizer step over a batch (S, B, ...)."""
+
+    def val_step(self, state: TrainState, batch: Any) -> Any:
+        """Return the sums of the loss over a batch (S, B, ...)."""
+
+    def identify_base(self) -> Trajectory:
+        """Return the trajectory keys of the frozen weights of an adapter; empty without one. May read the weights."""
+
+
 @dataclass(frozen=True)
 class StageContext:
     """Dependence of a stage on the stages before it. The functions are called when first needed.
@@ -319,17 +356,8 @@ class TrainSetupBuilder:
         config: config of the trainer.
         topology: topology of the spec.
         seed: seed of the run.
-        model: function that makes the module. It, `optimizer` and `schedule` are called when first needed.
-        optimizer: `BaseTrainer.optimizer`.
-        schedule: `BaseTrainer.schedule`.
-        sharded_init: initialisation of variables with their shardings.
-        train_step: train step of the job's class.
-        val_step: validation step of the job's class.
-        auxiliary_states: function that returns the auxiliary states of the train state.
+        recipe: what the job says about its model, its optimizer and its steps.
         rules: logical axis rules.
-        identify_base: function that returns the trajectory keys of the frozen weights of an adapter, which it may read.
-        learning_rate_multiplier: function that returns a parameter's learning-rate multiplier.
-        model_inputs: function from a batch (B, ...) to the positional arguments of the model.
         stage: dependence of a stage on the stages before it; None for a run without stages.
     """
 
@@ -337,28 +365,19 @@ class TrainSetupBuilder:
     config: TrainerConfig[Any]
     topology: Topology
     seed: int
-    model: Callable[[], nn.Module]
-    optimizer: Callable[[], str | optax.GradientTransformation]
-    schedule: Callable[[], str | optax.Schedule | None]
-    sharded_init: Callable[..., tuple[Any, Any]]
-    train_step: Callable[..., Any]
-    val_step: Callable[..., Any]
-    auxiliary_states: Callable[[], Sequence[AuxiliaryState]] = tuple
+    recipe: TrainRecipe
     rules: Sequence[LogicalAxisRule] = LOGICAL_AXIS_RULES
-    identify_base: Callable[[], Trajectory] = dict
-    learning_rate_multiplier: Callable[[Parameter], float] = get_default_multiplier
-    model_inputs: Callable[[Any], tuple[Any, ...]] = get_tokens
     stage: "StageContext | None" = None
 
     @functools.cached_property
     def optimizer_choice(self) -> OptimizerChoice:
         """Optimizer and schedule, from the library or custom."""
-        return choose_optimizer(self.optimizer(), self.schedule(), self.config)
+        return choose_optimizer(self.recipe.optimizer(), self.recipe.schedule(), self.config)
 
     @functools.cached_property
     def base_identity(self) -> Trajectory:
         """Trajectory keys of the frozen weights of an adapter; empty without one. May read the weights."""
-        return self.identify_base()
+        return self.recipe.identify_base()
 
     @functools.cached_property
     def dataset(self) -> Dataset:
@@ -494,7 +513,7 @@ class TrainSetupBuilder:
         schedule = self.optimizer_choice.build_schedule(self.config, lambda: self.config_in_steps)
         if self.stage is not None and self.optimizer_choice.uses_config_rates(self.config):
             schedule = self.stage.get_schedule()
-        auxiliary_states = tuple(self.auxiliary_states())
+        auxiliary_states = tuple(self.recipe.list_auxiliary_states())
         config, names = self.config, {each.name for each in auxiliary_states}
         asked = {EMA: config.ema, NOISE_SCALE: config.noise_scale, STABILITY: config.stability.is_on or None}
         for name, section in asked.items():
@@ -505,7 +524,9 @@ class TrainSetupBuilder:
         def make_optimizer(parameters: Any) -> optax.GradientTransformation:
             with self.document.errors_at("config.optimizer"):
                 parameters = jax.tree.map(
-                    lambda parameter: replace(parameter, rate_multiplier=self.learning_rate_multiplier(parameter)),
+                    lambda parameter: replace(
+                        parameter, rate_multiplier=self.recipe.learning_rate_multiplier(parameter)
+                    ),
                     parameters,
                 )
                 return self.optimizer_choice.build_optimizer(self.config, schedule, parameters)
@@ -514,8 +535,8 @@ class TrainSetupBuilder:
         if example_length is not None and config.data.has_tokens:
             fields = get_batch_fields(config.data.model_copy(update={"sequence_length": example_length}))
         return build_train_setup(
-            model=self.model(),
-            sharded_init=self.sharded_init,
+            model=self.recipe.model(),
+            sharded_init=self.recipe.sharded_init,
             fields=fields,
             make_optimizer=make_optimizer,
             schedule=schedule,
@@ -526,7 +547,7 @@ class TrainSetupBuilder:
             compute=self.config.precision.compute,
             rules=self.rules,
             offload_optimizer=self.config.memory.offload_optimizer,
-            model_inputs=self.model_inputs,
+            model_inputs=self.recipe.model_inputs,
             kernels=KernelUse(self.config.memory.attention),
         )
 
@@ -536,7 +557,7 @@ class TrainSetupBuilder:
 
     def trace(self, train_setup: TrainSetup, micro_batch: int | None = None) -> None:
         """Trace the train step with the largest micro-batch, which shows errors in it at little cost."""
-        train_setup.trace_train(self.train_step, self.get_largest_layout(train_setup, micro_batch))
+        train_setup.trace_train(self.recipe.train_step, self.get_largest_layout(train_setup, micro_batch))
 
     def trace_again(self, train_setup: TrainSetup, micro_batch: int | None = None) -> None:
         """Trace the train step once more, because the choice of kernels has changed."""
@@ -568,14 +589,14 @@ class TrainSetupBuilder:
         if micro_batch is None and self.dataset.validation:
             abstract = merge_adapter(train_setup.abstract_state).replace(opt_state=(), riders={})
             layout = make_val_layout(self.config, self.get_largest_layout(train_setup))
-            train_setup.trace_val(self.val_step, abstract, layout)
+            train_setup.trace_val(self.recipe.val_step, abstract, layout)
 
     def compile(self, train_setup: TrainSetup, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
         """Compile the train step with the largest micro-batch that fits in `limit_bytes` of each device.
 
         With `micro_batch` only that size is tried, if the spec allows it.
         """
-        compile_step = functools.partial(train_setup.compile_train, self.train_step)
+        compile_step = functools.partial(train_setup.compile_train, self.recipe.train_step)
         return self.compile_by(compile_step, train_setup, limit_bytes, micro_batch)
 
     def compile_by(
@@ -596,12 +617,12 @@ class TrainSetupBuilder:
     def compile_val(self, train_setup: TrainSetup, layout: BatchLayout) -> jax.stages.Compiled:
         """Compile the validation step that belongs to a train step of this layout."""
         abstract = merge_adapter(train_setup.abstract_state).replace(opt_state=(), riders={})
-        return train_setup.compile_val(self.val_step, abstract, make_val_layout(self.config, layout))
+        return train_setup.compile_val(self.recipe.val_step, abstract, make_val_layout(self.config, layout))
 
     def compile_smallest(self, train_setup: TrainSetup) -> CompiledStep:
         """Compile the train step with the smallest micro-batch, whether it fits or not."""
         layouts = list_batch_layouts(self.config, train_setup.mesh, fields=self.fields)
-        return train_setup.compile_train(self.train_step, layouts[-1])
+        return train_setup.compile_train(self.recipe.train_step, layouts[-1])
 
     def resolve_spec(self, spec: ExecutionSpec, train_setup: TrainSetup, layout: BatchLayout | None) -> ExecutionSpec:
         """Return `spec` with mesh, vocabulary size and, if there is a layout, micro-batch filled in."""
