@@ -22,8 +22,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "case"),
+    [
+        *((jnp.float32, case) for case in CASES if case != "full"),
+        (jnp.bfloat16, "full"),
+        pytest.param(jnp.float32, "full", marks=pytest.mark.soak),
+        *(pytest.param(jnp.bfloat16, case, marks=pytest.mark.soak) for case in CASES if case != "full"),
+    ],
+)
 def test_ragged_matmul_and_gradients_equal_single_matmuls(case, dtype, interpreted_products):
     num_slots, counts = CASES[case]
     generator = np.random.default_rng(0)
