@@ -404,7 +404,7 @@ def test_each_matmul_of_each_layer_draws_its_own_numbers(name: str, monkeypatch:
 def test_no_number_is_drawn_without_stochastic_rounding_and_in_validation(tmp_path: Path) -> None:
     def trace(key, **precision):
         changes = {f"config.precision.{name}": value for name, value in precision.items()}
-        job = make_small_gpt(tmp_path / "run", **changes)
+        job = make_small_gpt(tmp_path / "run", **changes, **{"config.model.layers": 1})
         model, batch = job.model(), {"x": jnp.zeros((1, 16), jnp.int32), "y": jnp.zeros((1, 16), jnp.int32)}
         batch |= {"example": jnp.zeros(1, jnp.int32), "padding_mask": jnp.ones((1, 16), bool)}
         params = jax.eval_shape(lambda: model.init(jax.random.key(0), batch["x"], deterministic=True))["params"]
