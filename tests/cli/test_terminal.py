@@ -133,8 +133,13 @@ MULTI_LINE = (
 MULTI_LINE += ("export of a checkpoint", "plan", "override", "command", "option", "engine")
 
 
-@pytest.mark.parametrize("has_spec", [False, True], ids=["", "spec"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "has_spec"),
+    [
+        *(pytest.param(name, True, id=f"{name}-spec") for name in NAMES),
+        *(pytest.param(name, False, id=name, marks=() if name == "lines" else pytest.mark.soak) for name in NAMES),
+    ],
+)
 def test_no_command_passes_on_what_controls_a_terminal(
     tmp_path: Path,
     name: str,

@@ -105,7 +105,6 @@ from runner.data import Dataset, load_global_batch
 from tests.data.datasets import load_kind
 
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", int(sys.argv[2]), int(sys.argv[3]))
-dataset = load_kind(sys.argv[4], Path(sys.argv[5]))
 read = []
 read_dataset = Dataset.read_numbers
 
@@ -115,28 +114,32 @@ def record(self, split, numbers):
 
 Dataset.read_numbers = record
 sharding = NamedSharding(Mesh(jax.devices(), ("data",)), PartitionSpec(None, "data"))
-batch = load_global_batch(dataset, "train", 5, accumulate_steps=2, micro_batch=4, sharding=sharding)
-held = {name: [shard.data[:, 0].tolist() for shard in array.addressable_shards] for name, array in batch.items()}
-print(json.dumps([sorted(read), held]))
+found = {}
+for kind in sys.argv[5:]:
+    dataset = load_kind(kind, Path(sys.argv[4]))
+    read.clear()
+    batch = load_global_batch(dataset, "train", 5, accumulate_steps=2, micro_batch=4, sharding=sharding)
+    held = {name: [shard.data[:, 0].tolist() for shard in array.addressable_shards] for name, array in batch.items()}
+    found[kind] = sorted(read), held
+print(json.dumps(found))
 """
-HOSTS = [
-    (2, "tokens"),
-    (2, "arrays"),
-    *(pytest.param(n, kind, marks=pytest.mark.soak) for n in (1, 2, 4) for kind in KINDS),
-]
 
 
-@pytest.mark.parametrize(("num_hosts", "kind"), HOSTS)
+@pytest.mark.parametrize(
+    ("num_hosts", "kinds"),
+    [(2, ("tokens", "arrays")), *(pytest.param(number, KINDS, marks=pytest.mark.soak) for number in (1, 2, 4))],
+)
 def test_a_host_reads_only_the_sequences_of_its_devices(
-    dataset: Dataset, num_hosts: int, kind: str, directory: Path
+    num_hosts: int, kinds: tuple[str, ...], directory: Path
 ) -> None:
+    datasets = {kind: load_kind(kind, directory) for kind in kinds}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     each = NUM_DEVICES // num_hosts
     hosts = [
         subprocess.Popen(
-            [sys.executable, "-c", HOST_PROGRAM, port, str(num_hosts), str(process_id), kind, str(directory)],
+            [sys.executable, "-c", HOST_PROGRAM, port, str(num_hosts), str(process_id), str(directory), *kinds],
             env=simulated_devices.environment(each),
             cwd=Path(__file__).parents[2],
             stdout=subprocess.PIPE,
@@ -145,8 +148,10 @@ def test_a_host_reads_only_the_sequences_of_its_devices(
         for process_id in range(num_hosts)
     ]
     outputs = [json.loads(host.communicate(timeout=600)[0].splitlines()[-1]) for host in hosts]
-    expected = dataset.read("train", 40, 8)
-    for process_id, (read, held) in enumerate(outputs):
-        own = [[device, NUM_DEVICES + device] for device in range(process_id * each, (process_id + 1) * each)]
-        assert read == sorted(40 + row for rows in own for row in rows)
-        assert held == {name: [field[rows].tolist() for rows in own] for name, field in expected.items()}
+    for kind, dataset in datasets.items():
+        expected = dataset.read("train", 40, 8)
+        for process_id, output in enumerate(outputs):
+            read, held = output[kind]
+            own = [[device, NUM_DEVICES + device] for device in range(process_id * each, (process_id + 1) * each)]
+            assert read == sorted(40 + row for rows in own for row in rows)
+            assert held == {name: [field[rows].tolist() for rows in own] for name, field in expected.items()}

@@ -74,9 +74,9 @@ os.abort()
 @pytest.mark.parametrize(
     ("words", "code", "said", "warned"),
     [
-        ([], 76, "", "peer lost: another process of the job died"),
+        pytest.param([], 76, "", "peer lost: another process of the job died", marks=pytest.mark.soak),
         (["judge"], 76, "judged\n", "peer lost: another process of the job died"),
-        (["leave"], 75, "", ""),
+        pytest.param(["leave"], 75, "", "", marks=pytest.mark.soak),
         (["judge", "leave"], 75, "", ""),
     ],
 )

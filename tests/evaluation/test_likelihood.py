@@ -56,7 +56,15 @@ def make_questions(number: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained run and its questions."""
+    """A trained run."""
+    directory = tmp_path_factory.mktemp("likelihood") / "run"
+    make_gpt(directory, **SMALL)()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def evaluated_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with the weights of `run`, evaluated with the questions that lie beside it."""
     directory = tmp_path_factory.mktemp("judge") / "run"
     path = directory.parent / "questions.jsonl"
     path.write_text("".join(json.dumps(question) + "\n" for question in make_questions(NUM_QUESTIONS)))
@@ -106,12 +114,12 @@ def get_jitted_apply(model: Any) -> Callable[..., Any]:
 
 
 @pytest.mark.soak
-def test_answers_to_200_questions_match_a_reference(run: Path, weights: Any) -> None:
-    job = open_run(str(run)).job
+def test_answers_to_200_questions_match_a_reference(evaluated_run: Path, weights: Any) -> None:
+    job = open_run(str(evaluated_run)).job
     model = job.model()
     mesh = make_mesh({"data": 8, "fsdp": 1, "tensor": 1})
     likelihood = LikelihoodScorer(model, mesh, LENGTH, 4, lambda: False)
-    questions = read_questions(str(run.parent / "questions.jsonl"))
+    questions = read_questions(str(evaluated_run.parent / "questions.jsonl"))
     evaluator = MultipleChoice("made_up", questions, encode_text, FIRST, likelihood)
     figures = evaluator.evaluate(weights, 8, Hosts.single_process())
     right = {"acc": 0, "acc_norm": 0, "acc_bytes": 0}
@@ -129,7 +137,7 @@ def test_answers_to_200_questions_match_a_reference(run: Path, weights: Any) -> 
     likely = likelihood.score(weights, make_pairs(questions, encode_text, FIRST))
     assert likely is not None
     np.testing.assert_allclose([each.log_likelihood for each in likely], expected, rtol=1e-4, atol=1e-4)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (evaluated_run / "metrics.jsonl").read_text().splitlines()]
     assert {key: rows[-1][key] for key in figures} == figures
 
 
@@ -184,15 +192,17 @@ TASK = {
 
 
 @pytest.mark.soak
-def test_the_harness_computes_the_same_accuracy(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_harness_computes_the_same_accuracy(
+    evaluated_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Evaluate a tiny local JSON task with the harness's own prompts and metrics, without downloads."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     harness = pytest.importorskip("runner.inference.harness", reason="needs pip install -e '.[lm-eval]'")
-    task = TASK | {"dataset_kwargs": {"data_files": {"test": str(run.parent / "questions.jsonl")}}}
+    task = TASK | {"dataset_kwargs": {"data_files": {"test": str(evaluated_run.parent / "questions.jsonl")}}}
     (tmp_path / "made_up.yaml").write_text(yaml.safe_dump(task))
-    opened = open_run(str(run))
+    opened = open_run(str(evaluated_run))
     hosts = Hosts.single_process()
     tasks, evaluators = harness.load_tasks(["made_up"], str(tmp_path)), []
 
@@ -206,7 +216,7 @@ def test_the_harness_computes_the_same_accuracy(run: Path, tmp_path: Path, monke
     assert len(evaluators) == 1
     (record,) = evaluate(opened, EvaluationRequest(None, "newest", "params"), hosts, make_evaluator)
     assert record == every[-1]
-    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    row = json.loads((evaluated_run / "metrics.jsonl").read_text().splitlines()[-1])
     figures = record["harness"]["made_up"]
     for name in ("acc", "acc_norm", "acc_bytes"):
         assert figures[f"{name},none"] == pytest.approx(row[f"val/made_up/{name}"], abs=1e-12)

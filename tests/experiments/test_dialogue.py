@@ -452,7 +452,7 @@ def find_answers(rows: dict[str, np.ndarray]) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("packing", ["documents", "pad"])
+@pytest.mark.parametrize("packing", ["documents", pytest.param("pad", marks=pytest.mark.soak)])
 def test_the_loss_covers_only_answers_and_resumes_bit_identically(tmp_path, packing):
     tokenise_dialogues(tmp_path, PAIRS, **{"config.separator": 0})
     data = {"source": str(tmp_path / "run/corpus"), "packing": packing, "train_on": "answers", "sequence_length": 100}

@@ -105,7 +105,7 @@ def expected():
     return compute_loss_and_gradients(make_single_document_batch(make_documents(LENGTHS)))
 
 
-@pytest.mark.parametrize("form", ["blocks", "xla", pytest.param("tpu", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("form", ["blocks", *(pytest.param(form, marks=pytest.mark.soak) for form in ("xla", "tpu"))])
 def test_packed_documents_have_the_loss_and_gradients_of_single_ones(form, expected):
     assert_close(compute_loss_and_gradients(pack_documents(make_documents(LENGTHS)), form=form), expected)
 

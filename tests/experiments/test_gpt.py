@@ -36,9 +36,12 @@ def init(model):
     return jax.jit(functools.partial(model.init, deterministic=True))(jax.random.key(0), TOKENS_BxT)
 
 
-def compute_logits(model, params, tokens_BxT):
-    """Compute logits in one program; without jit, each op would be compiled separately."""
-    return np.asarray(jax.jit(functools.partial(model.apply, deterministic=True))(params, tokens_BxT))
+@functools.cache
+def make_logits_function():
+    """Return a function from tokens to logits in one program; without jit, each op would be compiled separately."""
+    model = make_model()
+    params, apply = init(model), jax.jit(functools.partial(model.apply, deterministic=True))
+    return lambda tokens_BxT: np.asarray(apply(params, tokens_BxT))
 
 
 def test_gpt2_small_has_its_published_number_of_parameters():
@@ -102,19 +105,15 @@ def test_the_program_of_scanned_layers_does_not_grow_with_depth():
 
 
 def test_future_tokens_do_not_change_past_logits():
-    model = make_model()
-    params = init(model)
     changed_BxT = TOKENS_BxT.copy()
     changed_BxT[:, 10:] = (TOKENS_BxT[:, 10:] + 1) % VOCABULARY
-    before, after = (compute_logits(model, params, tokens_BxT) for tokens_BxT in (TOKENS_BxT, changed_BxT))
+    before, after = map(make_logits_function(), (TOKENS_BxT, changed_BxT))
     assert (before[:, :10] == after[:, :10]).all()
     assert (before[:, 10:] != after[:, 10:]).any(axis=-1).all()
 
 
 def test_a_prefix_has_the_first_logits_of_the_whole_sequence():
-    model = make_model()
-    params = init(model)
-    whole, part = (compute_logits(model, params, tokens_BxT) for tokens_BxT in (TOKENS_BxT, TOKENS_BxT[:, :9]))
+    whole, part = map(make_logits_function(), (TOKENS_BxT, TOKENS_BxT[:, :9]))
     np.testing.assert_allclose(part, whole[:, :9], atol=1e-6)
 
 

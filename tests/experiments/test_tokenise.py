@@ -369,7 +369,14 @@ def test_a_text_file_that_crashes_the_tokenizer_is_named(tmp_path, tokenizers_by
 # Shuffling and deduplication.
 
 
-@pytest.mark.parametrize("name", ["texts", *FILE_FORMATS])
+# Texts, lines, and rows of tables; the others are read alike in test_every_file_format_gives_the_same_documents.
+DAILY_FORMATS = ("texts", "a.jsonl", "d.parquet")
+ALL_FORMATS = [
+    pytest.param(name, marks=() if name in DAILY_FORMATS else pytest.mark.soak) for name in ("texts", *FILE_FORMATS)
+]
+
+
+@pytest.mark.parametrize("name", ALL_FORMATS)
 def test_a_shuffled_corpus_has_an_order_determined_by_the_seed(tmp_path, name):
     source = write_text_files(tmp_path / "in", DOCUMENTS) if name == "texts" else str(tmp_path / name)
     if name != "texts":
@@ -401,7 +408,7 @@ def test_pieces_of_a_shuffled_source_mix_its_parts(tmp_path):
 REPEATED = [*DOCUMENTS[:40], *DOCUMENTS[20:60], DOCUMENTS[3], *DOCUMENTS[60:], *DOCUMENTS[:2]]
 
 
-@pytest.mark.parametrize("name", ["texts", *FILE_FORMATS])
+@pytest.mark.parametrize("name", ALL_FORMATS)
 @pytest.mark.parametrize("range_documents", [1 << 22, 5])
 def test_only_the_first_of_equal_documents_is_kept(tmp_path, capsys, monkeypatch, name, range_documents):
     monkeypatch.setattr(output, "_RANGE_DOCUMENTS", range_documents)

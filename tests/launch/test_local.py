@@ -28,7 +28,7 @@ def start_launcher(*arguments):
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (("specs/none.yaml",), "specs/none.yaml"),
+        pytest.param(("specs/none.yaml",), "specs/none.yaml", marks=pytest.mark.soak),
         (("specs/counter.yaml", "--set", "config.total_step=1"), "did you mean config.total_steps"),
         pytest.param(
             ("specs/gpt_nano.yaml", "--set", "config.data.source=/no/*.bin"), "no file", marks=pytest.mark.soak
@@ -110,7 +110,13 @@ sys.exit(75)
 """
 
 
-@pytest.mark.parametrize("name", sorted(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT)))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("SIGINT", "SIGTERM", "SIGQUIT") else pytest.mark.soak)
+        for name in sorted(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT))
+    ],
+)
 def test_the_launcher_forwards_signals_to_its_processes(name):
     program = f"""if True:
         import sys

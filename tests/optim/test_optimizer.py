@@ -50,7 +50,7 @@ GRADS = {"kernel": jnp.asarray([[0.5, -0.5], [2.0, 1e-3]]), "bias": jnp.asarray(
 DECOUPLED = [name for name in NAMES if name != "adam"]  # the moments of adam include the decay, which their sign hides
 
 
-@pytest.mark.parametrize("rate", [0.1, 1e-3])
+@pytest.mark.parametrize("rate", [0.1, pytest.param(1e-3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", DECOUPLED)
 def test_only_matrices_decay_and_by_the_learning_rate(name, rate):
     params = run_steps(name, ZEROS, rate=rate, weight_decay=0.25)

@@ -106,7 +106,7 @@ DAILY = ({"data": 2, "fsdp": 2, "tensor": 2},)
 )
 def test_a_model_without_sharding_constraints_compiles(sizes, tmp_path):
     changes = {"topology.mesh": sizes, "config.data.sequence_length": 64, "config.train.global_batch_examples": 16}
-    job = make_gpt(tmp_path / "run", PretrainLlama, **changes, **{"config.model": {}})
+    job = make_gpt(tmp_path / "run", PretrainLlama, **changes, **{"config.model": {"layers": 1}})
     train_setup = job.setup_builder.build(jax.devices())
     step = train_setup.compile_train(job.train_step, list_batch_layouts(job.config, train_setup.mesh)[0])
     assert step.executable is not None

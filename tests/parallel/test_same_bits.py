@@ -68,7 +68,8 @@ def test_the_order_of_additions_does_not_depend_on_the_devices(num_groups):
 # Train steps.
 
 V, T, M, KEY = 64, 16, 12, jax.random.key(0)
-MODEL = GPT(GPTConfig(layers=2, heads=2, width=16, dropout=0.1), V, T)
+# Two layers where they are compiled with the options of users.
+MODELS = {number: GPT(GPTConfig(layers=number, heads=2, width=16, dropout=0.1), V, T) for number in (1, 2)}
 TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 ONE_DEVICE = {"data": 2}
 MESHES = [{}, {"fsdp": 3}, {"data": 4}, {"data": 3, "fsdp": 2}, {"data": 6}, {"fsdp": 2}, {"data": 2, "fsdp": 2}]
@@ -82,16 +83,17 @@ def make_batch(m):
     return {"x": x, "y": np.roll(x, -1, -1), "padding_mask": mask, "loss_weight": generator.random(x.shape, np.float32)}
 
 
-def init_train_state(key):
-    return make_state(MODEL, key, TX, jnp.zeros((1, T), jnp.int32), deterministic=True)
+def init_train_state(model, key):
+    return make_state(model, key, TX, jnp.zeros((1, T), jnp.int32), deterministic=True)
 
 
 @functools.cache
 def run_steps(sizes, num_groups, m, options=()):
     """Return state, losses, norms and validation loss after three steps compiled with these options."""
-    mesh = make_partial_mesh(dict(sizes))
-    boxed = jax.eval_shape(lambda key: MODEL.init(key, jnp.zeros((1, T), jnp.int32), deterministic=True), KEY)
-    abstract = make_abstract_state(init_train_state, KEY, compute_variable_shardings(boxed["params"], mesh), mesh)
+    mesh, model = make_partial_mesh(dict(sizes)), MODELS[2 if options else 1]
+    init_state = functools.partial(init_train_state, model)
+    boxed = jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, T), jnp.int32), deterministic=True), KEY)
+    abstract = make_abstract_state(init_state, KEY, compute_variable_shardings(boxed["params"], mesh), mesh)
     shardings = get_shardings(abstract)
 
     def step(state, batch):
@@ -100,7 +102,7 @@ def run_steps(sizes, num_groups, m, options=()):
         return train_step(PretrainGPT.forward, state, batch, key, M, step_options)
 
     with use_sharding_rules(mesh):
-        state = jax.jit(init_train_state, out_shardings=shardings)(KEY)
+        state = jax.jit(init_state, out_shardings=shardings)(KEY)
         batch = jax.device_put(make_batch(m), NamedSharding(mesh, PartitionSpec(BATCH_AXES)))
         jitted = jax.jit(canonicalise(step), out_shardings=(shardings, None, None), compiler_options=dict(options))
         found = []

@@ -260,6 +260,17 @@ ACCELERATOR = parse_accelerator("v5e-8")
 LLAMA = Search("specs/llama_nano.yaml", ("topology.accelerator=v5e-8", "topology.mesh={data: auto, tensor: 2}"))
 
 
+@pytest.fixture(scope="module")
+def start():
+    """The spec of `LLAMA` as it is."""
+    return LLAMA.make_start(ACCELERATOR, 16 * 2**30)
+
+
+@pytest.fixture(scope="module")
+def candidates():
+    return LLAMA.list_candidates(LLAMA.list_variants(), ACCELERATOR, 16 * 2**30)
+
+
 # The tracker of `multiprocessing`'s resources is killed with the processes that a test has left behind.
 IGNORED_WARNING = "ignore:resource_tracker"
 
@@ -277,8 +288,7 @@ def make_target(hbm_bytes=16 * 2**30, *, is_faked=False):
         (False, False, {(False, "scan"): 1}),
     ],
 )
-def test_the_best_by_their_ops_are_compiled_to_the_end(has_time, is_faked, loops, monkeypatch):
-    candidates = LLAMA.list_candidates(LLAMA.list_variants(), ACCELERATOR, 16 * 2**30)
+def test_the_best_by_their_ops_are_compiled_to_the_end(has_time, is_faked, loops, start, candidates, monkeypatch):
     assert {each.settings["config.model.layer_loop"] for each in candidates} == {"unroll"}
     compiled = []
 
@@ -292,7 +302,6 @@ def test_the_best_by_their_ops_are_compiled_to_the_end(has_time, is_faked, loops
 
     monkeypatch.setattr(search, "run_compilation", run_compilation)
     monkeypatch.setattr(search, "_MAX_PROCESSES", 1)
-    start = LLAMA.make_start(ACCELERATOR, 16 * 2**30)
     end_seconds = inf if has_time else 0.0
     results, dropped = LLAMA.compile_best(candidates, make_target(is_faked=is_faked), start, end_seconds)
     assert dropped == []
@@ -309,8 +318,7 @@ def test_the_best_by_their_ops_are_compiled_to_the_end(has_time, is_faked, loops
 
 @pytest.mark.filterwarnings(IGNORED_WARNING)
 @pytest.mark.usefixtures("libtpu")
-def test_a_scheduled_step_has_the_ops_and_memory_of_the_compiled_one():
-    start = LLAMA.make_start(ACCELERATOR, 16 * 2**30)
+def test_a_scheduled_step_has_the_ops_and_memory_of_the_compiled_one(start):
     scheduled, whole = (
         run_compilation(LLAMA, start, make_target(), is_whole, lambda: False) for is_whole in (False, True)
     )
@@ -342,16 +350,14 @@ def test_planned_memory_is_that_of_the_device_alone():
 @pytest.mark.soak
 @pytest.mark.filterwarnings(IGNORED_WARNING)
 @pytest.mark.usefixtures("libtpu")
-def test_a_step_too_large_when_scheduled_says_what_it_needs():
-    start = LLAMA.make_start(ACCELERATOR, 16 * 2**30)
+def test_a_step_too_large_when_scheduled_says_what_it_needs(start):
     reason, needed_bytes = run_compilation(LLAMA, start, make_target(2**20), False, lambda: False)
     assert "needs" in reason
     assert needed_bytes > 2**20
 
 
 @pytest.mark.filterwarnings(IGNORED_WARNING)
-def test_a_compilation_is_killed_once_the_search_is_over():
-    start = LLAMA.make_start(ACCELERATOR, 16 * 2**30)
+def test_a_compilation_is_killed_once_the_search_is_over(start):
     assert run_compilation(LLAMA, start, make_target(), True, lambda: True) is None
     assert multiprocessing.active_children() == []
 

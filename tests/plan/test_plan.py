@@ -125,7 +125,7 @@ def test_the_plan_names_the_resume_step_and_the_owner_of_the_directory(tmp_path:
     assert "belongs to the job 'counter', this one is 'other'" in output
 
 
-@pytest.mark.parametrize("is_adapter", [False, True])
+@pytest.mark.parametrize("is_adapter", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_the_plan_names_the_resume_step_of_a_trainer(is_adapter: bool, tmp_path: Path) -> None:
     base = make_base_job("lookup", tmp_path / "base")
     base()

@@ -115,7 +115,9 @@ def measure(root: Path, package: str = "") -> Structure:
         imports_by_string=[
             f"{path.relative_to(root)}:{node.lineno}" for path, node in nodes if _is_import_by_string(node)
         ],
-        any_dictionaries=sum(ast.unparse(tree).count("dict[str, Any]") for tree in trees.values()),
+        any_dictionaries=sum(
+            isinstance(node, ast.Subscript) and ast.unparse(node) == "dict[str, Any]" for _, node in nodes
+        ),
     )
 
 

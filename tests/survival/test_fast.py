@@ -346,6 +346,7 @@ def finish_damaged_run(
     return restored, step
 
 
+@pytest.mark.soak
 def test_damaged_files_of_several_processes_are_read_from_replicas(tmp_path: Path) -> None:
     files = {(0, "pieces/values*"): "flip bit", (0, "pieces/count*"): "delete", (1, "pieces/total*"): "torn"}
     restored, step = finish_damaged_run(tmp_path, COUNTER, (0,), files)

@@ -118,7 +118,9 @@ _DAILY_LOOKS = {"status"}
 LOSSES = {"closed": None, "no reader": None, "full disk": 76, "ascii": None}
 
 
-@pytest.mark.parametrize("way", LOSSES)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in ("closed", "full disk") else pytest.mark.soak) for way in LOSSES]
+)
 @pytest.mark.parametrize(
     "name", [name if name in _DAILY_LOOKS else pytest.param(name, marks=pytest.mark.soak) for name in LOOKS]
 )

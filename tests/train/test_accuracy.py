@@ -1,5 +1,6 @@
 """Token accuracy of validation: the share of targets that are the most probable next token, from its forward pass."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ def test_the_accuracy_is_that_of_the_most_probable_tokens(tmp_path: Path, name: 
     rows = {field: np.asarray(values).reshape(-1, values.shape[-1]) for field, values in batch.items()}
     documents = {f"{key}s": rows[key] for key in ("segment", "position") if key in rows}
     variables = {"params": job.state.params, **job.state.variables}
-    logits_RxTxV = np.asarray(job.model().apply(variables, rows["x"], **documents, deterministic=True))
+    apply = jax.jit(functools.partial(job.model().apply, deterministic=True))
+    logits_RxTxV = np.asarray(apply(variables, rows["x"], **documents))
     # Untrained weights are rarely right, so every third target becomes their prediction.
     best_RxT = logits_RxTxV.argmax(-1)
     y_RxT = np.where(np.arange(best_RxT.size).reshape(best_RxT.shape) % 3, rows["y"], best_RxT).astype(np.int32)

@@ -315,12 +315,11 @@ def test_the_owner_of_the_directory_has_the_present_length(tmp_path: Path) -> No
 
 def test_two_processes_compare_the_lengths_of_a_decay(tmp_path: Path) -> None:
     """Process 0 compares them with JAX, whose devices are those of all processes."""
-    write_bin(tmp_path / "data.bin", np.random.default_rng(0).integers(256, size=4000))
+    job(tmp_path / "run")()
     source = {"source": str(tmp_path / "data.bin"), "sequence_length": 16, "validation_fraction": 0}
     document = make_gpt_document(tmp_path / "run", **SETTINGS | {"config.data": source})
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(document))
     run = Job(str(tmp_path / "spec.yaml"), tmp_path / "run")
-    run.launch(2).expect(0)
     attempt = run.with_options(f"config.train.total_steps={LONG}").launch(2)
     attempt.expect(2)
     assert f"and step {SHORT} is committed" in attempt.output

@@ -58,8 +58,18 @@ def count_train_step(model, num_steps, platform):
     ("platform", "num_steps", "heads"), [("cpu", 1, 4), pytest.param("cuda", 2, 1, marks=pytest.mark.soak)]
 )
 @pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.soak), 32])
-@pytest.mark.parametrize("remat", ["none", "dots", "layers"])
-@pytest.mark.parametrize("layer_loop", ["scan", "unroll"])
+@pytest.mark.parametrize(
+    ("layer_loop", "remat"),
+    [
+        ("scan", "none"),
+        ("unroll", "dots"),
+        ("scan", "layers"),
+        *(
+            pytest.param(loop, remat, marks=pytest.mark.soak)
+            for loop, remat in (("unroll", "none"), ("scan", "dots"), ("unroll", "layers"))
+        ),
+    ],
+)
 def test_the_formula_matches_a_traced_train_step(layer_loop, remat, chunk, platform, num_steps, heads):
     config = GPTConfig(layers=LAYERS, heads=heads, width=D, dropout=0.1, layer_loop=layer_loop)
     model = GPT(config, V, T, memory=MemoryConfig(remat=remat, loss_chunk_positions=chunk))

@@ -83,9 +83,15 @@ FEATURES: dict[str, tuple[type, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "feature", [pytest.param(name, marks=[pytest.mark.soak] * (name != "linear")) for name in FEATURES]
+    ("feature", "meshes"),
+    [
+        pytest.param("linear", (THEN,), id="linear, on both axes"),
+        *(pytest.param(name, (WHOLE, FIRST, THEN), id=name, marks=pytest.mark.soak) for name in FEATURES),
+    ],
 )
-def test_the_initial_state_is_bit_identical_on_every_mesh(feature: str, tmp_path: Path) -> None:
+def test_the_initial_state_is_bit_identical_on_every_mesh(
+    feature: str, meshes: tuple[dict[str, int], ...], tmp_path: Path
+) -> None:
     job_class, changes = FEATURES[feature]
 
     def compute_leaves(mesh: dict[str, int]) -> list[bytes]:
@@ -94,7 +100,7 @@ def test_the_initial_state_is_bit_identical_on_every_mesh(feature: str, tmp_path
         setup = job.setup_builder.build(jax.devices()[: math.prod(mesh.values())])
         return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(setup.init_state())]
 
-    on_one, *others = map(compute_leaves, ({"data": 1}, WHOLE, FIRST, THEN))
+    on_one, *others = map(compute_leaves, ({"data": 1}, *meshes))
     assert others == [on_one] * len(others)
 
 

@@ -62,7 +62,9 @@ def build_train_setup(job):
     return job.setup_builder.build(jax.devices())
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak if name in ("lion", "sgd") else ()) for name in OPTIMIZERS]
+)
 def test_parameters_and_moments_are_sharded_over_fsdp(tmp_path, name):
     for sizes in FSDP:
         state = make_abstract_state(tmp_path, name, sizes)

@@ -72,7 +72,9 @@ def test_every_family_has_a_fixture():
     assert {CASES[name][0] for name in DAILY} == set(FAMILIES)
 
 
-SOAK_CASES = ("mistral", "qwen3", "smollm3", "olmoe", "olmo3", "qwen3_5", "qwen3_5_moe")  # others cover their parts
+# Others cover their parts.
+SOAK_CASES = ("mistral", "qwen2", "qwen3", "gemma3", "smollm3", "olmo3", "mixtral", "olmoe", "qwen3_moe")
+SOAK_CASES += ("deepseek_v2", "qwen3_5", "qwen3_5_moe")
 
 
 @pytest.mark.parametrize(

@@ -170,22 +170,33 @@ def test_attention_and_gradients_match_a_float64_reference(form, case):
 
 TPU_CASES = [
     Case(T=380, B=1, N=4, K=2, H=64, W=32, segments=True, window=140, softcap=2.0, scale=0.2, sinks=True),
-    Case(T=380, B=1, N=4, K=4, H=64, W=64, segments=True, window=140, softcap=2.0, scale=0.2),
     Case(T=380, B=1, N=8, K=2, H=64, W=64, segments=True, window=140, softcap=2.0, scale=0.2),
-    *(
-        pytest.param(case, marks=pytest.mark.soak)
-        for case in (
-            Case(T=256, B=1, N=1, K=1, H=64, W=64),
-            Case(T=256, B=1, N=4, K=2, H=128, W=128, segments=True),
-            Case(T=384, B=1, N=1, K=1, H=64, W=64, window=1),
-            Case(T=256, B=2, N=4, K=2, H=64, W=64, sinks=True),
-        )
-    ),
+    Case(T=380, B=1, N=4, K=4, H=64, W=64, segments=True, window=140, softcap=2.0, scale=0.2),
+    Case(T=256, B=1, N=1, K=1, H=64, W=64),
+    Case(T=256, B=1, N=4, K=2, H=128, W=128, segments=True),
+    Case(T=384, B=1, N=1, K=1, H=64, W=64, window=1),
+    Case(T=256, B=2, N=4, K=2, H=64, W=64, sinks=True),
+]
+# Both kernels with all options, and that of packed heads.
+DAILY_TPU_CASES = [
+    (TPU_CASES[0], fused_attention),
+    (TPU_CASES[0], splash_attention),
+    (TPU_CASES[1], fused_attention),
 ]
 
 
-@pytest.mark.parametrize("form", [fused_attention, splash_attention])
-@pytest.mark.parametrize("case", TPU_CASES)
+@pytest.mark.parametrize(
+    ("case", "form"),
+    [
+        *DAILY_TPU_CASES,
+        *(
+            pytest.param(case, form, marks=pytest.mark.soak)
+            for case in TPU_CASES
+            for form in (fused_attention, splash_attention)
+            if (case, form) not in DAILY_TPU_CASES
+        ),
+    ],
+)
 def test_interpreted_tpu_kernels_match_a_float64_reference(case, form, interpreted):
     check_case(form, case)
 
@@ -196,10 +207,11 @@ ROW = Case(T=1000, B=1, N=2, K=1, H=64, W=64)
 @pytest.mark.parametrize(
     "case",
     [
-        ROW,
         ROW._replace(window=300, segments=True, softcap=2.0, W=32),
-        ROW._replace(N=4, K=4, H=32, W=32, window=300, segments=True, softcap=2.0),
         ROW._replace(N=4, K=2, window=300),
+        pytest.param(
+            ROW._replace(N=4, K=4, H=32, W=32, window=300, segments=True, softcap=2.0), marks=pytest.mark.soak
+        ),
         *(
             pytest.param(ROW._replace(**options, window=window), marks=pytest.mark.soak)
             for window in (None, 1, 100, 128, 129, 256, 257, 384, 512, 513, 700)
@@ -217,9 +229,8 @@ def test_windows_and_block_lengths_of_the_fused_kernel(case, interpreted, monkey
 @pytest.mark.parametrize(
     ("case", "rows"),
     [
-        (ROW._replace(T=500, N=4, K=2, window=300), 2),
-        (ROW._replace(T=500, N=4, K=4, window=300), 2),
         (ROW._replace(T=500, N=8, K=4, window=300), 2),
+        *(pytest.param(ROW._replace(T=500, N=4, K=K, window=300), 2, marks=pytest.mark.soak) for K in (2, 4)),
         *(
             pytest.param(ROW._replace(N=4, B=2, **options), rows, marks=pytest.mark.soak)
             for options in ({"T": 500}, {"window": 300, "segments": True}, {"H": 128, "softcap": 2.0, "scale": 0.3})

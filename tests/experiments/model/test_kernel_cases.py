@@ -228,8 +228,8 @@ def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "TPU_BLOCK_TOKENS", (128,))
 
 
-SLOW = ("splash_attention", "ragged_matmul", "ragged_matmul_in_8_bits")
-KERNELS = ("rotate_by_matmul", "take_rows_sorted", "fused_attention", "fused_attention, packed", *SLOW)
+SLOW = ("fused_attention, packed", "splash_attention", "ragged_matmul", "ragged_matmul_in_8_bits")
+KERNELS = ("rotate_by_matmul", "take_rows_sorted", "fused_attention", *SLOW)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.soak)])
@@ -243,8 +243,18 @@ def test_a_right_kernel_passes_its_case(
     assert run_case(case) == ""
 
 
-@pytest.mark.parametrize("types", [(jnp.int8, jnp.int8), (jnp.float8_e5m2, jnp.float8_e4m3fn)], ids=["int8", "float8"])
-@pytest.mark.parametrize("is_transposed", [False, True])
+INT8, FLOAT8 = (jnp.int8, jnp.int8), (jnp.float8_e5m2, jnp.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("types", "is_transposed"),
+    [
+        pytest.param(INT8, False, id="int8"),
+        pytest.param(FLOAT8, True, id="float8, transposed"),
+        pytest.param(INT8, True, id="int8, transposed", marks=pytest.mark.soak),
+        pytest.param(FLOAT8, False, id="float8", marks=pytest.mark.soak),
+    ],
+)
 def test_both_forms_of_the_kernel_of_8_bits_pass(types: Any, is_transposed: bool, interpreted_products: None) -> None:
     case = make_case("ragged_matmul_in_8_bits", types=types, is_transposed=is_transposed)
     assert run_case(case) == ""

@@ -218,7 +218,6 @@ ATTENTION = {
 @pytest.mark.parametrize(
     ("attention", "remat"),
     [
-        ("latent", "layers"),
         ("shared", "layers"),
         *(pytest.param(name, remat, marks=SOAK) for name in ATTENTION for remat in ("none", "dots", "layers")),
     ],

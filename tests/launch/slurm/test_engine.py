@@ -521,7 +521,7 @@ def test_a_standby_without_memory_begins_with_its_line(slurm):
     assert script.num_steps() == 2
 
 
-@pytest.mark.parametrize("cause", ["age", "off", "step", "nodes"])
+@pytest.mark.parametrize("cause", ["age", pytest.param("off", marks=pytest.mark.soak), "step", "nodes"])
 def test_a_restart_without_a_usable_standby_starts_a_step(slurm, cause):
     if cause == "step":
         slurm.write("overlap_fails", "")
