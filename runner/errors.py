@@ -186,7 +186,8 @@ def explain_hiding_modules(program: Callable[[], int]) -> int:
         cause = describe_hiding_modules(error)
         if not cause:
             raise
-        print(f"{error}; {cause}".translate(dict.fromkeys(range(32), " ")), file=sys.stderr)
+        # Not by the console, which may be what cannot be imported.
+        sys.stderr.write(f"{error}; {cause}".translate(dict.fromkeys(range(32), " ")) + "\n")
         return EXIT_INVALID
 
 

@@ -190,7 +190,7 @@ class LocalMetricsFile:
 
     def replace_last(self, row: Row) -> None:
         """Replace the last row, with a new file."""
-        with self._lock:
+        with self._syncing, self._lock:  # a flush that is waiting counts the rows of the former file
             self._write()
             lines = select_surviving(self._store.lines(METRICS_FILE), row["step"] - 1)
             self._replace(itertools.chain(lines, [EncodedRow.from_row(row)]))

@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import re
 import threading
 
@@ -361,6 +362,31 @@ def test_rewind_overwrites_a_late_write_of_a_dead_attempt():
     file.append(make_row(25))
     file.sync()
     assert read_steps(store) == [10, 20, 25]
+
+
+def test_a_row_is_completed_while_the_disk_flushes_the_former_one(tmp_path, monkeypatch):
+    store = LocalStore(tmp_path)
+    file = open_metrics(store)
+    file.rewind(0)
+    file.append(make_row(10))
+    is_completed, flush = threading.Event(), os.fsync
+    completing = threading.Thread(
+        target=lambda: (file.replace_last(make_row(10, **{"val/loss": 2.0})), is_completed.set())
+    )
+
+    def flush_slowly(descriptor):
+        if threading.current_thread() is not completing and not completing.ident:
+            completing.start()
+            is_completed.wait(0.3)
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", flush_slowly)
+    file.sync()
+    completing.join()
+    file.append(make_row(20))
+    file.sync()
+    assert [(row["step"], row.get("val/loss")) for row in read_all_rows(store)] == [(10, 2.0), (20, None)]
+    assert file.get_tail().lines == []
 
 
 def test_replace_last_completes_the_newest_row(store):
