@@ -93,6 +93,7 @@ def test_parameters_have_name_shape_and_axes():
     assert plain == {"block": {"kernel": Parameter("block.kernel", (2, 3), (None, None))}}
 
 
+@pytest.mark.soak
 def test_a_warm_start_restarts_the_average(tmp_path):
     job = make_gpt(tmp_path / "run", **{"config.optimizer.name": "schedule_free_adamw", "config.model.layers": 1})
     job.train_setup = job.setup_builder.build(jax.devices())

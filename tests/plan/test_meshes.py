@@ -159,7 +159,7 @@ def test_a_decoder_sends_keys_and_values_and_expert_tokens():
     assert sizing.expert_bytes_per_token == 5 * 2 * 2 * 64 * 4  # journeys, layers, experts of a token, width, float32
 
 
-@pytest.mark.parametrize("spec", ["llama3_8b", "gpt_7b"])
+@pytest.mark.parametrize("spec", [pytest.param("llama3_8b", marks=pytest.mark.soak), "gpt_7b"])
 def test_attention_kept_by_dots_is_not_counted_again_on_a_tpu(spec):
     def count(accelerator, remat):
         _, found = make_predictor(f"config.memory.remat={remat}", accelerator=accelerator, spec=f"specs/{spec}.yaml")
@@ -284,8 +284,8 @@ def make_target(hbm_bytes=16 * 2**30, *, is_faked=False):
     [
         # The spec as it is, five other layouts, the best of them with other choices, and the finalists with estimates.
         (True, False, {(False, "scan"): 2, (False, "unroll"): 9, (True, "scan"): 1, (True, "unroll"): 2}),
-        (True, True, {(False, "scan"): 2, (False, "unroll"): 9}),
-        (False, False, {(False, "scan"): 1}),
+        pytest.param(True, True, {(False, "scan"): 2, (False, "unroll"): 9}, marks=pytest.mark.soak),
+        pytest.param(False, False, {(False, "scan"): 1}, marks=pytest.mark.soak),
     ],
 )
 def test_the_best_by_their_ops_are_compiled_to_the_end(has_time, is_faked, loops, start, candidates, monkeypatch):
@@ -318,6 +318,7 @@ def test_the_best_by_their_ops_are_compiled_to_the_end(has_time, is_faked, loops
 
 @pytest.mark.filterwarnings(IGNORED_WARNING)
 @pytest.mark.usefixtures("libtpu")
+@pytest.mark.soak
 def test_a_scheduled_step_has_the_ops_and_memory_of_the_compiled_one(start):
     scheduled, whole = (
         run_compilation(LLAMA, start, make_target(), is_whole, lambda: False) for is_whole in (False, True)

@@ -162,7 +162,7 @@ def start(document: dict[str, Any], name: str) -> None:
 
 
 # One of each kind of advice daily.
-DAILY = ("a rate", "mixture for source", "seed", "type of parameters")
+DAILY = ("a rate", "mixture for source", "seed")
 
 
 @pytest.mark.parametrize(

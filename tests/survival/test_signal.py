@@ -125,7 +125,10 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize(("name", "number"), [("export", signal.SIGINT), ("verify-resume", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("export", signal.SIGINT), pytest.param("verify-resume", signal.SIGTERM, marks=pytest.mark.soak)],
+)
 def test_a_signal_ends_a_command_without_leaving_files(name: str, number: signal.Signals, tmp_path: Path) -> None:
     job = nano_at_six(tmp_path / "run")
     before, output = hash_tree(job.directory), tmp_path / "out"

@@ -328,9 +328,7 @@ STEPS = [6] * 4, [13] + [1] * 11  # tokens of each call; calls of one length sha
 @pytest.mark.parametrize(
     ("name", "lengths"),
     [
-        ("latent", STEPS[0]),
         ("hybrid", STEPS[0]),
-        ("sharing", STEPS[0]),
         *(pytest.param(name, lengths, marks=SOAK) for name in MODELS for lengths in STEPS),
     ],
 )

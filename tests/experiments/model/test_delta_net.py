@@ -76,6 +76,7 @@ def test_chunks_equal_the_recurrence_of_each_document(borders):
     np.testing.assert_allclose(states, parts[-1][1], atol=1e-5)
 
 
+@pytest.mark.soak
 def test_the_inverse_of_a_chunk_is_exact_where_all_keys_are_alike():
     # Powers of this system reach 1e17, and its inverse has no number above 1.
     system = jnp.tril(jnp.ones((CHUNK, CHUNK)), -1)

@@ -100,6 +100,7 @@ def test_a_frequent_token_loses_no_precision_in_bfloat16(gpu_form):
     np.testing.assert_allclose(np.asarray(got_VxD[7], np.float64), expected_D, rtol=2**-8)
 
 
+@pytest.mark.soak
 def test_tokens_of_a_narrow_type_have_the_same_gradient(gpu_form):
     tokens_BxT, table_VxD = np.arange(250).reshape(2, 125), jnp.zeros((300, 2))
     differentiate = jax.jit(jax.grad(lambda table, tokens: jnp.sum(take_rows_sorted(table, tokens))))

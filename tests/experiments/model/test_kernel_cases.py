@@ -91,9 +91,7 @@ def check_attention(attend: Callable[..., jax.Array], facts: dict[str, Any], dty
     return find_difference(found, wanted, EXACT_TOLERANCE if dtype == "float32" else TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize(
-    "number", [*range(3), *(pytest.param(number, marks=pytest.mark.soak) for number in range(3, 80))]
-)
+@pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.soak) for number in range(1, 80))])
 def test_a_sample_of_shapes_matches_the_definition(number: int, interpreted: None) -> None:
     facts, dtype = draw_facts(number)
     assert check_attention(fused_attention, facts, dtype) == "", (facts, dtype)

@@ -94,6 +94,7 @@ def test_both_forms_compute_the_same_function(name, remat, switch_to_tpu):
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=SOAK)], ids=["tied", "apart"])
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, pytest.param(CUT_VOCABULARY, marks=SOAK)])
 @pytest.mark.parametrize("width", [4, pytest.param(64, marks=SOAK)], ids=["head-major", "packed"])
+@pytest.mark.soak
 def test_both_forms_compute_the_same_function_on_a_mesh(width, vocabulary, sizes, tied, chunk, switch_to_tpu):
     keys = LLAMA | {"heads": 4, "key_value_heads": 4, "head_dim": width, "tied_embedding": tied}
     apply, model = make_decoder(keys, "dots", chunk, vocabulary)
