@@ -296,7 +296,7 @@ def _list_names(tree: Any) -> list[str]:
 
 
 class TrainRecipe(Protocol):
-    """What a training job says about its model, its optimizer and its steps; see `BaseTrainer`.
+    """Statements of a training job about its model, its optimizer and its steps; see `BaseTrainer`.
 
     The methods are called when first needed, with the config of the job's stage.
     """

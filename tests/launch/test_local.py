@@ -120,9 +120,9 @@ sys.exit(75)
 def test_the_launcher_forwards_signals_to_its_processes(name):
     program = f"""if True:
         import sys
-        from launch import __main__, local
+        from launch import app, local
         local.runner_arguments = lambda spec, overrides: ["-c", {SIGNAL_ECHO!r}, {name!r}]
-        sys.exit(__main__.main(["local", "specs/counter.yaml"]))
+        sys.exit(app.main(["local", "specs/counter.yaml"]))
     """
     words = [sys.executable, "-c", program]
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_SECONDS)
@@ -132,11 +132,11 @@ def test_the_launcher_forwards_signals_to_its_processes(name):
 def test_a_launcher_under_nohup_and_its_processes_ignore_sighup(tmp_path):
     program = f"""if True:
         import os, signal, sys
-        from launch import __main__, local
+        from launch import app, local
         listens = "import signal; print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
         local.runner_arguments = lambda spec, overrides: ["-c", listens]
         os.kill(os.getpid(), signal.SIGHUP)
-        code = __main__.main(["local", "specs/counter.yaml", "--set", "directory={tmp_path}"])
+        code = app.main(["local", "specs/counter.yaml", "--set", "directory={tmp_path}"])
         os.kill(os.getpid(), signal.SIGHUP)
         print(code)
     """

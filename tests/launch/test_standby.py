@@ -167,10 +167,10 @@ def test_a_standby_begins_again_if_its_modules_have_changed(is_changed, tmp_path
 
 PROGRAM = """if True:
     import sys
-    from launch import __main__, local, supervisor
+    from launch import app, local, supervisor
     local.runner_arguments = lambda spec, overrides: ["-c", "import sys, time; time.sleep(4); sys.exit({code})"]
     supervisor.read_free_memory_bytes = lambda: {free}
-    sys.exit(__main__.main(["local", "none.yaml", "--processes", "2", "--standby-seconds", "{seconds}"]))
+    sys.exit(app.main(["local", "none.yaml", "--processes", "2", "--standby-seconds", "{seconds}"]))
 """
 
 

@@ -33,7 +33,9 @@ def list_compiled_splits(first: str, fitting: str, deadline_seconds: float = 60.
 
     state = SimpleNamespace(replace=lambda **_: None)
     train_setup: Any = SimpleNamespace(compile_val=compile_val, abstract_state=state, mesh_sizes={"data": 1})
-    setup_builder: Any = SimpleNamespace(get_largest_layout=lambda *_: first, compile=compile_train, val_step=None)
+    setup_builder: Any = SimpleNamespace(
+        get_largest_layout=lambda *_: first, compile=compile_train, recipe=SimpleNamespace(val_step=None)
+    )
     program = compile_program(setup_builder, train_setup, MACHINE)
     assert program.val_compile_seconds is not None
     return compiled

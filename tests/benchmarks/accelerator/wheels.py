@@ -12,8 +12,8 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-# Installed on such a machine, together with their dependencies (tensorstore, etils and others).
-PREINSTALLED = ("jax", "flax", "optax", "orbax-checkpoint", "numpy", "pyyaml", "rich")
+# Installed on such a machine, together with their dependencies (etils and others).
+PREINSTALLED = ("jax", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "pyyaml", "rich")
 # Dependencies of the project, and their dependencies, that are not installed there.
 BUNDLED = (
     "annotated-doc",
