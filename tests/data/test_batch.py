@@ -129,6 +129,7 @@ print(json.dumps(found))
     ("num_hosts", "kinds"),
     [(2, ("tokens", "arrays")), *(pytest.param(number, KINDS, marks=pytest.mark.soak) for number in (1, 2, 4))],
 )
+@pytest.mark.soak
 def test_a_host_reads_only_the_sequences_of_its_devices(
     num_hosts: int, kinds: tuple[str, ...], directory: Path
 ) -> None:

@@ -141,6 +141,7 @@ def test_answers_to_200_questions_match_a_reference(evaluated_run: Path, weights
     assert {key: rows[-1][key] for key in figures} == figures
 
 
+@pytest.mark.soak
 def test_a_greedy_continuation_consists_of_the_most_probable_tokens(run: Path, weights: Any) -> None:
     job = open_run(str(run)).job
     model = job.model()

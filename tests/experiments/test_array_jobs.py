@@ -38,6 +38,7 @@ def test_the_split_of_the_batch_changes_a_loss_by_rounding_alone(name: str, tmp_
         np.testing.assert_allclose(rows[0][-1]["val/loss"], other[-1]["val/loss"], rtol=2e-4)
 
 
+@pytest.mark.soak
 def test_padding_changes_no_metric(tmp_path: Path) -> None:
     """The whole set of 30 examples, in batches of different sizes."""
     found = []

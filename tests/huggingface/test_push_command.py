@@ -67,6 +67,7 @@ def test_a_push_contains_the_export_and_a_card(
     assert "nothing to push, the repository already has step 8" in capsys.readouterr().out
 
 
+@pytest.mark.soak
 def test_a_push_continues_after_a_kill(run: BaseTrainer, hub: Hub, tmp_path: Path) -> None:
     command = [str(run.store.root), "--push", NAME, "-o", str(tmp_path / "out")]
     assert run_command(["export", str(run.store.root), "-o", str(tmp_path / "plain")]) == 0

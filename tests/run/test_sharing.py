@@ -112,6 +112,7 @@ class NoFiles:
         return (lambda *_: []) if name == "events" else (lambda: 0)
 
 
+@pytest.mark.soak
 def test_processes_with_other_working_directories_end_with_2(tmp_path):
     places = [tmp_path / name for name in ("a", "b")]
     for place in places:

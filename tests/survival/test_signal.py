@@ -127,7 +127,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [("export", signal.SIGINT), pytest.param("verify-resume", signal.SIGTERM, marks=pytest.mark.soak)],
+    [pytest.param("export", signal.SIGINT, marks=pytest.mark.soak), ("verify-resume", signal.SIGTERM)],
 )
 def test_a_signal_ends_a_command_without_leaving_files(name: str, number: signal.Signals, tmp_path: Path) -> None:
     job = nano_at_six(tmp_path / "run")

@@ -46,6 +46,7 @@ SPLITS = [
 ]
 
 
+@pytest.mark.soak
 def test_the_split_of_the_batch_changes_the_weights_by_rounding_alone(tmp_path: Path) -> None:
     states, losses = [], []
     for number, (mesh, micro_batch) in enumerate(SPLITS):

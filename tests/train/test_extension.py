@@ -313,6 +313,7 @@ def test_the_owner_of_the_directory_has_the_present_length(tmp_path: Path) -> No
     assert owner.identity["config.train.total_steps"] == LONG
 
 
+@pytest.mark.soak
 def test_two_processes_compare_the_lengths_of_a_decay(tmp_path: Path) -> None:
     """Process 0 compares them with JAX, whose devices are those of all processes."""
     job(tmp_path / "run")()

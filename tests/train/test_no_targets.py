@@ -50,6 +50,7 @@ HOOKS = [{"hook": "runner.hook:StopAtLoss", "config": {"value": 1.0}}, "runner.h
 HOOKS += [{"hook": "runner.hook:EarlyStopping", "config": {"patience": 1}}]
 
 
+@pytest.mark.soak
 def test_a_run_without_targets_has_null_losses_and_updates_nothing(tmp_path: Path, capsys: Any) -> None:
     changes = make_config(write_marked_corpus(tmp_path / "corpus", [EMPTY] * 80), hooks=HOOKS)
     changes |= {"checkpoint.keep_best": {"metric": "val/loss"}, "logging.tensorboard": True, "config.ema.decays": [0.9]}

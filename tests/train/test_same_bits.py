@@ -89,6 +89,7 @@ FEATURES: dict[str, tuple[type, dict[str, Any]]] = {
         *(pytest.param(name, (WHOLE, FIRST, THEN), id=name, marks=pytest.mark.soak) for name in FEATURES),
     ],
 )
+@pytest.mark.soak
 def test_the_initial_state_is_bit_identical_on_every_mesh(
     feature: str, meshes: tuple[dict[str, int], ...], tmp_path: Path
 ) -> None:

@@ -141,7 +141,9 @@ class Kit:
             leftover.end_all_but(before)
         if result.status == "cut":
             seconds = round(time.monotonic() - began, 1)
-            result = replace(result, seconds=seconds, problem=f"cut off after its {seconds:.0f} s")
+            # What it has written since the last look, too.
+            figures, problem = read_figures(figures_file), f"cut off after its {seconds:.0f} s"
+            result = replace(result, seconds=seconds, figures=figures, problem=problem)
             results = results.with_section(result)
             results.write(self.out)
         problem = f": {result.problem}" if result.problem else ""

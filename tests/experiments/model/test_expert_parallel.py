@@ -128,6 +128,7 @@ def test_a_sharded_layer_equals_one_device(mesh, room, traffic):
 @pytest.mark.parametrize(
     ("mesh", "room", "matmul"), list_cases((ALL_CUTS, "dropless", "int8"), ROOM, ("int8", "float8"))
 )
+@pytest.mark.soak
 def test_a_sharded_layer_in_8_bits_equals_one_device(mesh, room, matmul):
     model, variables = make_layer(room, "any")
     with use_matmul_type(matmul):

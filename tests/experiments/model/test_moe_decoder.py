@@ -222,6 +222,7 @@ ATTENTION = {
         *(pytest.param(name, remat, marks=SOAK) for name in ATTENTION for remat in ("none", "dots", "layers")),
     ],
 )
+@pytest.mark.soak
 def test_the_formula_counts_every_form_of_attention_and_active_experts(attention, remat, tmp_path):
     """Check with a capacity that is exactly used, so that there are as many slots as assignments.
 

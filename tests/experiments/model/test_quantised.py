@@ -360,6 +360,7 @@ ROUNDED = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "gpt" else pytest.mark.soak) for name in ROUNDED]
 )
+@pytest.mark.soak
 def test_each_matmul_of_each_layer_draws_its_own_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, number = ROUNDED[name]
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 16)))
@@ -401,6 +402,7 @@ def test_each_matmul_of_each_layer_draws_its_own_numbers(name: str, monkeypatch:
         assert [*iter_words(model.clone(config=config, memory=MemoryConfig(remat=remat)), 1)] == [words]
 
 
+@pytest.mark.soak
 def test_no_number_is_drawn_without_stochastic_rounding_and_in_validation(tmp_path: Path) -> None:
     def trace(key, **precision):
         changes = {f"config.precision.{name}": value for name, value in precision.items()}

@@ -522,6 +522,7 @@ def test_a_standby_without_memory_begins_with_its_line(slurm):
 
 
 @pytest.mark.parametrize("cause", ["age", pytest.param("off", marks=pytest.mark.soak), "step", "nodes"])
+@pytest.mark.soak
 def test_a_restart_without_a_usable_standby_starts_a_step(slurm, cause):
     if cause == "step":
         slurm.write("overlap_fails", "")
