@@ -176,8 +176,9 @@ class _LocalClockFile:
         path.unlink(missing_ok=True)  # Attempts count from 1 again if their claims were deleted.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._file = retry_stale(lambda: os.open(path, flags, 0o666))
-        # Any thread may still write a reading, so the file is closed when nobody can any more.
-        weakref.finalize(self, os.close, self._file)
+        # Any thread may still write a reading, so the file is closed when nobody can any more: not at the end of the
+        # process, where the thread of the heartbeat still runs.
+        weakref.finalize(self, os.close, self._file).atexit = False
         # The file gets its size now, so that a reader finds every slot, and a write never changes the length.
         os.ftruncate(self._file, HEADER_BYTES + NUM_SLOTS * (_CHECKSUM.size + _SLOT.size))
         os.pwrite(self._file, header, 0)
