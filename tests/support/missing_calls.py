@@ -47,7 +47,7 @@ def build_library() -> Path:
     return library
 
 
-def make_variables(root: Path, calls: str = "", code: int = errno.ENOSYS, stale: str = "", spare: str = "") -> Any:
+def make_variables(root: Path, calls: str = "", code: int = errno.ENOSYS, stale: str = "") -> Any:
     """Return the environment in which a process lacks calls below `root`, and gets ESTALE now and then.
 
     Args:
@@ -55,8 +55,7 @@ def make_variables(root: Path, calls: str = "", code: int = errno.ENOSYS, stale:
         calls: names of calls, as in `missing_calls.c`.
         code: number of their error.
         stale: `N,M`: every Nth open and every Mth read fails once.
-        spare: part of the paths that give no ESTALE.
     """
     variables = {"LD_PRELOAD": str(build_library()), "FS_ROOT": str(root), "FS_ERRNO": str(code)}
     variables |= {"FS_LOG": str(root.with_name(f"{root.name}.calls")), "FS_MISSING": calls}
-    return variables | ({"FS_STALE": stale} if stale else {}) | ({"FS_SPARE": spare} if spare else {})
+    return variables | ({"FS_STALE": stale} if stale else {})

@@ -100,8 +100,7 @@ def test_a_run_with_stale_handles_is_killed_and_resumed(spec, stale, tmp_path):
     root = tmp_path / "disk"
     options = (*COUNTER, "config.step_seconds=0.01") if spec == "counter" else GPT
     job = Job(f"specs/{spec}.yaml", root / "run", options)
-    # The files of arrays are read and written by libraries.
-    variables = make_variables(root, stale=stale, spare="arrays.")
+    variables = make_variables(root, stale=stale)
     run_with_kills(job, variables, (10,), (0, 76))
     if spec == "counter":
         assert job.outcome() == make_uninterrupted_counter_run(COUNTER).outcome()
