@@ -34,7 +34,7 @@ from runner.distributed.clock import COMPILE, Clock
 from runner.distributed.preemption import StopNotice
 from runner.distributed.watchdog import Watchdog
 from runner.errors import DivergedError, InvalidError, PhaseError, PreemptedError, ResumeError
-from runner.evaluation.builtin import BuiltinEvaluators, EvaluationTasks, read_evaluation_tasks
+from runner.evaluation.builtin import BuiltinEvaluators, EvaluationTasks, list_returned, read_evaluation_tasks
 from runner.hook.dispatch import HookDispatcher
 from runner.hook.listing import load_hooks
 from runner.huggingface.assets import record_assets
@@ -292,14 +292,6 @@ class BaseTrainer(RestoreableJob):
         stability = [make_stability(config.stability)] if config.stability.is_on else []
         return (*ema, *noise_scale, *stability)
 
-    def list_auxiliary_states(self) -> Sequence[AuxiliaryState]:
-        """Return the auxiliary states of the train state, those of hooks included."""
-        return (*self.auxiliary_states(), *self.hooks.auxiliary_states())
-
-    def identify_base(self) -> Trajectory:
-        """Return the trajectory keys of the frozen weights of an adapter; empty without one. May read the weights."""
-        return identify_adapter_base(self.document, self.spec, self.config, self.store)
-
     def evaluator(self) -> Evaluator | list[Evaluator] | None:
         """Return the evaluators of the weights, by default `builtin_evaluators`. Called once in each stage."""
         return [*self.builtin_evaluators]
@@ -540,6 +532,14 @@ class BaseTrainer(RestoreableJob):
         """Vocabulary size of the spec, or that of the data if the spec says `auto`; 0 if the data are arrays."""
         return self.setup_builder.vocabulary_size
 
+    def list_auxiliary_states(self) -> Sequence[AuxiliaryState]:
+        """Return the auxiliary states of the train state, those of hooks included."""
+        return (*self.auxiliary_states(), *self.hooks.auxiliary_states())
+
+    def identify_base(self) -> Trajectory:
+        """Return the trajectory keys of the frozen weights of an adapter; empty without one. May read the weights."""
+        return identify_adapter_base(self.document, self.spec, self.config, self.store)
+
     # Stages.
 
     @functools.cached_property
@@ -672,8 +672,7 @@ class BaseTrainer(RestoreableJob):
     def list_evaluators(self, builtin: BuiltinEvaluators) -> list[Evaluator]:
         """Return what `evaluator` returns if these are its built-in ones, for a job that is not set up."""
         self._builtin_evaluators = builtin
-        chosen = self.evaluator()
-        return [*chosen] if isinstance(chosen, list | tuple) else [] if chosen is None else [chosen]
+        return list_returned(self.evaluator())
 
     def get_evaluated_weights(self, state: Any) -> Any:
         """Return the part of a state that evaluators and hooks get: its weights, and their averages below `ema`."""

@@ -302,6 +302,11 @@ def load_codec_or_reason(source: TokenSource, data: DataConfig) -> TextCodec | s
         return str(error)
 
 
+def list_returned(returned: Any) -> list[Evaluator]:
+    """Return the return value of a job's `evaluator` as a list."""
+    return [] if returned is None else [*returned] if isinstance(returned, list | tuple) else [returned]
+
+
 class BuiltinEvaluators:
     """Built-in evaluators of one job, in iteration order. Made and called on every host, after compilation.
 
@@ -374,7 +379,7 @@ class BuiltinEvaluators:
 
         Raises `SpecError` if it lacks an evaluator that a key of the spec asks for, because nothing would read the key.
         """
-        chosen = [] if returned is None else list(returned) if isinstance(returned, list | tuple) else [returned]
+        chosen = list_returned(returned)
         for key, evaluators in self._by_key.items():
             # Compared by identity of the cached objects, so a job must return those of `builtin_evaluators`.
             if any(each not in chosen for each in evaluators):
