@@ -75,10 +75,11 @@ from runner.train.checks import (
     validate_same_on_all_hosts,
     validate_same_program,
 )
-from runner.train.compile import MEMORY_SHARE, BatchLayout, CompiledStep, compute_program_digest
+from runner.train.compile import MEMORY_SHARE, CompiledStep, compute_program_digest
 from runner.train.evaluators import Evaluator, Validation, add_averages, make_ema_evaluators
 from runner.train.flops import Flops, Sizing, compute_mfu_per_token_rate, count_forward_flops
 from runner.train.kernel_check import KernelCase, KernelChecker, set_kernels_of_process
+from runner.train.layout import BatchLayout
 from runner.train.lora import get_model_weights, replace_base
 from runner.train.loss import count_correct, cross_entropy_sum, document_arguments, target_weights
 from runner.train.optimizer import SPEC

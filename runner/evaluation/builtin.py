@@ -43,8 +43,8 @@ from runner.evaluation.likelihood import (
     read_questions,
 )
 from runner.spec import Document
-from runner.train.compile import BatchLayout, make_val_layout
 from runner.train.evaluators import EvaluationMetrics, Evaluator, Validation, ValidationSize, make_validation_sets
+from runner.train.layout import BatchLayout, make_val_layout
 from runner.train.lora import merge_adapter
 from runner.train.setup import TrainSetup, TrainSetupBuilder
 from runner.train.step import Batch

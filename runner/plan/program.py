@@ -48,7 +48,8 @@ from runner.plan.figures import format_amount
 from runner.plan.forecast.collectives import Collective, find_collectives
 from runner.plan.mesh import MeshSizes
 from runner.spec.imports import format_install, is_extra_installed
-from runner.train.compile import MEMORY_SHARE, BatchLayout, CompiledStep, ProgramMemory, StepTooLargeError
+from runner.train.compile import MEMORY_SHARE, CompiledStep, ProgramMemory, StepTooLargeError
+from runner.train.layout import BatchLayout
 from runner.train.setup import TrainSetup, TrainSetupBuilder
 
 # Otherwise libtpu would query the metadata server of a TPU host, which does not exist here, and log errors.

@@ -6,9 +6,10 @@
 - `state`: train state, variables and shardings
 - `stability`: skipped updates and roll-backs
 - `loss`: cross-entropy and fields of a batch
+- `layout`: split of the batch over devices and micro-batches
 - `replay`: steps whose gradients are computed twice, to find defective devices
 - `step`: optimizer step and validation step
-- `compile`: split of the global batch, compiled steps, and the micro-batch that fits
+- `compile`: compiled steps, and the micro-batch that fits
 - `kernel_check`: self-test of the kernels of a step
 - `lora`: LoRA adapters
 - `evaluators`: evaluators, their schedule, and validation

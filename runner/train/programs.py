@@ -15,7 +15,7 @@ from runner.config import TOTAL_KEYS, TrainerConfig
 from runner.run.environment import collect_options, collect_versions, compare_environments
 from runner.spec import Trajectory, hash_record
 from runner.storage import JsonObject
-from runner.train.compile import BatchLayout
+from runner.train.layout import BatchLayout
 from runner.train.stages import CompiledStage, StagePlan, list_schedule_stages
 
 _DIGEST_CHARACTERS = 12

@@ -31,20 +31,18 @@ from runner.storage import JsonObject
 from runner.train import state as train_state
 from runner.train.auxiliary import EMA, NOISE_SCALE, AuxiliaryState, init_auxiliary
 from runner.train.compile import (
-    BatchLayout,
     CompiledStep,
     SizedStepT,
     compile_lowered,
     compile_to_fit,
     compute_program_digest,
     get_program_memory,
-    list_batch_layouts,
     lower_step,
-    make_val_layout,
     trace_train_step,
     trace_val_step,
 )
 from runner.train.kernel_check import KernelUse, use_kernels
+from runner.train.layout import BatchLayout, list_batch_layouts, make_val_layout
 from runner.train.lora import combine_with_base, init_adapter, make_abstract_adapter, make_merge, merge_adapter
 from runner.train.optimizer import OptimizerChoice, choose_optimizer
 from runner.train.stability import STABILITY

@@ -18,7 +18,8 @@ from experiments.model.decoder import PretrainDecoder
 from runner.accelerator import parse_accelerator
 from runner.parallel.mesh import AXES
 from runner.plan.program import open_machine
-from runner.train.compile import ProgramMemory, list_batch_layouts
+from runner.train.compile import ProgramMemory
+from runner.train.layout import list_batch_layouts
 from tests.support.tiny_jobs import make_gpt
 
 DEVICES = 8

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.parallel.mesh import AXES, BATCH_AXES, use_sharding_rules
 from runner.parallel.reduction import has_deferred_all_reduce, run_per_data_shard
-from runner.train.compile import list_batch_layouts
+from runner.train.layout import list_batch_layouts
 from runner.train.step import StepOptions, train_step
 from tests.support.llama import PretrainLlama
 from tests.support.tiny_jobs import format_mesh, make_gpt, make_partial_mesh

@@ -27,7 +27,7 @@ from runner.plan.forecast.hlo import get_output_shape, iter_instructions, parse_
 from runner.plan.forecast.module import find_largest_arrays
 from runner.plan.prediction import ParameterPayload, predict_collectives, predict_ordered_collectives, sum_sent_bytes
 from runner.plan.program import TargetMachine, compute_sent_bytes, open_machine
-from runner.train.compile import list_batch_layouts
+from runner.train.layout import list_batch_layouts
 from runner.trainer import BaseTrainer
 from tests.plan.tpu_program import parse_shapes
 from tests.support.libtpu import run_module

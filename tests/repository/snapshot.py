@@ -41,7 +41,8 @@ from runner.plan.checks import Findings, open_job
 from runner.plan.program import open_machine
 from runner.process import count_cpus, make_environment
 from runner.spec import compute_trajectory, dump_spec, load_document, load_job_class, validate_spec
-from runner.train.compile import compute_program_digest, make_val_layout
+from runner.train.compile import compute_program_digest
+from runner.train.layout import make_val_layout
 from runner.train.lora import merge_adapter
 from tests.support.job_process import ROOT, WHOLE_RUN_DEADLINE_SECONDS, drop_speed_metrics, read_lines
 from tests.support.libtpu import lock_libtpu

@@ -8,7 +8,7 @@ import pytest
 
 from runner.parallel.mesh import AXES
 from runner.train import compile
-from runner.train.compile import list_batch_layouts
+from runner.train.layout import list_batch_layouts
 from runner.trainer import BaseTrainer
 from tests.support.simulated_devices import USER_COMPILER_OPTIONS
 

@@ -22,7 +22,7 @@ import optax
 from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner.parallel.mesh import AXES, STATE_AXES
-from runner.train.compile import list_batch_layouts
+from runner.train.layout import list_batch_layouts
 from runner.train.state import get_shardings
 from runner.train.step import Batch
 from runner.trainer import BaseTrainer

@@ -14,13 +14,13 @@ from runner.data import FieldSpec
 from runner.data.packing import make_token_fields
 from runner.errors import InvalidError
 from runner.train.compile import (
-    BatchLayout,
     StepTooLargeError,
     compile_lowered,
     compile_to_fit,
     get_program_memory,
     mark_cudnn_gradients_deterministic,
 )
+from runner.train.layout import BatchLayout
 from tests.support.tiny_jobs import make_full_mesh
 
 GIB = 2**30
