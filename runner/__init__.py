@@ -28,7 +28,9 @@ job           RestoreableJob: a recipe with its lifecycle, and the methods that 
 train         train state, step, compilation, validation, report
 evaluation    evaluators: generation, likelihood, multiple choice
 hook          hooks: protocol, dispatch and built-in hooks
-trainer       BaseTrainer: composes the above; `run` is the training loop
+train_recipe  TrainRecipe: what a training job says about its model, loss, optimizer, data and evaluation
+session       the training of one attempt: batches, rows, evaluations, hooks, contents of saves
+trainer       BaseTrainer: a recipe with its session; `run` is the training loop
 inference     sampling and evaluation of a run's weights, read-only
 dashboard     report page and live dashboard, read-only; no jax
 plan          preflight for hardware that need not be present: check, compile, forecast, search

@@ -115,11 +115,11 @@ class RestoreableJob(Recipe):
         name, before = _parse_name(suffix), self.step
         found = self.checkpointer.load(name)
         self.state, self.step = self.checkpointer.go_back(found), found.manifest.step
-        self.continue_program(found.manifest, is_start=False)
-        self.on_restored()
+        self.session.continue_program(found.manifest, is_start=False)
+        self.session.on_restored()
         if self.writes_own_rows:
             self.lifecycle.row_log.rewind(self.step)
-        self.report.resume(self.step, {}, found.manifest.carry)
+        self.session.resume(self.step, {}, found.manifest.carry)
         self.attempt.record("load", self.step, name=name, before=before)
         self.attempt.progress.report_step(self.step)
 

@@ -96,7 +96,7 @@ class Lifecycle:
                     say(f"{job.spec.name}: done, nothing to do{self.describe_stop()}")
                 return
 
-            progress.describe_wait = job.describe_wait
+            progress.describe_wait = job.session.describe_wait
             with progress.report_phase(SET_UP):
                 incidents.attempt = self.claim(hosts, stop, progress)
 
@@ -208,7 +208,7 @@ class Lifecycle:
                 f"{job.store.url}: the run was forked at step {newest.lineage['step']}, and the spec ends it there; "
                 "give it more steps"
             )
-        job.validate_newest(newest)
+        job.session.validate_newest(newest)
 
     def find_newest_step(self) -> int:
         """Return the step of the newest committed checkpoint, or 0. Process 0 only."""
@@ -306,10 +306,10 @@ class Lifecycle:
     def restore_or_init(self) -> None:
         """Restore the newest good checkpoint, or fork another run, or initialise the state; write the resolved spec."""
         job = self.job
-        job.before_restore()
+        job.session.before_restore()
         attempt, started, fork = job.attempt, time.monotonic(), job.spec.checkpoint.fork_from
         found = job.checkpointer.restore(
-            lambda attachments: job.report.find_problem(attachments) or self.row_log.find_problem(attachments)
+            lambda attachments: job.session.find_problem(attachments) or self.row_log.find_problem(attachments)
         )
         is_fork = found is None and fork is not None
         if found is None and fork is not None:
@@ -317,7 +317,7 @@ class Lifecycle:
                 found, lineage = restore_fork(
                     attempt, fork, self.make_run_identity(job.identity()), job.abstract_state()
                 )
-            job.continue_program(found.manifest, is_start=True)
+            job.session.continue_program(found.manifest, is_start=True)
             job.state, job.step = found.state, found.manifest.step
             attempt.lineage.update(lineage)
             event, details = "fork", {key: lineage[key] for key in ("run", "id", "changes")}
@@ -332,7 +332,7 @@ class Lifecycle:
             run_identity, saved = self.make_run_identity(job.identity()), found.manifest.identity
             # Another attempt may have saved later steps since the check before the claim.
             run_identity.validate_trajectory(saved, f"checkpoint {job.step}", job.store.url, lambda: job.step)
-            job.continue_program(found.manifest, is_start=True)
+            job.session.continue_program(found.manifest, is_start=True)
             attempt.report_moves(run_identity.list_moves(saved), job.step)
             attempt.report_spec_changes(run_identity.list_changes(saved), job.step)
             event, details = "restore", {"tier": found.tier}
@@ -345,13 +345,13 @@ class Lifecycle:
             # The run goes on beyond an earlier end. Before its rows change, it must not count as done any more.
             job.store.remove(RESULT)
         attempt.record(event, job.step, seconds=seconds, fingerprint=digest, **details)
-        job.on_restored()
+        job.session.on_restored()
         job.checkpointer.begin(job.state, job.step)
         attachments, carry = ({}, None) if found is None else (found.attachments, found.manifest.carry)
         if job.writes_own_rows:
             self.row_log.rewind(job.step, attachments)
         # A state that is saved without a carry has a row, but that is in the parent's file.
-        job.report.resume(job.step, attachments, {} if is_fork and carry is None else carry)
+        job.session.resume(job.step, attachments, {} if is_fork and carry is None else carry)
         # Written only here, because `auto` is now resolved, and a job that cannot start must not replace the last good
         # spec.
         if attempt.hosts.is_main:
@@ -359,7 +359,7 @@ class Lifecycle:
             job.store.write("spec.yaml", dump_spec(job.resolved_spec()).encode())
         if is_fork and found is not None:
             self.commit_fork(found.manifest.metric)
-        job.after_restore()
+        job.session.after_restore()
 
     def commit_fork(self, metric: float | None) -> None:
         """Save the forked state as a checkpoint of this run, before its first step; then the parent may be deleted.
@@ -372,7 +372,7 @@ class Lifecycle:
         assert fork is not None, "the spec names the parent"
         if hosts.is_main:
             parent = open_parent(fork)
-            job.adopt_parent(parent)
+            job.session.adopt_parent(parent)
             metric = metric if metric is not None and keeps_metric(parent, job.spec) else None
         # Hooks have not started yet, so they are not called for this save.
         contents = dataclasses.replace(self.collect_save_contents(), metric=metric, announce=lambda: None)
@@ -391,7 +391,7 @@ class Lifecycle:
         job.checkpointer.close()
         job.checkpointer.remove_fast_tier()
         job.attempt.say(f"{job.spec.name}: done at step {job.step}, fingerprint {result['fingerprint']}")
-        for line in (*format_end_lines(job.store.url, job.step), *job.report.format_next_steps()):
+        for line in (*format_end_lines(job.store.url, job.step), *job.session.format_next_steps()):
             job.attempt.say(line)
 
     @functools.cached_property

@@ -1,8 +1,8 @@
 """Recipe: what a job says about its state, its steps and its identity. `RestoreableJob` adds how it runs.
 
 Every method is called on every host, unless its docstring says process 0 only. `runner.lifecycle` calls them, in this
-order: `run_earlier_jobs`, `setup`, `prepare`, `before_restore`, `init_state` or a restore, `on_restored`,
-`after_restore`, `run`, `result`.
+order: `run_earlier_jobs`, `setup`, `prepare`, `init_state` or a restore, `run`, `result`. A job whose attempts do more
+than advance the state, such as a trainer, has a `JobSession` of its own.
 """
 
 import dataclasses
@@ -37,8 +37,28 @@ from runner.spec import (
 from runner.storage import JsonObject, Store
 
 
-class JobReport:
-    """Data of a job besides its state, which it reports at its end. The base has none; see `runner.train.report`."""
+class JobSession:
+    """Work of a job in an attempt besides advancing its state. This base does nothing; see `runner.session`.
+
+    The methods are called in this order, on every host, unless their docstring says process 0 only.
+    """
+
+    def validate_newest(self, newest: Manifest) -> None:
+        """Raise `ResumeError` if the run cannot end where the spec ends it. Process 0 only.
+
+        Args:
+            newest: manifest of its newest checkpoint, of a step that is not beyond the end.
+        """
+
+    def describe_wait(self) -> str:
+        """Return the call into user code that has not returned, for the report of a hang; empty by default.
+
+        Called on another thread, so it must not wait for anything.
+        """
+        return ""
+
+    def before_restore(self) -> None:
+        """Complete what a killed attempt has begun, before a state is chosen."""
 
     def find_problem(self, attachments: dict[str, bytes]) -> str | None:
         """Return the reason why the job cannot continue from a fast-tier state with these attachments; None if it can.
@@ -47,8 +67,19 @@ class JobReport:
         """
         return None
 
+    def continue_program(self, manifest: Manifest, is_start: bool) -> None:
+        """Compare the program of the job with the one that has made a restored checkpoint.
+
+        Args:
+            manifest: manifest of the checkpoint.
+            is_start: False if the running job goes back to the checkpoint.
+        """
+
+    def on_restored(self) -> None:
+        """Adapt the job to its state, which was restored or initialised, or loaded by the running job."""
+
     def resume(self, step: int, attachments: dict[str, bytes], carry: JsonObject | None) -> None:
-        """Continue at `step`. Called on every process before the first step, and after each `load` of the running job.
+        """Continue at `step`. Called before the first step, and after each `load` of the running job.
 
         Args:
             step: step of the state, new or restored.
@@ -56,8 +87,14 @@ class JobReport:
             carry: `carry` of the checkpoint's manifest; None if it has none, empty for a fork of such a checkpoint.
         """
 
+    def adopt_parent(self, parent: Store) -> None:
+        """Copy the files that a fork needs from its parent's directory, besides the checkpoint. Process 0 only."""
+
+    def after_restore(self) -> None:
+        """Do what needs the whole directory of a run that begins or goes on, right before `run`."""
+
     def result(self, step: int) -> JsonObject:
-        """Return the keys of `result.json` besides step and fingerprint. Called on every process at the end."""
+        """Return the keys of `result.json` besides step and fingerprint. Called at the end."""
         return {}
 
     def format_next_steps(self) -> Sequence[str]:
@@ -75,6 +112,7 @@ class Recipe:
         former_paths: paths (`module:Class`) that this class had earlier, whose runs it continues. Not inherited.
         attempt: the running attempt; exists once the directory is claimed.
         checkpointer: saves and restores; exists once the directory is claimed.
+        session: what the job does in an attempt besides advancing its state.
         document: where the spec came from, for errors with a line.
         given_document: `document` before `complete_document`.
         spec: the spec.
@@ -113,6 +151,7 @@ class Recipe:
         self.store = open_directory(self.document, spec)
         self.compile_cache = CompileCache(self.store if spec.shares_compiled_programs else None)
         self.lineage: JsonObject = {}
+        self.session = JobSession()
         self.state: Any = None
         self.step = 0
 
@@ -148,18 +187,8 @@ class Recipe:
     def discard_output(self) -> None:
         """Remove the output of an attempt that did no work, before a start with another spec. Process 0 only."""
 
-    def validate_newest(self, newest: Manifest) -> None:
-        """Raise `ResumeError` if the run cannot end where the spec ends it. Process 0 only; by default it can.
-
-        Args:
-            newest: manifest of its newest checkpoint, of a step that is not beyond the end.
-        """
-
     def prepare(self) -> None:
         """Do slow preparations that need `attempt`, such as compiling. Does nothing by default."""
-
-    def before_restore(self) -> None:
-        """Complete what a killed attempt has begun, before a state is chosen. Does nothing by default."""
 
     def init(self) -> Any:
         """Return the state at step 0: a pytree of jax arrays. A pure function of the spec."""
@@ -187,36 +216,12 @@ class Recipe:
         """Return the state of `init`, strongly typed, each leaf created in the sharding of `abstract_state`."""
         return init_sharded(self.init, self.abstract_state())
 
-    def on_restored(self) -> None:
-        """Adapt the job to `state`, which was restored or initialised. Does nothing by default."""
-
-    def continue_program(self, manifest: Manifest, is_start: bool) -> None:
-        """Compare the program of the job with the one that has made a restored checkpoint. Does nothing by default.
-
-        Args:
-            manifest: manifest of the checkpoint.
-            is_start: False if the running job goes back to the checkpoint.
-        """
-
-    def adopt_parent(self, parent: Store) -> None:
-        """Copy the files that a fork needs from its parent's directory, besides the checkpoint. Process 0 only."""
-
-    def after_restore(self) -> None:
-        """Do what needs the whole directory of a run that begins or goes on, right before `run`. Nothing by default."""
-
     def run(self) -> None:
         """Advance `state` to `total_steps`: after each step add one to `step` and call `save_or_stop`.
 
         It is an error to return before `total_steps`, or to call `sys.exit`.
         """
         raise NotImplementedError
-
-    def describe_wait(self) -> str:
-        """Return the call into user code that has not returned, for the report of a hang; empty by default.
-
-        Called on another thread, so it must not wait for anything.
-        """
-        return ""
 
     def identity(self) -> Trajectory:
         """Return the values that identify the trajectory, by dotted key. Needs `setup`."""
@@ -257,11 +262,6 @@ class Recipe:
         """
         return SaveContents()
 
-    @property
-    def report(self) -> JobReport:
-        """Report that the job collects during the run and prints at its end; empty by default. Needs `prepare`."""
-        return JobReport()
-
     def result(self) -> JsonObject:
         """Return the content of `result.json`. Called at the end."""
-        return {"step": self.step, **self.report.result(self.step), "fingerprint": compute_fingerprint(self.state)}
+        return {"step": self.step, **self.session.result(self.step), "fingerprint": compute_fingerprint(self.state)}

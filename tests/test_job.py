@@ -28,7 +28,7 @@ from runner.errors import (
     StorageError,
 )
 from runner.metrics.file import read_rows
-from runner.recipe import JobReport
+from runner.recipe import JobSession
 from runner.run.fence import Fence
 from runner.spec import ExecutionSpec, read_spec
 from runner.storage import LocalStore, read_json, read_log
@@ -123,15 +123,15 @@ def test_a_stop_at_the_last_step_leaves_only_the_result_to_the_next_attempt(tmp_
     assert [event["step"] for event in read_events(tmp_path, "save")] == [10, 20, 30, 40]
 
 
-class DoublingReport(JobReport):
+class DoublingSession(JobSession):
     def result(self, step):
         return {"doubled": 2 * step}
 
 
 class ReportingCounter(Counter):
-    @property
-    def report(self):
-        return DoublingReport()
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.session = DoublingSession()
 
 
 def test_a_job_can_add_to_its_result(tmp_path, undisturbed):

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from experiments.gpt import GPTConfig, PretrainGPT
-from runner import BaseTrainer, ExecutionSpec, trainer
+from runner import BaseTrainer, ExecutionSpec
 from runner.accelerator import CHIPS
 from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.checkpoint.manifest import read_committed
@@ -42,6 +42,7 @@ from runner.parallel.mesh import AXES
 from runner.plan.checks import Findings, open_job
 from runner.spec import hash_record, parse_document, read_spec, validate_config, validate_spec
 from runner.storage import LocalStore, read_json, read_log
+from runner.train import program
 from runner.train.checks import list_local_options
 from tests.support.tiny_jobs import (
     RecordingGPT,
@@ -318,18 +319,18 @@ def get_needed_bytes(job):
 def test_the_micro_batch_fits_the_memory_and_does_not_change_the_loss(tmp_path, monkeypatch):
     changes = {"config.train.global_batch_examples": 64, "config.model.layers": 1, "config.eval.every_steps": None}
     memory = [1 << 40]
-    monkeypatch.setattr(trainer, "read_device_memory_bytes", lambda: memory[0])
+    monkeypatch.setattr(program, "read_device_memory_bytes", lambda: memory[0])
     ample = make_gpt(tmp_path / "ample", **changes)
     ample()
     assert (ample.compiled.layout.micro_batch_examples, ample.compiled.layout.accumulate_steps) == (8, 1)
 
-    memory[0] = int(get_needed_bytes(ample) * 0.97 / trainer.MEMORY_SHARE)
+    memory[0] = int(get_needed_bytes(ample) * 0.97 / program.MEMORY_SHARE)
     scarce = make_gpt(tmp_path / "scarce", **changes)
     stop_after(scarce, STOP)
     chosen = scarce.compiled.layout.micro_batch_examples
     assert chosen < 8
     assert scarce.compiled.layout.accumulate_steps == 8 // chosen
-    assert get_needed_bytes(scarce) <= memory[0] * trainer.MEMORY_SHARE
+    assert get_needed_bytes(scarce) <= memory[0] * program.MEMORY_SHARE
 
     memory[0] = 1 << 40
     resumed = make_gpt(tmp_path / "scarce", **changes)
@@ -342,7 +343,7 @@ def test_the_micro_batch_fits_the_memory_and_does_not_change_the_loss(tmp_path, 
 
 @pytest.mark.soak
 def test_too_little_memory_for_one_example_is_reported_with_the_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "read_device_memory_bytes", lambda: 100 * 2**10)
+    monkeypatch.setattr(program, "read_device_memory_bytes", lambda: 100 * 2**10)
     with pytest.raises(SpecError, match=r"topology: a step with 1 example\(s\) a device needs 0\.\d+ GiB .* 0\.00 GiB"):
         make_gpt(
             tmp_path / "run", **{"config.train.micro_batch_examples": 1, "config.train.global_batch_examples": 8}
@@ -647,9 +648,15 @@ class LoadingLookup(TrainLookup):
         self.act("save_or_stop")
         super().save_or_stop()
 
-    def call_hooks(self):
-        super().call_hooks()
-        self.act("call_hooks")
+    def prepare(self):
+        super().prepare()
+        call_hooks = self.session.call_hooks
+
+        def call_and_act():
+            call_hooks()
+            self.act("call_hooks")
+
+        self.session.call_hooks = call_and_act
 
     def evaluator(self):
         return [*super().evaluator(), ActingEvaluator(self)]
@@ -901,7 +908,7 @@ def test_a_train_step_that_changes_the_state_type_is_rejected_before_compilation
 
 def test_a_job_on_cpus_keeps_the_memory_of_its_steps(tmp_path, monkeypatch):
     kept = []
-    monkeypatch.setattr("runner.trainer.keep_freed_memory", kept.append)
+    monkeypatch.setattr("runner.train.program.keep_freed_memory", kept.append)
     job = make_gpt(tmp_path / "run")
     job()
     assert kept == [jax.local_device_count() * job.compiled.memory.temporaries]

@@ -181,7 +181,7 @@ def export(arguments: ExportArguments) -> int:
     job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
     # The job is never set up: its class alone knows how its leaves map to Hugging Face's names.
     job = job_class(spec, document)
-    if isinstance(job, BaseTrainer) and len(job.stages.plans) > 1:
+    if isinstance(job, BaseTrainer) and job.programs.has_stages:
         # A stage may have changed what the files say of the model, such as its rotary positions.
         name = find_checkpoint(where, arguments.step)[0].rpartition("/")[2]
         job = job.at_step(int(name)) if name.isdecimal() else job
@@ -214,7 +214,7 @@ def export(arguments: ExportArguments) -> int:
             exported = ExportedCheckpoint(
                 spec,
                 # The card names the text, not the corpus that the run has made of it.
-                job.written_data if isinstance(job, BaseTrainer) else None,
+                job.texts.data if isinstance(job, BaseTrainer) else None,
                 manifest,
                 [row.row for row in read_encoded_rows(store, manifest.step)],
                 read_history(store),

@@ -147,7 +147,9 @@ class Scorer:
             (),
             lambda: False,
         )
-        self._tasks = job.evaluation_tasks.make_multiple_choices(make_evaluation_context(run)[0]) if has_tasks else []
+        self._tasks = (
+            job.session.evaluation_tasks.make_multiple_choices(make_evaluation_context(run)[0]) if has_tasks else []
+        )
 
     def score(self, step: int, weights: Any) -> Score:
         """Return the score of the weights of a step, which are like `abstract`."""
@@ -174,9 +176,9 @@ class Scorer:
             return self._layout.batch(self._dataset, name, index)
 
         builtin = BuiltinEvaluators(
-            job.setup_builder, self.train_setup, self._layout, job.evaluation_tasks, load_batch, StopNotice()
+            job.setup_builder, self.train_setup, self._layout, job.session.evaluation_tasks, load_batch, StopNotice()
         )
-        chosen = job.list_evaluators(builtin)
+        chosen = job.session.list_evaluators(builtin)
         return [each for each in chosen if not any(each is known for known in builtin)]
 
     def _load_batch(self, name: str, first: int, index: int) -> dict[str, jax.Array]:

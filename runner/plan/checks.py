@@ -21,6 +21,7 @@ from runner.job import RestoreableJob
 from runner.plan.figures import Section
 from runner.spec import Document, ExecutionSpec, load_job_class, validate_config, validate_spec
 from runner.train.setup import TrainSetupBuilder
+from runner.train.text_first import validate_vocabulary
 from runner.trainer import BaseTrainer
 
 
@@ -146,15 +147,15 @@ def check_text(job: BaseTrainer, findings: Findings) -> list[str]:
     """
     names: list[str] = []
     with findings.collect():
-        names = job.find_untokenised() if job.texts else []
+        names = job.texts.find_unfinished(job)
     unfinished = [text_job for text, text_job in job.texts if text.name in names]
     for text_job in unfinished:
         with findings.collect():
             text_job.find_text()
     with findings.collect():
         for text_job in unfinished[:1]:
-            job.validate_vocabulary(text_job)
             builder, size = job.setup_builder, text_job.vocabulary_size
+            validate_vocabulary(builder, text_job)
             if not builder.has_vocabulary_size:
                 model = builder.config.model.model_copy(update={"vocabulary_size": size})
                 config = builder.config.model_copy(update={"model": model})

@@ -37,8 +37,9 @@ from runner.spec import Document, load_document
 from runner.spec.document import dump_yaml
 from runner.train.checks import find_unmeasured_saves
 from runner.train.compile import MEMORY_SHARE, StepTooLargeError
+from runner.train.program import Program
 from runner.train.setup import TrainSetup, TrainSetupBuilder
-from runner.train.stages import CompiledStage, format_rounded_starts
+from runner.train.stages import format_rounded_starts
 from runner.trainer import BaseTrainer
 
 _NUM_LARGEST_ARRAYS = 5
@@ -195,11 +196,11 @@ def _make_trainer_sections(
     if machine.is_faked:
         check_memory_by_arithmetic(job, first, machine, findings)
     config = job.setup_builder.config_in_steps
-    missed = find_unmeasured_saves(job.spec, job.config, job.config_in_steps.total_steps)
+    missed = find_unmeasured_saves(job.spec, job.config, job.programs.config_in_steps.total_steps)
     if missed is not None:
         findings.warnings.append(job.document.format_problem(("checkpoint", "keep_best"), missed))
     sections += [
-        report.make_batch_section(job.config_in_steps, program),
+        report.make_batch_section(job.programs.config_in_steps, program),
         report.make_state_section(abstract_state),
         report.make_memory_section(program, machine, first),
         report.make_collectives_section(program),
@@ -211,7 +212,7 @@ def _make_trainer_sections(
     except ValueError as error:
         findings.warnings.append(f"{job.spec.job}: no FLOPs and no roofline: {error}")
     else:
-        num_steps = None if len(job.stages.plans) == 1 else job.stages.plans[0].stop
+        num_steps = job.programs.plans[0].stop if job.programs.has_stages else None
         roofline, times = report.make_roofline_section(config, flops, program, machine, num_steps)
         sections += [report.make_flops_section(job.config, flops), roofline]
         step_seconds = None if times is None else times.step_seconds
@@ -236,7 +237,7 @@ def _make_trainer_sections(
     if kernels := report.make_kernels_section(job.kernel_cases(train_setup)).figures:
         sections.append(Section("kernels", kernels))
     sections += [checkpoint, report.make_compilation_section(program)]
-    if len(job.stages.plans) > 1 and data.is_found:
+    if job.programs.has_stages and data.is_found:
         sections += make_stage_sections(job, train_setup, machine, step_seconds, findings)
     return sections
 
@@ -250,25 +251,25 @@ def make_stage_sections(
     """
     whole = Section("stages")
     with findings.collect():
-        uses_config_rates = job.setup_builder.optimizer_choice.uses_config_rates(job.stages.plans[0].config)
-        report.add_courses(whole, job.stages.plans, job.stages.schedules if uses_config_rates else None)
+        uses_config_rates = job.setup_builder.optimizer_choice.uses_config_rates(job.programs.plans[0].config)
+        report.add_courses(whole, job.programs.plans, job.programs.schedules if uses_config_rates else None)
     unit = job.config.data.unit
     whole.add(unit, job.config.count_units(job.config.total_steps), "", "counted", label=f"{unit} of the run")
-    for line in format_rounded_starts(job.config, job.stages.plans):
+    for line in format_rounded_starts(job.config, job.programs.plans):
         findings.warnings.append(line)
     sections = [whole]
-    run_seconds = None if step_seconds is None else step_seconds * job.stages.plans[0].stop
-    for stage, stage_job in zip(job.stages.plans[1:], job.stage_jobs[1:], strict=True):
+    run_seconds = None if step_seconds is None else step_seconds * job.programs.plans[0].stop
+    for stage, stage_job in zip(job.programs.plans[1:], job.stage_jobs[1:], strict=True):
         section = Section(f"stage {stage.number}")
         sections.append(section)
         builder = stage_job.setup_builder
-        own = CompiledStage(stage, builder, functools.partial(builder.build, machine.devices))
+        own = Program(stage, builder, machine.devices)
         found = Findings()
         num_steps, times = stage.stop - stage.start, None
         with found.collect():
             own.validate(train_setup.abstract_state, machine.devices)
             report.add_stage(section, job, stage)
-            found.warnings += own.find_restarts(job.stages.get_dataset(stage.number))
+            found.warnings += own.find_restarts(job.programs.get_dataset(stage.number))
             estimate = report.estimate_early(stage_job, own.train_setup, machine)
             first = None if estimate is None else estimate.first
             micro_batch = first.micro_batch_examples if machine.is_faked and first is not None else None

@@ -400,7 +400,7 @@ def compile_program(
         InvalidError: the step does not fit in memory, with the numbers. Its cause is a `StepTooLargeError`.
     """
     # The train step tries the largest micro-batch first.
-    first = setup_builder.get_largest_layout(train_setup, micro_batch)
+    first = setup_builder.list_layouts(train_setup, micro_batch)[0]
     limit_bytes = int(machine.hbm_bytes * MEMORY_SHARE)
 
     def compile_val(layout: BatchLayout) -> float:

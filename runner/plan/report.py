@@ -329,9 +329,9 @@ def add_stage(section: Section, job: BaseTrainer, stage: StagePlan) -> None:
     section.add("steps", steps, "", "counted")
     section.add(f"{unit} in a step", stage.config.units_per_step, "", "counted")
     section.add(f"{unit} of the stage", units, "", "counted")
-    dataset = job.stages.get_dataset(stage.number)
+    dataset = job.programs.get_dataset(stage.number)
     shares = [
-        dataset.compute_shares(*job.stages.count_examples(stage.number, step)) for step in (stage.start, stage.stop)
+        dataset.compute_shares(*job.programs.count_examples(stage.number, step)) for step in (stage.start, stage.stop)
     ]
     for before, after in zip(*shares, strict=True):
         note = f"the stage takes {after.units - before.units:,} {unit}, from epoch {before.epochs:.4g} on"

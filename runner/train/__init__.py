@@ -15,8 +15,10 @@
 - `evaluators`: evaluators, their schedule, and validation
 - `report`: rows of metrics
 - `setup`: abstract train state, shardings and optimizer on a mesh
-- `stages`: stages of a run: configs, trajectory, data, compiled steps
-- `programs`: programs of a run's steps, by which edited code is noticed
+- `stages`: stages of a run: configs and trajectory
 - `checks`: checks of hardware, data and earlier attempts
 - `flops`: FLOPs, memory and traffic of a step
+- `program`: programs of a run by stage: layout of the batch, data, compiled steps
+- `program_history`: programs that have made a run's steps, by which edited code is noticed
+- `text_first`: texts that are tokenised before the run
 """

@@ -18,7 +18,6 @@ from runner.metrics.rows import Row, RowTail
 from runner.metrics.window import NO_SUMS, MetricsWindow, StepTimer
 from runner.metrics.writers import RowDisplay, open_displays
 from runner.parallel.mesh import read_peak_memory_bytes
-from runner.recipe import JobReport
 from runner.run.attempt import Attempt
 from runner.spec import ExecutionSpec
 from runner.storage import JsonObject
@@ -33,7 +32,7 @@ _HIGH_LOSS = f"train/{HIGH_LOSS_STEPS}"
 DISCARDED_KEYS = ("step", "train/tokens", "train/examples", "perf/time", "train/loss")
 
 
-class Report(JobReport):
+class Report:
     """Rows of metrics of one attempt. Made and called on every host; only process 0 holds the rows.
 
     Attributes:

@@ -293,7 +293,7 @@ def _list_names(tree: Any) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-class TrainRecipe(Protocol):
+class StepRecipe(Protocol):
     """Statements of a training job about its model, its optimizer and its steps; see `BaseTrainer`.
 
     The methods are called when first needed, with the config of the job's stage.
@@ -330,19 +330,24 @@ class TrainRecipe(Protocol):
         """Return the trajectory keys of the frozen weights of an adapter; empty without one. May read the weights."""
 
 
-@dataclass(frozen=True)
-class StageContext:
-    """Dependence of a stage on the stages before it. The functions are called when first needed.
+class StageContext(Protocol):
+    """Dependence of a stage on the stages before it. Computing it may read the data of the first one."""
 
-    Attributes:
-        num_steps: steps of the stage.
-        get_schedule: function that returns the learning rate of the stage by completed steps of the run.
-        get_vocabulary_size: function that returns the vocabulary size of the run.
-    """
+    @property
+    def number(self) -> int:
+        """Number of the stage; 0 before the first stage of the spec."""
 
-    num_steps: int
-    get_schedule: Callable[[], optax.Schedule]
-    get_vocabulary_size: Callable[[], int] | None
+    @property
+    def num_steps(self) -> int:
+        """Steps of the stage."""
+
+    @property
+    def schedule(self) -> optax.Schedule:
+        """Learning rate of the stage by completed steps of the run."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Vocabulary size of the run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -363,9 +368,9 @@ class TrainSetupBuilder:
     config: TrainerConfig[Any]
     topology: Topology
     seed: int
-    recipe: TrainRecipe
+    recipe: StepRecipe
     rules: Sequence[LogicalAxisRule] = LOGICAL_AXIS_RULES
-    stage: "StageContext | None" = None
+    stage: StageContext | None = None
 
     @functools.cached_property
     def optimizer_choice(self) -> OptimizerChoice:
@@ -381,7 +386,7 @@ class TrainSetupBuilder:
     def dataset(self) -> Dataset:
         """Data set of the spec. Reads the data on this host."""
         # A later stage has keys from the config that an earlier one may read.
-        is_later_stage = self.stage is not None and self.stage.get_vocabulary_size is not None
+        is_later_stage = self.stage is not None and self.stage.number > 0
         has_one_source = not self.config.data.mixture and not self.config.data.validation
         with self.document.errors_at("config.data.source" if has_one_source else "config.data"):
             vocabulary_size = self.vocabulary_size if self.has_vocabulary_size else None
@@ -428,8 +433,9 @@ class TrainSetupBuilder:
         """Vocabulary size of the spec, or that of the data if the spec says `auto`; 0 if the data are arrays."""
         if self.has_vocabulary_size:
             return int(self.config.model.vocabulary_size)
-        known = None if self.stage is None else self.stage.get_vocabulary_size
-        return self.dataset.vocabulary_size if known is None else known()
+        if self.stage is not None and self.stage.number > 0:
+            return self.stage.vocabulary_size
+        return self.dataset.vocabulary_size
 
     @property
     def has_vocabulary_size(self) -> bool:
@@ -510,7 +516,7 @@ class TrainSetupBuilder:
         self.validate_keys_read()
         schedule = self.optimizer_choice.build_schedule(self.config, lambda: self.config_in_steps)
         if self.stage is not None and self.optimizer_choice.uses_config_rates(self.config):
-            schedule = self.stage.get_schedule()
+            schedule = self.stage.schedule
         auxiliary_states = tuple(self.recipe.list_auxiliary_states())
         config, names = self.config, {each.name for each in auxiliary_states}
         asked = {EMA: config.ema, NOISE_SCALE: config.noise_scale, STABILITY: config.stability.is_on or None}
@@ -549,13 +555,16 @@ class TrainSetupBuilder:
             kernels=KernelUse(self.config.memory.attention),
         )
 
-    def get_largest_layout(self, train_setup: TrainSetup, micro_batch: int | None = None) -> BatchLayout:
-        """Return the split that `compile` tries first: the one with the largest micro-batch that the spec allows."""
-        return list_batch_layouts(self.config, train_setup.mesh, micro_batch, self.fields)[0]
+    def list_layouts(self, train_setup: TrainSetup, micro_batch: int | None = None) -> list[BatchLayout]:
+        """Return the splits of the batch that `compile` tries, the one with the largest micro-batch first.
+
+        `micro_batch` is the only size to try, if the spec allows it.
+        """
+        return list_batch_layouts(self.config, train_setup.mesh, micro_batch, self.fields)
 
     def trace(self, train_setup: TrainSetup, micro_batch: int | None = None) -> None:
         """Trace the train step with the largest micro-batch, which shows errors in it at little cost."""
-        train_setup.trace_train(self.recipe.train_step, self.get_largest_layout(train_setup, micro_batch))
+        train_setup.trace_train(self.recipe.train_step, self.list_layouts(train_setup, micro_batch)[0])
 
     def trace_again(self, train_setup: TrainSetup, micro_batch: int | None = None) -> None:
         """Trace the train step once more, because the choice of kernels has changed."""
@@ -586,7 +595,7 @@ class TrainSetupBuilder:
         self.trace(train_setup, micro_batch)
         if micro_batch is None and self.dataset.validation:
             abstract = merge_adapter(train_setup.abstract_state).replace(opt_state=(), riders={})
-            layout = make_val_layout(self.config, self.get_largest_layout(train_setup))
+            layout = make_val_layout(self.config, self.list_layouts(train_setup)[0])
             train_setup.trace_val(self.recipe.val_step, abstract, layout)
 
     def compile(self, train_setup: TrainSetup, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
@@ -607,7 +616,7 @@ class TrainSetupBuilder:
         """Return what `compile_step` returns for the largest micro-batch that fits; see `compile`."""
         # Outside of `errors_at`, because an error in the step is no error of the key `topology`.
         self.trace(train_setup, micro_batch)
-        layouts = list_batch_layouts(self.config, train_setup.mesh, micro_batch, self.fields)
+        layouts = self.list_layouts(train_setup, micro_batch)
         with self.document.errors_at("topology"):
             by_size = {layout.micro_batch_examples: layout for layout in layouts}
             return compile_to_fit(lambda size: compile_step(by_size[size]), list(by_size), limit_bytes)
@@ -619,8 +628,7 @@ class TrainSetupBuilder:
 
     def compile_smallest(self, train_setup: TrainSetup) -> CompiledStep:
         """Compile the train step with the smallest micro-batch, whether it fits or not."""
-        layouts = list_batch_layouts(self.config, train_setup.mesh, fields=self.fields)
-        return train_setup.compile_train(self.recipe.train_step, layouts[-1])
+        return train_setup.compile_train(self.recipe.train_step, self.list_layouts(train_setup)[-1])
 
     def resolve_spec(self, spec: ExecutionSpec, train_setup: TrainSetup, layout: BatchLayout | None) -> ExecutionSpec:
         """Return `spec` with mesh, vocabulary size and, if there is a layout, micro-batch filled in."""

@@ -86,10 +86,10 @@ VARIANTS = {"hooks": ("two hooks", add_hooks), "all": ("EMA, three evaluators an
 def run_slices(job: Any, steps: int) -> Iterator[float]:
     """Run steps like `BaseTrainer.run`, and yield the seconds of each `steps` steps without those of evaluators."""
     start(job)
-    train_step, key, report = job.compiled.executable, job.train_setup.key, job.report
+    train_step, key, report = job.compiled.executable, job.train_setup.key, job.session.report
     timed = getattr(job, "timed", [])
     with report.display(0):
-        job.state = job.hook_dispatcher.start(job.state, 0)
+        job.state = job.session.hook_dispatcher.start(job.state, 0)
         while True:
             began, evaluating = time.perf_counter(), sum(each.seconds for each in timed)
             for _ in range(steps):
@@ -97,8 +97,8 @@ def run_slices(job: Any, steps: int) -> Iterator[float]:
                 job.step += 1
                 report.add_step(job.step, loss, meta)
                 if report.is_row_due(job.step):
-                    report.add_row(job.get_evaluated_weights(job.state), job.step)
-                    job.state = job.hook_dispatcher.on_row(job.state, job.step)
+                    report.add_row(job.session.get_evaluated_weights(job.state), job.step)
+                    job.state = job.session.hook_dispatcher.on_row(job.state, job.step)
                 job.save_or_stop()
             jax.block_until_ready(job.state)
             yield time.perf_counter() - began - (sum(each.seconds for each in timed) - evaluating)

@@ -85,7 +85,7 @@ def main() -> None:
         began = time.perf_counter()
         job = make_job(options, policy, every_steps)
         setup = job.setup_builder.build([device], lambda data: None)
-        layout = job.setup_builder.get_largest_layout(setup)
+        layout = job.setup_builder.list_layouts(setup)[0]
         compiled = setup.compile_train(job.train_step, layout)
         print(
             f"{name}: temporaries {compiled.memory.temporaries:,} bytes, needed {compiled.memory.needed:,} bytes; "

@@ -52,7 +52,7 @@ def test_questions_need_a_tokenizer_and_prompts_can_be_ids(tmp_path: Path) -> No
         tmp_path / "run", BigramTrainer, **tokens, **{"config.eval.samples": {"prompts": ["7 8 9", ""], "tokens": 2}}
     )
     job()
-    texts = [job.report.get_newest_row()[f"val/sample/{number}"] for number in range(2)]
+    texts = [job.session.report.get_newest_row()[f"val/sample/{number}"] for number in range(2)]
     assert [len(text.split()) for text in texts] == [5, 2]
     assert texts[0].startswith("7 8 9 ")
 

@@ -93,14 +93,14 @@ def stop(directory, name, step) -> None:
 def kill(directory, name, step) -> None:
     """Kill the run after the hook calls of `step`, before it can save."""
     found = make_hooked_job(directory, name)
-    call_hooks = found.call_hooks
+    call_hooks = found.session.call_hooks
 
     def die() -> None:
         call_hooks()
         if found.step == step:
             raise KilledError
 
-    found.call_hooks = die  # type: ignore[method-assign]
+    found.session.call_hooks = die  # type: ignore[method-assign]
     try:
         found()
     except KilledError:

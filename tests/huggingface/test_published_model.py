@@ -365,7 +365,7 @@ def test_a_written_spec_tokenises_text_first(name: str, llama: Path, tmp_path: P
     (tmp_path / "lines.jsonl").write_text('{"text": "a b"}\n' * 9)
     text, job = write_spec(tmp_path, str(llama), "--data", str(tmp_path / name))
     section = {"tokenizer": {"kind": "hf", "file": str(llama / "tokenizer.json")}, "separator": 2}
-    assert job.written_data.tokenise == section
+    assert job.texts.data.tokenise == section
     assert "# The separator is the weights' eos_token_id" in text
 
 

@@ -34,7 +34,7 @@ def list_compiled_splits(first: str, fitting: str, deadline_seconds: float = 60.
     state = SimpleNamespace(replace=lambda **_: None)
     train_setup: Any = SimpleNamespace(compile_val=compile_val, abstract_state=state, mesh_sizes={"data": 1})
     setup_builder: Any = SimpleNamespace(
-        get_largest_layout=lambda *_: first, compile=compile_train, recipe=SimpleNamespace(val_step=None)
+        list_layouts=lambda *_: [first], compile=compile_train, recipe=SimpleNamespace(val_step=None)
     )
     program = compile_program(setup_builder, train_setup, MACHINE)
     assert program.val_compile_seconds is not None
@@ -60,7 +60,7 @@ def test_temporaries_of_another_compiler_reject_no_step(
         return SimpleNamespace(layout="small", text=TEXT, memory=ProgramMemory(arguments, 5, 10**12, 0))
 
     setup_builder: Any = SimpleNamespace(
-        get_largest_layout=lambda *_: "small", compile=compile_train, document=Document({}, {(): SpecLocation("x")})
+        list_layouts=lambda *_: ["small"], compile=compile_train, document=Document({}, {(): SpecLocation("x")})
     )
     machine: Any = SimpleNamespace(**vars(MACHINE) | {"is_faked": True})
     with contextlib.nullcontext() if fits else pytest.raises(SpecError, match="topology: state and batch alone") as e:

@@ -268,7 +268,7 @@ def describe_spec(spec: str, devices: Sequence[jax.Device]) -> dict[str, Any]:
         return identity | {"spec": dump_spec(job.resolved_spec()).replace(str(ROOT), "ROOT").splitlines()}
     builder = job.setup_builder
     train_setup = builder.build_on_mesh(builder.make_mesh(devices), jax.random.key(job.spec.seed))
-    layout = builder.get_largest_layout(train_setup)
+    layout = builder.list_layouts(train_setup)[0]
     weights = merge_adapter(train_setup.abstract_state).replace(opt_state=(), riders={})
     val_layout = make_val_layout(builder.config, layout)
     return identity | {

@@ -12,8 +12,8 @@ def structure() -> Structure:
     return measure(ROOT)
 
 
-def test_late_attributes_are_those_declared_in_class_bodies(structure: Structure) -> None:
-    assert structure.late_attributes == ["BaseTrainer.train_setup"]
+def test_every_attribute_is_set_in_init_or_in_the_class_body(structure: Structure) -> None:
+    assert structure.late_attributes == []
 
 
 def test_each_import_by_string_has_a_reason(structure: Structure) -> None:
@@ -43,7 +43,7 @@ def test_names_of_public_classes_are_unique(structure: Structure) -> None:
 
 
 def test_sizes_and_comments_stay_in_bounds(structure: Structure) -> None:
-    assert structure.files <= 222
+    assert structure.files <= 226
     assert structure.called_once <= 345
     assert structure.comment_share >= 1 / 17
 

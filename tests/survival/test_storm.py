@@ -339,7 +339,17 @@ MIXTURES: list[tuple[int, dict[str, float]]] = [
 class RecordingLookup(StruckLookup):
     """Job that records the sequences that enter each step on the devices of a process."""
 
-    def make_step(self, state: Any, batch: Any, *arguments: Any) -> Any:
+    def prepare(self) -> None:
+        super().prepare()
+        make_step = self.session.make_step
+
+        def record_step(state: Any, batch: Any, *arguments: Any) -> Any:
+            self.record(batch)
+            return make_step(state, batch, *arguments)
+
+        self.session.make_step = record_step  # type: ignore[method-assign]
+
+    def record(self, batch: Any) -> None:
         S, B, _ = batch["x"].shape
         sequences: dict[int, Any] = {}
         for shard in batch["x"].addressable_shards:
@@ -349,7 +359,6 @@ class RecordingLookup(StruckLookup):
         path = self.store.root / "read" / f"{self.step}.{self.attempt.hosts.process_id}.{self.attempt.number}"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(sequences))
-        return super().make_step(state, batch, *arguments)
 
 
 def read_recorded(job: Job, step: int) -> list[Any]:

@@ -89,8 +89,8 @@ class RequestingGPT(PretrainGPT):
         super().save_or_stop()
         if self.step == 2:
             assert run_command(["profile", str(self.store.url), "--steps", "3"]) == 0
-            while self.report._profiler._requested_steps is None:
-                assert not self.report._profiler._closed.wait(0.001)
+            while self.session.report._profiler._requested_steps is None:
+                assert not self.session.report._profiler._closed.wait(0.001)
 
 
 @pytest.mark.soak

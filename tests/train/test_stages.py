@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from experiments.model.decoder import PretrainDecoder
-from runner import BaseTrainer, ExecutionSpec, trainer
+from runner import BaseTrainer, ExecutionSpec, train_recipe
 from runner.checkpoint.inspect import open_checkpoint
 from runner.checkpoint.leaves import flatten_with_names
 from runner.cli.app import run_command
@@ -29,7 +29,8 @@ from runner.parallel.mesh import AXES, make_mesh
 from runner.spec import SpecLocation, compute_trajectory
 from runner.spec.document import parse_yaml
 from runner.storage import JsonObject, LocalStore, read_log
-from runner.train.stages import StageSequence, format_rounded_starts
+from runner.train.program import Programs
+from runner.train.stages import format_rounded_starts
 from tests.data.datasets import write_bin
 from tests.support.tiny_jobs import (
     get_job_name,
@@ -129,8 +130,8 @@ def test_stages_added_while_it_ran_give_the_run_that_had_them_from_the_start(tmp
     assert starts == [(4, 1, ""), (7, 2, ""), (10, 3, "anneal")]
 
 
-class PatientSequence(StageSequence):
-    """Stages whose steps take longer than the compilation of the next stage."""
+class PatientPrograms(Programs):
+    """Programs whose steps take longer than the compilation of the next stage."""
 
     def compile_next(self) -> None:
         super().compile_next()
@@ -144,12 +145,12 @@ class PatientSequence(StageSequence):
 def test_nothing_is_compiled_on_the_main_thread_after_a_border(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_steps: int | None
 ) -> None:
-    monkeypatch.setattr(trainer, "StageSequence", PatientSequence)
+    monkeypatch.setattr(train_recipe, "Programs", PatientPrograms)
     compiled: list[tuple[int, int, str]] = []
 
     def count(event: str, *others: Any, **details: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append((patient.stages.current.plan.number, patient.step, threading.current_thread().name))
+            compiled.append((patient.programs.current.plan.number, patient.step, threading.current_thread().name))
 
     evaluations = {"every_steps": every_steps, "batches": 2, "at_end": True}
     settings = job_settings(tmp_path / "run") | {"config.stages": three_stages(tmp_path / "run")}
@@ -522,9 +523,9 @@ def test_data_skipped_around_a_border_are_those_of_its_stages(tmp_path: Path) ->
     skips = [[18, 23], [49, 50], [50, 53], [58, 60]]
     run = job(tmp_path / "run", stages, **{"config.train.total_steps": 70, "config.train.skip_steps": skips})
     followed: dict[str, int] = {}
-    for stage in run.stages.plans:
-        data, batch = run.stages.get_dataset(stage.number), stage.config.train.global_batch_examples
-        drawn = [run.stages.locate_batch(step) for step in range(stage.start, stage.stop)]
+    for stage in run.programs.plans:
+        data, batch = run.programs.get_dataset(stage.number), stage.config.train.global_batch_examples
+        drawn = [run.programs.locate_batch(step) for step in range(stage.start, stage.stop)]
         assert {each.plan.number for each, _ in drawn} == {stage.number}
         numbers = [number for _, number in drawn]
         own = {start: stop - start for start, stop in skips if stage.start <= start < stage.stop}
@@ -553,8 +554,8 @@ def test_each_example_of_each_source_is_taken_once_in_an_epoch(tmp_path: Path, p
     run = job(tmp_path / "run", stages, **{"config.train.total_steps": 90})
     seen: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
-    for stage in run.stages.plans:
-        data, batch = run.stages.get_dataset(stage.number), stage.config.train.global_batch_examples
+    for stage in run.programs.plans:
+        data, batch = run.programs.get_dataset(stage.number), stage.config.train.global_batch_examples
         sizes |= {train.source.fingerprint: train.examples.num_examples for train in data.train_sources}
         for fingerprint, index in count_sources(data, 0, (stage.stop - stage.start) * batch):
             seen.setdefault(fingerprint, []).append(index)
@@ -596,9 +597,9 @@ def list_examples(run: BaseTrainer) -> list[list[tuple[str, int]]]:
     """Return the examples of each step, and the tokens of each source after it."""
     listed: list[Any] = []
     for step in range(STEPS):
-        stage, number = run.stages.locate_batch(step)
-        data, batch = run.stages.get_dataset(stage.plan.number), stage.plan.config.train.global_batch_examples
-        counted = run.stages.count_examples(stage.plan.number, step + 1)
+        stage, number = run.programs.locate_batch(step)
+        data, batch = run.programs.get_dataset(stage.plan.number), stage.plan.config.train.global_batch_examples
+        counted = run.programs.count_examples(stage.plan.number, step + 1)
         listed.append((count_sources(data, number * batch, batch), data.compute_metrics(*counted)))
     return listed
 
@@ -636,7 +637,7 @@ def test_a_run_whose_data_have_restarted_at_a_border_keeps_its_bits(
     changes = SHORT | uneven(tmp_path / "run")
     stages = [{"from_step": step, "set": {"optimizer.weight_decay": 0.1}} for step in (3, 9)]
     with monkeypatch.context() as context:
-        context.setattr(StageSequence, "continues_data", lambda sequence, number: not number)
+        context.setattr(Programs, "continues_data", lambda sequence, number: not number)
         job(tmp_path / "whole", stages, **changes)()
         stop_after(job(tmp_path / "run", stages, **changes), 10)
     job(tmp_path / "plain", **changes)()
@@ -661,8 +662,8 @@ def test_tokens_of_a_run_are_the_sum_over_its_stages(tmp_path: Path) -> None:
     run = job(tmp_path / "run", stages, **{"config.train": {"global_batch_examples": 8, "total_tokens": 2000}})
     # Four steps of 128 tokens, and then six of 256, rounded up.
     assert [run.config.count_units(step) for step in (0, 3, 4, 5, 10)] == [0, 384, 512, 768, 2048]
-    assert (run.stages.plans[1].start, run.total_steps, run.stages.plans[0].config.total_steps) == (4, 10, 16)
-    assert format_rounded_starts(run.config, run.stages.plans) == [
+    assert (run.programs.plans[1].start, run.total_steps, run.programs.plans[0].config.total_steps) == (4, 10, 16)
+    assert format_rounded_starts(run.config, run.programs.plans) == [
         "config.stages.0: 500 tokens are reached within step 4, so the stage begins after it, at 512 tokens"
     ]
 
@@ -676,9 +677,9 @@ def test_a_batch_ramp_is_a_run_of_stages(tmp_path: Path) -> None:
     short, long = job(tmp_path / "run", written[2:], **{"config.train": train}), job(tmp_path / "run", written)
     identities = [compute_trajectory(each.spec, each.config) for each in (short, long)]
     assert identities[0] == identities[1]
-    assert [stage.key for stage in short.stages.plans] == ["", *["config.train.batch_ramp"] * 2, "config.stages.0"]
+    assert [stage.key for stage in short.programs.plans] == ["", *["config.train.batch_ramp"] * 2, "config.stages.0"]
     tokens = train | {"batch_ramp": {"from_examples": 8, "over_tokens": 8 * 16 * 3, "increments": 1}}
-    assert [stage.start for stage in job(tmp_path / "run", **{"config.train": tokens}).stages.plans] == [0, 3]
+    assert [stage.start for stage in job(tmp_path / "run", **{"config.train": tokens}).programs.plans] == [0, 3]
 
 
 @pytest.mark.parametrize(

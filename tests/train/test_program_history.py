@@ -21,9 +21,9 @@ from runner.cli.verify_resume import find_program_change
 from runner.errors import InvalidError
 from runner.parallel.mesh import make_mesh
 from runner.storage import LocalStore, read_log
-from runner.train import programs
+from runner.train import program_history
 from runner.train.compile import compute_program_digest
-from runner.train.programs import KNOWN_MAX, Program, ProgramHistory, find_change
+from runner.train.program_history import KNOWN_MAX, ProgramHistory, ProgramRecord, find_change
 from tests.support import libtpu
 from tests.support.bigram import BIGRAM_OPTIONS
 from tests.support.tiny_jobs import make_counter, make_gpt, stop_after
@@ -70,7 +70,7 @@ EDITS = {
 
 
 def record(digest: str, **facts: Any) -> dict[str, Any]:
-    return ProgramHistory().add(Program(digest, FACTS | facts))
+    return ProgramHistory().add(ProgramRecord(digest, FACTS | facts))
 
 
 # Comparison of records.
@@ -79,16 +79,16 @@ def record(digest: str, **facts: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("now", "settings", "software"),
     [
-        (Program("b", FACTS), [], []),
-        (Program("b", FACTS | {"mesh": {"data": 2}}), ["mesh {'data': 4} -> {'data': 2}"], []),
-        (Program("b", FACTS | {"config.model": "b"}), ["config.model"], []),
-        (Program("b", FACTS | {"device_kind": "TPU v5e"}), ["device_kind cpu -> TPU v5e"], []),
-        (Program("b", FACTS | {"versions": {"jax": "0.11.0"}}), [], ["jax 0.10.2 -> 0.11.0"]),
-        (Program("b", FACTS | {"options": {"XLA_FLAGS": "--x"}}), [], ["XLA_FLAGS none -> --x"]),
-        (Program("b", FACTS | {"later": 1}), [], []),
+        (ProgramRecord("b", FACTS), [], []),
+        (ProgramRecord("b", FACTS | {"mesh": {"data": 2}}), ["mesh {'data': 4} -> {'data': 2}"], []),
+        (ProgramRecord("b", FACTS | {"config.model": "b"}), ["config.model"], []),
+        (ProgramRecord("b", FACTS | {"device_kind": "TPU v5e"}), ["device_kind cpu -> TPU v5e"], []),
+        (ProgramRecord("b", FACTS | {"versions": {"jax": "0.11.0"}}), [], ["jax 0.10.2 -> 0.11.0"]),
+        (ProgramRecord("b", FACTS | {"options": {"XLA_FLAGS": "--x"}}), [], ["XLA_FLAGS none -> --x"]),
+        (ProgramRecord("b", FACTS | {"later": 1}), [], []),
     ],
 )
-def test_a_change_names_what_else_differs(now: Program, settings: list[str], software: list[str]) -> None:
+def test_a_change_names_what_else_differs(now: ProgramRecord, settings: list[str], software: list[str]) -> None:
     change = find_change(record("a"), now)
     assert change is not None
     assert (change.before, change.now, change.settings, change.software) == ("a", "b", settings, software)
@@ -97,16 +97,17 @@ def test_a_change_names_what_else_differs(now: Program, settings: list[str], sof
 
 
 def test_equal_programs_are_no_change_whatever_else_differs() -> None:
-    assert find_change(record("a"), Program("a", FACTS)) is None
-    assert find_change(record("a"), Program("a", FACTS | {"mesh": {}, "versions": {"jax": "9"}})) is None
+    assert find_change(record("a"), ProgramRecord("a", FACTS)) is None
+    assert find_change(record("a"), ProgramRecord("a", FACTS | {"mesh": {}, "versions": {"jax": "9"}})) is None
 
 
 def test_a_mesh_that_the_run_had_before_is_compared_with_its_own_program() -> None:
-    history, four, two = ProgramHistory(), Program("a4", FACTS), Program("a2", FACTS | {"mesh": {"data": 2}})
+    history = ProgramHistory()
+    four, two = ProgramRecord("a4", FACTS), ProgramRecord("a2", FACTS | {"mesh": {"data": 2}})
     history.add(four)
     saved = history.add(two)
     assert find_change(saved, four) is None
-    change = ProgramHistory().resume(saved, Program("b4", FACTS))
+    change = ProgramHistory().resume(saved, ProgramRecord("b4", FACTS))
     assert change is not None
     assert (change.before, change.is_expected) == ("a4", False)
 
@@ -115,28 +116,28 @@ def test_each_change_of_the_code_is_counted_also_back() -> None:
     saved, counts = record("a"), []
     for digest in ("a", "b", "b", "a"):
         history = ProgramHistory()
-        history.resume(saved, Program(digest, FACTS))
-        saved = history.add(Program(digest, FACTS))
+        history.resume(saved, ProgramRecord(digest, FACTS))
+        saved = history.add(ProgramRecord(digest, FACTS))
         counts.append(saved["changes"])
     assert counts == [0, 1, 1, 2]
 
 
 def test_programs_of_the_former_code_are_forgotten_after_an_edit() -> None:
     history = ProgramHistory()
-    history.add(Program("a2", FACTS | {"mesh": {"data": 2}}))
-    saved = history.add(Program("a4", FACTS))
+    history.add(ProgramRecord("a2", FACTS | {"mesh": {"data": 2}}))
+    saved = history.add(ProgramRecord("a4", FACTS))
     edited = ProgramHistory()
-    edited.resume(saved, Program("b4", FACTS))
-    again = find_change(edited.add(Program("b4", FACTS)), Program("b2", FACTS | {"mesh": {"data": 2}}))
+    edited.resume(saved, ProgramRecord("b4", FACTS))
+    again = find_change(edited.add(ProgramRecord("b4", FACTS)), ProgramRecord("b2", FACTS | {"mesh": {"data": 2}}))
     assert again is not None
     assert again.is_expected
 
 
 def test_a_manifest_holds_few_programs() -> None:
     history = ProgramHistory()
-    saved = [history.add(Program("a", FACTS | {"processes": number})) for number in range(3 * KNOWN_MAX)][-1]
+    saved = [history.add(ProgramRecord("a", FACTS | {"processes": number})) for number in range(3 * KNOWN_MAX)][-1]
     assert len(saved["known"]) == KNOWN_MAX
-    assert list(saved["known"])[-1] == Program("a", saved["facts"]).facts_digest
+    assert list(saved["known"])[-1] == ProgramRecord("a", saved["facts"]).facts_digest
 
 
 def test_verify_resume_names_a_program_that_has_changed() -> None:
@@ -170,7 +171,7 @@ def compute_digest(job: BaseTrainer) -> str:
     """Return the digest of the program of a job's train step, without compiling it."""
     builder = job.setup_builder
     setup = builder.build(jax.devices())
-    return compute_program_digest(setup.lower_train(builder.recipe.train_step, builder.get_largest_layout(setup)))
+    return compute_program_digest(setup.lower_train(builder.recipe.train_step, builder.list_layouts(setup)[0]))
 
 
 def test_an_edit_changes_the_digest_if_and_only_if_it_changes_the_step(tmp_path: Path, load_job: Any) -> None:
@@ -272,7 +273,7 @@ def test_another_mesh_spec_or_version_is_not_called_an_edit(
     assert read_record(run, 3)["changes"] == 0
     # A library of another version may lower the same code to another program, which is told with the versions.
     edited = load_job(SOURCE.replace(*EDITS["the loss"][0]))
-    monkeypatch.setattr(programs, "collect_versions", lambda: {"jax": "99"})
+    monkeypatch.setattr(program_history, "collect_versions", lambda: {"jax": "99"})
     with pytest.raises(InvalidError, match=r"checkpoint.program: .*jax \S+ -> 99; restore"):
         make_gpt(run, edited, **options)()
     stop_after(make_gpt(run, edited, **options | {"checkpoint.program": "warn"}), 4)

@@ -1,0 +1,144 @@
+"""Texts that are tokenised before the run, each by a job of its own (`config.data.tokenise`)."""
+
+from collections.abc import Iterator
+
+import jax
+
+from runner.config import DataConfig
+from runner.console import say
+from runner.data.open_source import RawText, restore_text, split_text
+from runner.distributed.agreement import Hosts
+from runner.distributed.clock import Clock
+from runner.distributed.preemption import StopNotice
+from runner.distributed.watchdog import Watchdog
+from runner.errors import PreemptedError
+from runner.job import RestoreableJob, TextJob
+from runner.run.attempt import IncidentRecorder
+from runner.run.layout import read_owner
+from runner.run.logs import begin_next_log_file
+from runner.spec import Document, ExecutionSpec, compute_trajectory, load_job_class, validate_spec
+from runner.storage import JsonObject, Store
+from runner.train.program import Programs
+from runner.train.setup import TrainSetupBuilder
+
+
+class TextsFirst:
+    """Texts of a spec and the jobs that tokenise them, in order; empty without `config.data.tokenise`.
+
+    Attributes:
+        data: `config.data` as the user wrote it.
+        document: the spec with the corpora in place of the texts.
+    """
+
+    def __init__(self, document: Document, spec: ExecutionSpec, data: DataConfig, store: Store, text_job: str):
+        """Prepare the jobs; reads no text.
+
+        Args:
+            document: the spec as the user wrote it.
+            spec: the spec.
+            data: its `config.data`.
+            store: the run's directory, in which the corpora are made.
+            text_job: path (`module:Class`) of the `TextJob`.
+        """
+        self.data, self._store, self._jobs = data, store, list[tuple[RawText, TextJob]]()
+        self.document = document
+        if data.tokenise is not None:
+            self.document, texts = split_text(document, spec, store.url, text_job)
+            for text in texts:
+                job_class: type[TextJob] = load_job_class(text.document, TextJob)
+                self._jobs.append((text, job_class(validate_spec(text.document), text.document)))
+
+    def __iter__(self) -> Iterator[tuple[RawText, TextJob]]:
+        """Iterate over the texts and their jobs."""
+        return iter(self._jobs)
+
+    def __len__(self) -> int:
+        """Return the number of texts."""
+        return len(self._jobs)
+
+    def restore(self, config: JsonObject) -> JsonObject:
+        """Return the config with the texts as the user wrote them in place of the corpora."""
+        tokenise = self.data.tokenise
+        return config if tokenise is None else restore_text(config, [text for text, _ in self._jobs], tokenise)
+
+    def find_unfinished(self, run: RestoreableJob) -> list[str]:
+        """Return the names of the texts whose corpus is not complete; none if the `run` is done. Process 0 only.
+
+        Raises:
+            SpecError: a corpus was made with other keys, or from another text, than the spec has.
+        """
+        names = []
+        for text, job in self._jobs:
+            owner = read_owner(job.store)
+            # A job that is not done makes the same checks itself.
+            if owner is None or not job.done:
+                names.append(text.name)
+                continue
+            identity = compute_trajectory(job.spec, job.config)
+            changes = job.make_run_identity(identity).compare_values(owner.identity)
+            # The text may be deleted by now, so it cannot be checked if it has only moved.
+            for key in (f"config.{name}" for name in job.config.content_keys):
+                saved, value = owner.identity.get(key), identity.get(key)
+                # A tokenizer in another corpus of this run moves with the run.
+                if saved != value and not str(value).startswith(f"{self._store.url}/"):
+                    changes[key] = [saved, value]
+            where = f"the corpus in {job.store.url} was made with"
+            job.document.raise_problems(
+                {
+                    key: f"is {value!r}, and {where} {saved!r}; restore the key (the text is not read again), or use "
+                    "another directory"
+                    for key, (saved, value) in changes.items()
+                }
+            )
+        # A run that is done needs no data.
+        return [] if names and run.lifecycle.validate_directory() else names
+
+    def run(self, run: RestoreableJob, programs: Programs, hosts: Hosts, stop: StopNotice, clock: Clock) -> None:
+        """Tokenise the texts that are not tokenised yet. Called on every host.
+
+        Args:
+            run: the job that trains on them, which must be able to start.
+            programs: its programs.
+            hosts: all processes of the job.
+            stop: notice that the job was asked to stop.
+            clock: accounting of the attempt's time.
+
+        Raises:
+            PreemptedError: the job was asked to stop.
+        """
+        builder = programs.recipe.setup_builder
+        incidents = IncidentRecorder()
+        # Each job has a watchdog of its own, and these checks wait for process 0 and its storage too.
+        with Watchdog(
+            hosts, run.spec.deadlines, clock, incidents.on_diagnosis, incidents.on_straggler, incidents.on_progress
+        ):
+            names = hosts.run_on_main(lambda: self.find_unfinished(run))
+            if not names:
+                return
+            # Checks that do not need the data come before tokenising, which may take hours.
+            programs.validate_devices(run.spec, hosts)
+            builder.validate_keys_read()
+            builder.make_mesh(jax.devices())
+            unfinished = [(text, job) for text, job in self._jobs if text.name in names]
+            for _, job in unfinished:
+                hosts.run_on_main(job.find_text)
+        for text, job in unfinished:
+            validate_vocabulary(builder, job)
+            if hosts.is_main:
+                say(f"{run.spec.name}: tokenises {text.source} first, in {job.store.url}")
+            job(hosts, stop, clock)
+            clock.begin_next_job()
+            begin_next_log_file()
+        if stop.poll():
+            raise PreemptedError("stopped as asked; the text is tokenised; run the same command again to train on it")
+        stop.begin_next_job()
+
+
+def validate_vocabulary(builder: TrainSetupBuilder, job: TextJob) -> None:
+    """Raise `SpecError` if the tokenizer of a text has more ids than the model."""
+    if builder.has_vocabulary_size and job.vocabulary_size > builder.vocabulary_size:
+        raise builder.document.error(
+            "config.model.vocabulary_size",
+            f"is {builder.vocabulary_size:,}, and data.tokenise.tokenizer has {job.vocabulary_size:,} ids; use a "
+            "vocabulary of at least that, or auto",
+        )
