@@ -16,15 +16,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from runner import BaseTrainer, RestoreableJob
+from runner import BaseTrainer
+from runner.checkpoint.save import Checkpointer
+from runner.train_recipe import TrainRecipe
 from tests.support.simulated_devices import configure_simulated_devices
 
 ROOT = Path(__file__).parents[2]
 # Subjects of each flow, as names below `runner` at which a path may begin; former names too, to measure older trees.
 SUBJECTS = {
     "optimizer step": ("trainer", "train", "optim", "parallel", "metrics"),
-    "save": ("trainer", "job", "checkpoint"),
-    "batch": ("trainer", "train/batch", "data", "parallel", "train/mesh"),
+    "save": ("trainer", "session", "job", "lifecycle", "checkpoint"),
+    "batch": ("trainer", "session", "train/batch", "train/layout", "train/program", "data", "parallel", "train/mesh"),
 }
 
 
@@ -74,30 +76,31 @@ def measure_flows(train: Callable[[], None]) -> dict[str, list[str]]:
     step: set[str] = set()
     save: set[str] = set()
     batch: set[str] = set()
-    plain_step = BaseTrainer.__dict__["train_step"].__func__
-    plain_save, plain_batch = RestoreableJob.save, BaseTrainer.batch
+    plain_step = TrainRecipe.__dict__["train_step"].__func__
+    plain_save, plain_batch = Checkpointer.save, BaseTrainer.batch
 
     def record_step(cls: Any, *arguments: Any) -> Any:
         with recorder.recording(step):
             return plain_step(cls, *arguments)
 
-    def record_save(self: Any, *arguments: Any) -> None:
+    def record_save(self: Checkpointer, state: Any, step: int, *arguments: Any) -> Any:
         with recorder.recording(save, all_threads=True):
-            plain_save(self, *arguments)
-            self.checkpointer.wait_until_committed(self.step)
+            saved = plain_save(self, state, step, *arguments)
+            self.wait_until_committed(step)
+        return saved
 
     def record_batch(self: Any, *arguments: Any) -> Any:
         with recorder.recording(batch):
             return plain_batch(self, *arguments)
 
     BaseTrainer.train_step = classmethod(record_step)  # type: ignore[assignment]
-    RestoreableJob.save, BaseTrainer.batch = record_save, record_batch  # type: ignore[method-assign]
+    Checkpointer.save, BaseTrainer.batch = record_save, record_batch  # type: ignore[method-assign]
     try:
         train()
     finally:
         recorder.close()
         BaseTrainer.train_step = classmethod(plain_step)  # type: ignore[method-assign]
-        RestoreableJob.save, BaseTrainer.batch = plain_save, plain_batch  # type: ignore[method-assign]
+        Checkpointer.save, BaseTrainer.batch = plain_save, plain_batch  # type: ignore[method-assign]
     found = {"optimizer step": step, "save": save, "batch": batch}
     return {flow: select(files, SUBJECTS[flow]) for flow, files in found.items()}
 

@@ -23,6 +23,22 @@ PACKAGES = ("runner", "experiments", "launch")
 # First words of docstrings that are clauses instead of noun phrases or imperative sentences.
 CLAUSE_OPENINGS = ("What", "Which", "Whether", "Of", "Those", "As", "Who", "Whoever", "How", "Where", "Whose", "See")
 
+MAIN_CLASSES = ("BaseTrainer", "TrainRecipe", "Session", "Programs", "RestoreableJob", "Recipe", "Lifecycle")
+TRAINING = ("runner/train", "runner/train_recipe.py", "runner/session.py", "runner/trainer.py")
+# Words that mention a feature in code.
+FEATURES = {
+    "averages": r"ema",
+    "noise scale": r"noise_scale",
+    "replay": r"replay",
+    "skipped updates": r"skip_update|skip_spikes|judge",
+    "roll-back": r"roll_back",
+    "adapter": r"adapter|lora",
+    "same bits": r"same_bits|is_ordered",
+    "kernel tests": r"kernel_check|kernel_cases",
+    "stages": r"stages?",
+    "forks": r"forks?|fork_from",
+}
+
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -47,6 +63,12 @@ class Structure:
             set by the `__init__` of a base class are not late.
         imports_by_string: `file:line` of each module that is imported by its name in a string.
         any_dictionaries: number of `dict[str, Any]` in annotations and code.
+        classes: (lines, own methods) of the classes of `MAIN_CLASSES`.
+        feature_files: files of `runner` whose code mentions a feature, by feature of `FEATURES`.
+        callables: functions that are passed to constructors where a job trains (`TRAINING`).
+        instance_dictionaries: number of `vars(self)`.
+        line_shares: comments and docstrings as shares of all lines.
+        test_lines: lines of tests, without benchmarks.
     """
 
     files: int
@@ -64,6 +86,12 @@ class Structure:
     late_attributes: list[str]
     imports_by_string: list[str]
     any_dictionaries: int
+    classes: dict[str, tuple[int, int]]
+    feature_files: dict[str, int]
+    callables: int
+    instance_dictionaries: int
+    line_shares: tuple[float, float]
+    test_lines: int
 
 
 def measure(root: Path, package: str = "") -> Structure:
@@ -118,7 +146,64 @@ def measure(root: Path, package: str = "") -> Structure:
         any_dictionaries=sum(
             isinstance(node, ast.Subscript) and ast.unparse(node) == "dict[str, Any]" for _, node in nodes
         ),
+        classes={name: _measure_class(classes[name]) for name in MAIN_CLASSES if name in classes},
+        feature_files=_count_feature_files(
+            [tree for path, tree in trees.items() if path.is_relative_to(root / "runner")]
+        ),
+        callables=sum(
+            _count_callables(trees[path]) for path in trees if str(path.relative_to(root)).startswith(TRAINING)
+        ),
+        instance_dictionaries=sum(
+            isinstance(node, ast.Call) and ast.unparse(node) == "vars(self)" for _, node in nodes
+        ),
+        line_shares=(comments / sum(sizes), sum(text.count("\n") + 1 for _, _, text in documented) / sum(sizes)),
+        test_lines=sum(
+            path.read_text().count("\n")
+            for path in (root / "tests").rglob("*.py")
+            if path.relative_to(root / "tests").parts[0] != "benchmarks"
+        ),
     )
+
+
+def _measure_class(node: ast.ClassDef) -> tuple[int, int]:
+    """Return (lines, own methods) of a class."""
+    methods = [part for part in node.body if isinstance(part, _FUNCTIONS)]
+    return (node.end_lineno or node.lineno) - node.lineno + 1, len(methods)
+
+
+def _count_feature_files(trees: list[ast.Module]) -> dict[str, int]:
+    """Return the number of files whose code mentions each feature, without docstrings and comments."""
+    found = dict.fromkeys(FEATURES, 0)
+    for tree in trees:
+        code = ast.unparse(_remove_docstrings(tree))
+        for feature, words in FEATURES.items():
+            found[feature] += re.search(rf"(?<![a-z])({words})(?![a-z])", code, re.IGNORECASE) is not None
+    return found
+
+
+def _remove_docstrings(tree: ast.Module) -> ast.Module:
+    copied = ast.parse(ast.unparse(tree))
+    for node in ast.walk(copied):
+        if isinstance(node, (*_FUNCTIONS, ast.ClassDef, ast.Module)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return copied
+
+
+def _count_callables(tree: ast.Module) -> int:
+    """Return how many functions of a module, lambdas included, it passes to constructors of classes."""
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)}
+    properties = {
+        node.name for node in ast.walk(tree) if isinstance(node, _FUNCTIONS) and "property" in ast.unparse(node)[:40]
+    }
+    count = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and re.match(r"_?[A-Z][a-z]", ast.unparse(node.func).rpartition(".")[2]):
+            for given in [*node.args, *(keyword.value for keyword in node.keywords)]:
+                name = ast.unparse(given).rpartition(".")[2]
+                is_function = isinstance(given, ast.Name | ast.Attribute) and name in functions - properties
+                is_partial = isinstance(given, ast.Call) and ast.unparse(given.func).endswith("partial")
+                count += isinstance(given, ast.Lambda) or is_function or is_partial
+    return count
 
 
 def _comment_and_code_lines(text: str) -> tuple[int, int]:
@@ -186,6 +271,13 @@ def format_lines(found: Structure) -> list[str]:
         f"attributes first set outside __init__: {len(found.late_attributes)}: {', '.join(found.late_attributes)}",
         f"imports by string: {len(found.imports_by_string)}: {', '.join(found.imports_by_string)}",
         f"dict[str, Any]: {found.any_dictionaries}",
+        *(f"{name}: {lines} lines, {methods} own methods" for name, (lines, methods) in found.classes.items()),
+        f"files of runner that mention a feature: {statistics.median(found.feature_files.values()):g} in the median, "
+        + ", ".join(f"{name} {number}" for name, number in found.feature_files.items()),
+        f"functions passed to constructors where a job trains: {found.callables}",
+        f"vars(self): {found.instance_dictionaries}",
+        "shares of lines: comments {:.1%}, docstrings {:.1%}".format(*found.line_shares),
+        f"lines of tests without benchmarks: {found.test_lines:,}",
     ]
 
 
