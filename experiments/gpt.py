@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -50,6 +50,7 @@ from runner.errors import InvalidError
 from runner.huggingface.mapping import Family, TensorPiece
 from runner.metrics.meta import SUMS
 from runner.spec import Auto
+from runner.spec.policy import Policy
 from runner.storage import JsonObject
 from runner.train.flops import Flops, Sizing, compute_transformer_flops, compute_transformer_sizing, list_memory_choices
 from runner.train.loss import document_arguments, target_weights
@@ -72,7 +73,6 @@ class GPTConfig(ModelConfig):
 
     # Published weights may provide the required keys.
     model_config = ConfigDict(json_schema_extra=lambda schema: schema.pop("required"))
-    stage_keys: ClassVar[tuple[str, ...]] = ("dropout", "neftune_alpha")
     has_8bit_matmuls: ClassVar[bool] = True
     has_gradient_rounding: ClassVar[bool] = True
 
@@ -82,10 +82,10 @@ class GPTConfig(ModelConfig):
         "more than their share."
     )
     width: PositiveInt = Field(description="Width of the residual stream.")
-    dropout: float = Field(
+    dropout: Annotated[float, Policy.STAGE] = Field(
         default=0.0, ge=0, lt=1, description="Dropout rate of embeddings and of the outputs of attention and MLP."
     )
-    neftune_alpha: NonNegativeFloat = Field(
+    neftune_alpha: Annotated[NonNegativeFloat, Policy.STAGE] = Field(
         default=0.0, description="Alpha of NEFTune noise on embeddings in training; 0: none."
     )
     vocabulary_size: PositiveInt | Auto = Field(default="auto", description="auto: that of the data set.")

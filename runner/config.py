@@ -10,7 +10,7 @@ import re
 from bisect import bisect
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     ConfigDict,
@@ -29,6 +29,7 @@ from runner.optim.config import OPTIMIZERS, SCHEDULES, OptimizerConfig, Schedule
 from runner.run.events import ROLL_BACKS_MAX
 from runner.spec import Auto, Document, FrozenModel, JobConfig, Trajectory, is_below, is_class_path
 from runner.spec.model import CLASS_PATH
+from runner.spec.policy import Policy, list_keys
 from runner.storage import JsonObject
 
 DEFAULT_SOURCE = "python-stdlib"
@@ -46,70 +47,23 @@ _TEXT_KEYS = (
 # Names of sources, validation sets and tasks become parts of the keys of metrics.jsonl, hence no dot and no slash.
 SOURCE_NAME = r"^[A-Za-z0-9_-]+$"
 TOTAL_KEYS = ("train.total_steps", "train.total_tokens", "train.total_epochs")
-# Keys below `config` that a stage may set, with everything below them; `ModelConfig.stage_keys` adds those of a model.
-STAGE_KEYS = (
-    "data.source",
-    "data.options",
-    "data.dtype",
-    "data.train_on",
-    "data.mixture",
-    "data.packing",
-    "data.sequence_length",
-    "optimizer.learning_rate",
-    "optimizer.b1",
-    "optimizer.b2",
-    "optimizer.eps",
-    "optimizer.momentum",
-    "optimizer.weight_decay",
-    "optimizer.clip_norm",
-    "optimizer.groups",
-    "schedule",
-    "train.total_steps",
-    "train.total_tokens",
-    "train.global_batch_examples",
-    "train.micro_batch_examples",
-    "memory.remat",
-    "memory.loss_chunk_positions",
-    "memory.row_attention",
-    "memory.attention",
-    "ema.decays",
-    "noise_scale.decay",
-)
-
-
-# Sections below `config` that determine the arrays of the train state and their types, and the keys in them that do
-# not.
-_STATE_SECTIONS = ("model", "optimizer", "precision", "ema", "adapter", "noise_scale", "stability")
-_STATELESS_KEYS = (
-    "optimizer.projection_every_steps",
-    "optimizer.projection_scale",
-    "precision.rounding",
-    "precision.compute",
-    "precision.matmul",
-    "precision.gradient_rounding",
-    "adapter.alpha",
-    "stability.skip_update.grad_norm_above.sigmas",
-    "stability.skip_update.loss_above.sigmas",
-)
 
 
 class ModelConfig(FrozenModel):
-    """Base of an experiment's architecture keys.
+    """Base of an experiment's architecture keys. Those marked `Policy.STAGE` may change during a run.
 
     Attributes:
-        stage_keys: keys of the model that a stage may set, since they change no shape of the state.
         has_8bit_matmuls: True if the model reads `precision.matmul`.
         has_gradient_rounding: True if the model reads `precision.gradient_rounding`.
     """
 
-    stage_keys: ClassVar[Sequence[str]] = ()
     has_8bit_matmuls: ClassVar[bool] = False
     has_gradient_rounding: ClassVar[bool] = False
 
 
 def list_stage_keys(model: type[ModelConfig]) -> list[str]:
     """Return the keys below `config` that a stage of a run of this model may set, with everything below them."""
-    return [*STAGE_KEYS, *(f"model.{key}" for key in model.stage_keys)]
+    return [*list_keys(TrainerConfig, Policy.STAGE), *(f"model.{key}" for key in list_keys(model, Policy.STAGE))]
 
 
 ModelConfigType = TypeVar("ModelConfigType", bound=ModelConfig)
@@ -125,18 +79,18 @@ class TokenSource(FrozenModel):
         "directory or URL of a corpus or of an MDS data set (with its index.json); or `module:Class`, a custom "
         "`Source`, or without `sequence_length` a data set whose examples are dicts of arrays.",
     )
-    options: dict[str, str | int | float | bool] = Field(
+    options: Annotated[dict[str, str | int | float | bool], Policy.STAGE] = Field(
         default={},
         description="Keyword arguments of a custom class; for MDS `column` (default `tokens`) and `dtype`, for "
         "ArrayRecord `dtype`, the type of the ids; for Parquet and Arrow `column` (default `input_ids`) and `mask`; "
         "with `data.tokenise` `field`, instead of that of the section.",
     )
-    dtype: Literal["uint16", "uint32"] | None = Field(
+    dtype: Annotated[Literal["uint16", "uint32"] | None, Policy.STAGE] = Field(
         default=None,
         description="Type of the little-endian ids in .bin and .npy files without a header; null: uint16 in .bin files "
         "(those with wider ids are refused), and .npy files have a header.",
     )
-    train_on: Literal["answers", "all"] | None = Field(
+    train_on: Annotated[Literal["answers", "all"] | None, Policy.STAGE] = Field(
         default=None,
         description="Tokens of dialogues that count in the loss: those of the answers (assistant tokens) or all. "
         "Required for a corpus of dialogues, and for tables with a mask or labels; unused otherwise.",
@@ -159,7 +113,7 @@ class MixtureSource(TokenSource):
     weight: PositiveFloat = Field(
         default=1.0, description="Share of the examples relative to the other sources; weights need not add up to 1."
     )
-    max_epochs: PositiveFloat | None = Field(
+    max_epochs: Annotated[PositiveFloat | None, Policy.FREE] = Field(
         default=None,
         description="Largest number of passes over the source; a run that would need more is refused. null: no limit.",
     )
@@ -168,10 +122,12 @@ class MixtureSource(TokenSource):
 class DataConfig(TokenSource):
     """Tokens, or examples of arrays, to train on."""
 
-    source: str = Field(
+    source: Annotated[str, Policy.STAGE] = Field(
         default=DEFAULT_SOURCE, min_length=1, description=TokenSource.model_fields["source"].description
     )
-    mixture: list[MixtureSource] = Field(default=[], description="Several weighted sources, instead of `source`.")
+    mixture: Annotated[list[MixtureSource], Policy.STAGE] = Field(
+        default=[], description="Several weighted sources, instead of `source`."
+    )
     tokenizer: Literal["bytes", "characters"] = Field(
         default="bytes", description="Tokenizer of text files; token files bring their own tokens."
     )
@@ -184,12 +140,12 @@ class DataConfig(TokenSource):
         description="Every source is text, which is tokenised before the first step: the keys of `config` of a "
         "`Tokenise` job besides `source` and `output`. null: sources hold tokens, or files of text without documents.",
     )
-    sequence_length: PositiveInt | None = Field(
+    sequence_length: Annotated[PositiveInt | None, Policy.STAGE, Policy.STATE] = Field(
         default=None,
         description="Tokens per example (sequence). Required for tokens; null where `source` names a data set whose "
         "examples are dicts of arrays.",
     )
-    packing: Literal["concatenate", "documents", "pad"] = Field(
+    packing: Annotated[Literal["concatenate", "documents", "pad"], Policy.STAGE, Policy.STATE] = Field(
         default="concatenate",
         description="Content of one example: a stretch of the concatenated tokens, cut anywhere (concatenate); whole "
         "documents that do not attend to each other, long ones cut (documents); or one document and padding (pad).",
@@ -200,11 +156,11 @@ class DataConfig(TokenSource):
         lt=1,
         description="Share of the tokens (or examples) held out for validation, taken from the end of each source.",
     )
-    validation: dict[str, TokenSource] = Field(
+    validation: Annotated[dict[str, TokenSource], Policy.FREE] = Field(
         default={}, description="Further validation sets by name, each a source that is read in order."
     )
 
-    cache_bytes: NonNegativeInt | None = Field(
+    cache_bytes: Annotated[NonNegativeInt | None, Policy.FREE] = Field(
         default=None,
         description="Largest size in bytes of the on-disk cache (RUNNER_CACHE) of a bucket's tokens on each host; "
         "null: a quarter of the free space, 0: no cache. Never more than the free space.",
@@ -368,11 +324,11 @@ class BatchRampConfig(FrozenModel):
 class TrainConfig(FrozenModel):
     """Length of the run and size of its batches."""
 
-    total_steps: PositiveInt | None = Field(
+    total_steps: Annotated[PositiveInt | None, Policy.STAGE] = Field(
         default=None,
         description="Optimizer steps of the run. Exactly one of total_steps, total_tokens and total_epochs is needed.",
     )
-    total_tokens: PositiveInt | None = Field(
+    total_tokens: Annotated[PositiveInt | None, Policy.STAGE] = Field(
         default=None, description="Tokens of the run, rounded up to whole steps, instead of total_steps."
     )
     total_epochs: PositiveFloat | None = Field(
@@ -380,11 +336,13 @@ class TrainConfig(FrozenModel):
         description="Passes over the training examples of the single source, rounded up to whole steps, instead of "
         "total_steps; the last step may reach into the next epoch.",
     )
-    global_batch_examples: PositiveInt = Field(description="Examples per optimizer step, over all devices.")
+    global_batch_examples: Annotated[PositiveInt, Policy.STAGE] = Field(
+        description="Examples per optimizer step, over all devices."
+    )
     batch_ramp: BatchRampConfig | None = Field(
         default=None, description="Growth of the global batch at the beginning of the run; null: it is constant."
     )
-    micro_batch_examples: PositiveInt | Auto = Field(
+    micro_batch_examples: Annotated[PositiveInt | Auto, Policy.STAGE] = Field(
         default="auto",
         description="Examples per device and micro-batch; gradient accumulation steps follow from it. auto: the "
         "largest number whose compiled step fits in device memory.",
@@ -397,7 +355,7 @@ class TrainConfig(FrozenModel):
         "micro_batch_examples; each device then holds whole gradients. null: bit-identical on one number of devices "
         "only.",
     )
-    replay_every_steps: PositiveInt | None = Field(
+    replay_every_steps: Annotated[PositiveInt | None, Policy.FREE] = Field(
         default=None,
         description="Steps between two checks of the devices: the gradients of every step with a number divisible by "
         "this one, and of the first step after each restore, are computed twice and compared bit by bit; on different "
@@ -635,13 +593,15 @@ class PrecisionConfig(FrozenModel):
         "the updated parameter is rounded as `rounding` says. float32 master weights with bfloat16 matmuls are "
         "params: float32 with compute: bfloat16.",
     )
-    rounding: Literal["nearest", "stochastic"] = Field(
+    rounding: Annotated[Literal["nearest", "stochastic"], Policy.NO_STATE] = Field(
         default="nearest",
         description="Rounding of an updated bfloat16 parameter: to the nearest value, which loses updates below 1/512 "
         "of the parameter, or stochastically to one of the two neighbours, which is exact on average.",
     )
-    compute: Literal["float32", "bfloat16"] = Field(default="float32", description="Type of activations and matmuls.")
-    matmul: MatmulType = Field(
+    compute: Annotated[Literal["float32", "bfloat16"], Policy.NO_STATE] = Field(
+        default="float32", description="Type of activations and matmuls."
+    )
+    matmul: Annotated[MatmulType, Policy.NO_STATE] = Field(
         default="compute",
         description="Type of the operands of the layers' matmuls: that of `compute`, or 8 bits (int8, or float8: e4m3 "
         "forward, e5m2 for gradients) with scales for each token and each column, computed at each step. Forward pass "
@@ -649,7 +609,7 @@ class PrecisionConfig(FrozenModel):
         "norms stay in `compute`. The accelerator must have the type (int8: v5e, v5p, v6e, A100, H100, H200, B200; "
         "float8: tpu7x, H100, H200, B200); a CPU emulates it.",
     )
-    gradient_rounding: Literal["nearest", "stochastic"] = Field(
+    gradient_rounding: Annotated[Literal["nearest", "stochastic"], Policy.NO_STATE] = Field(
         default="nearest",
         description="Rounding of gradients to 8 bits, from which gradients of activations are computed: to the nearest "
         "value, or stochastically to one of the two neighbours, which is exact on average. Random numbers depend on "
@@ -672,11 +632,11 @@ class PrecisionConfig(FrozenModel):
 class EmaConfig(FrozenModel):
     """Exponential moving averages of the weights, kept in float32 in the train state."""
 
-    decays: list[float] = Field(
+    decays: Annotated[list[float], Policy.STAGE] = Field(
         min_length=1,
         description="Decay of each average, named ema_<decay>; a step moves it by 1 - decay of the way to the weights.",
     )
-    evaluate: bool = Field(
+    evaluate: Annotated[bool, Policy.FREE] = Field(
         default=False, description="Also report the validation loss of each average, as val/ema_<decay>/... in metrics."
     )
 
@@ -694,7 +654,7 @@ class EmaConfig(FrozenModel):
 class NoiseScaleConfig(FrozenModel):
     """Gradient-noise scale of McCandlish et al. 2018 (arXiv 1812.06162), from the two halves of each batch."""
 
-    decay: float = Field(
+    decay: Annotated[float, Policy.STAGE] = Field(
         default=0.99,
         ge=0,
         lt=1,
@@ -706,7 +666,7 @@ class AdapterConfig(FrozenModel):
     """LoRA adapter (arXiv 2106.09685): two small matrices per target are trained, the base weights stay frozen."""
 
     rank: PositiveInt = Field(default=8, description="Rank of the adapter: columns of A and rows of B.")
-    alpha: PositiveFloat = Field(
+    alpha: Annotated[PositiveFloat, Policy.NO_STATE] = Field(
         default=16.0, description="Scale of the adapter; the effective weight is base + alpha / rank * A @ B."
     )
     targets: list[str] = Field(
@@ -723,23 +683,23 @@ AttentionKernels = Literal["auto", "ours", "library"]
 class MemoryConfig(FrozenModel):
     """Trade-offs between memory and computation; they change results by rounding only."""
 
-    remat: Literal["none", "dots", "layers"] = Field(
+    remat: Annotated[Literal["none", "dots", "layers"], Policy.STAGE] = Field(
         default="none",
         description="Activation checkpointing (rematerialisation): everything is kept for the backward pass (none), "
         "only results of matmuls and on TPUs of attention (dots), or only the input of each layer (layers).",
     )
-    loss_chunk_positions: PositiveInt | None = Field(
+    loss_chunk_positions: Annotated[PositiveInt | None, Policy.STAGE] = Field(
         default=None,
         description="Positions of the sequence whose logits exist at the same time (chunked cross-entropy); a divisor "
         "of sequence_length. null: all.",
     )
-    row_attention: ContextParallelMethod = Field(
+    row_attention: Annotated[ContextParallelMethod, Policy.STAGE] = Field(
         default="auto",
         description="Context-parallel attention where topology.mesh.sequence shards sequences: all-gather of the keys "
         "and values that a device's queries see (gather), ring attention (ring), or the one predicted to be faster "
         "(auto).",
     )
-    attention: AttentionKernels = Field(
+    attention: Annotated[AttentionKernels, Policy.STAGE] = Field(
         default="auto",
         description="Kernels of causal attention: the fastest that pass their test at the start of a run (auto), the "
         "same with the run ending with 2 if one of this repository fails it, and no cuDNN on GPUs (ours), or only "
@@ -755,7 +715,7 @@ class MemoryConfig(FrozenModel):
 class SpikeConfig(FrozenModel):
     """Threshold above which a value is a spike, relative to the last accepted steps."""
 
-    sigmas: PositiveFloat = Field(
+    sigmas: Annotated[PositiveFloat, Policy.NO_STATE] = Field(
         default=6.0, description="Standard deviations above the mean of the window at which a spike begins."
     )
     over_steps: int = Field(
@@ -810,7 +770,7 @@ class RollBackConfig(FrozenModel):
         description="Steps before the first one above the threshold whose updates and data are discarded too, because "
         "an update may do damage before the loss shows it.",
     )
-    at_most: PositiveInt = Field(
+    at_most: Annotated[PositiveInt, Policy.FREE] = Field(
         default=3,
         le=ROLL_BACKS_MAX,
         description="Roll-backs of a run; the next spike ends it with exit code 1.",
@@ -831,7 +791,7 @@ class StabilityConfig(FrozenModel):
     roll_back: RollBackConfig | None = Field(
         default=None, description="Return to a checkpoint before a lasting loss spike, and skip its data; null: never."
     )
-    max_consecutive_skips: PositiveInt = Field(
+    max_consecutive_skips: Annotated[PositiveInt, Policy.FREE] = Field(
         default=100, description="Successive skipped updates at which the run ends with exit code 1."
     )
 
@@ -894,32 +854,40 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         )
     )
 
-    model: ModelConfigType = Field(description="Architecture of the experiment's model.")
+    model: Annotated[ModelConfigType, Policy.STATE] = Field(description="Architecture of the experiment's model.")
     data: DataConfig = Field(description="Tokens, or examples of arrays, to train on.")
-    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Optimizer.")
-    schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Learning-rate schedule.")
+    optimizer: Annotated[OptimizerConfig, Policy.STATE] = Field(default=OptimizerConfig(), description="Optimizer.")
+    schedule: Annotated[ScheduleConfig, Policy.STAGE] = Field(
+        default=ScheduleConfig(), description="Learning-rate schedule."
+    )
     train: TrainConfig = Field(description="Length of the run and size of its batches.")
-    eval: EvalConfig = Field(default=EvalConfig(), description="Validation during the run.")
-    metrics: MetricsConfig = Field(default=MetricsConfig(), description="Additional metrics of a step.")
-    stability: StabilityConfig = Field(default=StabilityConfig(), description="Reaction to bad steps.")
-    precision: PrecisionConfig = Field(default=PrecisionConfig(), description="Floating-point types.")
-    memory: MemoryConfig = Field(
+    eval: Annotated[EvalConfig, Policy.FREE] = Field(default=EvalConfig(), description="Validation during the run.")
+    metrics: Annotated[MetricsConfig, Policy.FREE] = Field(
+        default=MetricsConfig(), description="Additional metrics of a step."
+    )
+    stability: Annotated[StabilityConfig, Policy.STATE] = Field(
+        default=StabilityConfig(), description="Reaction to bad steps."
+    )
+    precision: Annotated[PrecisionConfig, Policy.STATE] = Field(
+        default=PrecisionConfig(), description="Floating-point types."
+    )
+    memory: Annotated[MemoryConfig, Policy.FREE] = Field(
         default=MemoryConfig(), description="Activation checkpointing and other trade-offs between memory and compute."
     )
-    ema: EmaConfig | None = Field(
+    ema: Annotated[EmaConfig | None, Policy.STATE] = Field(
         default=None, description="Exponential moving averages of the weights, part of the train state; null: none."
     )
-    adapter: AdapterConfig | None = Field(
+    adapter: Annotated[AdapterConfig | None, Policy.STATE] = Field(
         default=None,
         description="LoRA adapter trained beside the frozen weights of checkpoint.init_from; null: all weights are "
         "trained.",
     )
-    noise_scale: NoiseScaleConfig | None = Field(
+    noise_scale: Annotated[NoiseScaleConfig | None, Policy.STATE] = Field(
         default=None,
         description="Gradient-noise scale in tokens, as train/noise_scale in metrics; null: not measured. Costs the "
         "memory of one more gradient and needs an even number of micro-batches.",
     )
-    stages: list[StageConfig] = Field(
+    stages: Annotated[list[StageConfig], Policy.FREE] = Field(
         default=[],
         description="Changes of the config during the run, in order; each applies from its start on, in addition to "
         "the earlier ones.",
@@ -1002,16 +970,12 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
     @property
     def free_keys(self) -> frozenset[str]:
-        """Keys that may change on resume: evaluation, metrics, micro-batches, memory and limits.
+        """Keys that may change on resume: those marked `Policy.FREE`, and some that depend on the values of others.
 
-        The total is free too if no learning rate depends on it.
+        The total is free if no learning rate depends on it.
         """
-        # These only observe the run, or change results by rounding alone.
-        free = {"eval", "metrics", "memory", "ema.evaluate", "train.replay_every_steps"}
-        free |= {"stability.max_consecutive_skips", "stability.roll_back.at_most"}
-        free |= {"data.validation", "data.cache_bytes", "data.mixture.max_epochs"}
-        # Stages are compared piece by piece, from `stage_trajectory`.
-        free |= {"stages"}
+        # Stages are among them because they are compared piece by piece, from `stage_trajectory`.
+        free = {*list_keys(type(self), Policy.FREE)}
         # With same_bits_devices the micro-batch determines the order of sums, and so the bits.
         free |= {"train.micro_batch_examples"} if self.train.same_bits_devices is None else set()
         if not self.schedule.depends_on_total_steps and not any(stage.sets("schedule") for stage in self.stages):
@@ -1082,8 +1046,8 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
     def list_fork_changes(self, keys: Sequence[str]) -> list[str]:
         """Return the keys to list in `fork_from.changes`; empty if these changes may alter the arrays of the state."""
-        allowed = [*list_stage_keys(type(self.model)), *_STATELESS_KEYS]
-        if any(is_below(key, _STATE_SECTIONS) and not is_below(key, allowed) for key in keys):
+        allowed = [*list_stage_keys(type(self.model)), *list_keys(type(self), Policy.NO_STATE)]
+        if any(is_below(key, list_keys(type(self), Policy.STATE)) and not is_below(key, allowed) for key in keys):
             return []
         # Digests of the data follow from these keys, but are known only once the data are read.
         changes_data = any(key == "seed" or is_below(key, ("data",)) for key in keys)

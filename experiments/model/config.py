@@ -20,7 +20,7 @@ A step of weight decay on a hidden matrix is not divided by m, as in the paper's
 
 import math
 from collections import Counter
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
     ConfigDict,
@@ -40,6 +40,7 @@ from runner.config import ModelConfig, TrainerConfig
 from runner.errors import InvalidError, suggest_choices
 from runner.optim.groups import Parameter
 from runner.spec import Auto, FrozenModel
+from runner.spec.policy import Policy
 from runner.storage import JsonObject
 
 AXIS_LIMIT = 1 << 31
@@ -234,7 +235,6 @@ class DecoderConfig(WidthScaledConfig):
 
     # A preset, or published weights, may stand for the required keys.
     model_config = ConfigDict(json_schema_extra=lambda schema: schema.pop("required"))
-    stage_keys: ClassVar[tuple[str, ...]] = ("rope", "window_rope", "neftune_alpha", "extra_prediction_weight")
     has_8bit_matmuls: ClassVar[bool] = True
     has_gradient_rounding: ClassVar[bool] = True
 
@@ -299,8 +299,10 @@ class DecoderConfig(WidthScaledConfig):
     window: PositiveInt | None = Field(
         default=None, description="Positions that a query of a window layer attends to, its own included."
     )
-    rope: Rope = Field(default=Rope(), description="Rotary positions.")
-    window_rope: Rope | None = Field(default=None, description="Rotary positions of window layers; null: `rope`.")
+    rope: Annotated[Rope, Policy.STAGE] = Field(default=Rope(), description="Rotary positions.")
+    window_rope: Annotated[Rope | None, Policy.STAGE] = Field(
+        default=None, description="Rotary positions of window layers; null: `rope`."
+    )
     full_heads: FullHeadsConfig | None = Field(
         default=None, description="Heads of full layers, where they differ from those of others; null: they do not."
     )
@@ -324,7 +326,7 @@ class DecoderConfig(WidthScaledConfig):
         default=1.0, description="Factor on embeddings: a number, or the square root of width."
     )
     tied_embedding: bool = Field(default=False, description="Use the embedding as the output head.")
-    neftune_alpha: NonNegativeFloat = Field(
+    neftune_alpha: Annotated[NonNegativeFloat, Policy.STAGE] = Field(
         default=0.0, description="Alpha of NEFTune noise on embeddings in training; 0: none."
     )
     z_loss: NonNegativeFloat = Field(
@@ -335,7 +337,7 @@ class DecoderConfig(WidthScaledConfig):
         description="Further positions that are predicted in training, each by a layer of its own (multi-token "
         "prediction, DeepSeek-V3).",
     )
-    extra_prediction_weight: NonNegativeFloat = Field(
+    extra_prediction_weight: Annotated[NonNegativeFloat, Policy.STAGE] = Field(
         default=0.1, description="Weight in the training loss of the mean loss of these predictions."
     )
     vocabulary_size: PositiveInt | Auto = Field(default="auto", description="auto: that of the data set.")

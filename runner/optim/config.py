@@ -6,7 +6,7 @@ in the `Literal` of its config model, and a function in `runner.optim.library`. 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from runner.spec import FrozenModel
+from runner.spec.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -159,11 +160,11 @@ class OptimizerConfig(FrozenModel):
     name: Literal["adamw", "adam", "lion", "adafactor", "sgd", "muon", "galore", "schedule_free_adamw"] = Field(
         default="adamw", description="Name of the optimizer in the library."
     )
-    learning_rate: PositiveFloat | None = Field(
+    learning_rate: Annotated[PositiveFloat | None, Policy.STAGE] = Field(
         default=None,
         description="Peak learning rate. Required unless the job brings its own optimizer or schedule.",
     )
-    b1: float = Field(
+    b1: Annotated[float, Policy.STAGE] = Field(
         default=0.9,
         ge=0,
         lt=1,
@@ -172,28 +173,28 @@ class OptimizerConfig(FrozenModel):
             "Decay rate of the first moment; the weight of the averaged parameters for schedule_free_adamw",
         ),
     )
-    b2: float = Field(
+    b2: Annotated[float, Policy.STAGE] = Field(
         default=0.95,
         ge=0,
         lt=1,
         description=_describe("optimizer.b2", "Decay rate of the second moment; the default depends on the optimizer"),
     )
-    eps: PositiveFloat = Field(
+    eps: Annotated[PositiveFloat, Policy.STAGE] = Field(
         default=1e-8,
         description=_describe(
             "optimizer.eps", "Term added to the root of the second moment; the default depends on the optimizer"
         ),
     )
-    momentum: float = Field(
+    momentum: Annotated[float, Policy.STAGE] = Field(
         default=0.9, ge=0, lt=1, description=_describe("optimizer.momentum", "Momentum; 0.95 by default for muon")
     )
-    weight_decay: NonNegativeFloat = Field(
+    weight_decay: Annotated[NonNegativeFloat, Policy.STAGE] = Field(
         default=0.1,
         description="Coefficient of weight decay: a step subtracts the learning rate times this share of every matrix. "
         "For sgd the decay passes through the momentum, for adam through the moments. The default depends on the "
         "optimizer.",
     )
-    clip_norm: PositiveFloat | None = Field(
+    clip_norm: Annotated[PositiveFloat | None, Policy.STAGE] = Field(
         default=1.0, description="Norm to which the global gradient is clipped; null: no clipping."
     )
     moments: Literal["float32", "bfloat16"] = Field(
@@ -215,15 +216,17 @@ class OptimizerConfig(FrozenModel):
     rank: PositiveInt = Field(
         default=_RANK, description=_describe("optimizer.rank", "Rank of the subspace to which gradients are projected")
     )
-    projection_every_steps: PositiveInt = Field(
+    projection_every_steps: Annotated[PositiveInt, Policy.NO_STATE] = Field(
         default=_PROJECTION_EVERY_STEPS,
         description=_describe("optimizer.projection_every_steps", "Steps between two updates of the projection"),
     )
-    projection_scale: PositiveFloat = Field(
+    projection_scale: Annotated[PositiveFloat, Policy.NO_STATE] = Field(
         default=_PROJECTION_SCALE,
         description=_describe("optimizer.projection_scale", "Factor on the update of projected matrices"),
     )
-    groups: list[ParameterGroup] = Field(default=[], description="Groups of parameters with their own settings.")
+    groups: Annotated[list[ParameterGroup], Policy.STAGE] = Field(
+        default=[], description="Groups of parameters with their own settings."
+    )
 
     @model_validator(mode="before")
     @classmethod

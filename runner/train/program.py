@@ -29,6 +29,7 @@ from runner.process import keep_freed_memory, read_machine_id
 from runner.run.attempt import Attempt
 from runner.run.fence import RunIdentity
 from runner.spec import ExecutionSpec, ForkConfig, Trajectory, is_below
+from runner.spec.policy import Policy, list_keys
 from runner.storage import Store
 from runner.train.checks import (
     share_ids,
@@ -57,8 +58,6 @@ from runner.train.state import PARAMS, TrainState, get_shardings
 from runner.train.step import Batch, skip_step
 
 SKIP_STEPS = "config.train.skip_steps"
-# Sections and keys on which shapes and types of the state may depend.
-_STATE_KEYS = ("model", "optimizer", "ema", "noise_scale", "data.sequence_length", "data.packing")
 
 
 class Program:
@@ -151,7 +150,8 @@ class Program:
         self.builder.make_mesh(devices)
         data = self.builder.config.data
         changes_arrays = not data.has_tokens and any(is_below(f"config.{key}", ("data",)) for key in self.plan.values)
-        if not changes_arrays and not any(is_below(f"config.{key}", _STATE_KEYS) for key in self.plan.values):
+        state_keys = list_keys(type(self.plan.config), Policy.STATE)
+        if not changes_arrays and not any(is_below(f"config.{key}", state_keys) for key in self.plan.values):
             return
         if changes_arrays:
             # The data may have other fields, which the job's code reads.

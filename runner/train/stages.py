@@ -39,8 +39,6 @@ _STAGES = "config.stages"
 CONTINUES = "continues"  # fourth item of a stage in a trajectory: its data continue those of the stage before it
 _SECOND_SOURCE = "config.data.mixture.1"
 _RATE_KEYS = ("schedule", "optimizer.learning_rate", *TOTAL_KEYS)
-# Sections and keys on which shapes and types of the state may depend.
-_STATE_KEYS = ("model", "optimizer", "ema", "noise_scale", "data.sequence_length", "data.packing")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from runner import BaseTrainer, ExecutionSpec, train_recipe
 from runner.checkpoint.inspect import open_checkpoint
 from runner.checkpoint.leaves import flatten_with_names
 from runner.cli.app import run_command
-from runner.config import _STATELESS_KEYS
+from runner.config import TrainerConfig
 from runner.data import Dataset
 from runner.distributed.agreement import Hosts
 from runner.errors import EXIT_DONE, InvalidError, SpecError
@@ -28,6 +28,7 @@ from runner.inference.open_run import ReadOnlyRun, SampleRequest, open_run, samp
 from runner.parallel.mesh import AXES, make_mesh
 from runner.spec import SpecLocation, compute_trajectory
 from runner.spec.document import parse_yaml
+from runner.spec.policy import Policy, list_keys
 from runner.storage import JsonObject, LocalStore, read_log
 from runner.train.program import Programs
 from runner.train.stages import format_rounded_starts
@@ -472,7 +473,7 @@ WITHOUT_STATE: dict[str, tuple[dict[str, Any], Any, Any]] = {
 
 
 def test_every_key_without_state_has_a_case() -> None:
-    assert set(WITHOUT_STATE) == set(_STATELESS_KEYS)
+    assert set(WITHOUT_STATE) == set(list_keys(TrainerConfig, Policy.NO_STATE))
 
 
 @pytest.mark.parametrize("key", WITHOUT_STATE)
