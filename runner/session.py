@@ -25,7 +25,6 @@ from runner.hook.dispatch import HookDispatcher
 from runner.huggingface.assets import record_assets
 from runner.metrics.meta import Meta
 from runner.metrics.rows import Row
-from runner.metrics.window import SpikeError
 from runner.recipe import JobSession
 from runner.spec import InitFromConfig
 from runner.storage import JsonObject, Store
@@ -35,13 +34,12 @@ from runner.train.checks import (
     validate_data_unchanged,
     validate_same_on_all_hosts,
 )
-from runner.train.evaluators import Evaluator, Validation, add_averages, make_ema_evaluators
+from runner.train.evaluators import Evaluator, Validation, add_averages
+from runner.train.feature import RewindError
 from runner.train.flops import compute_mfu_per_token_rate
 from runner.train.program import Program
 from runner.train.program_history import ProgramGuard
-from runner.train.replay import ReplaySchedule
 from runner.train.report import END, Report
-from runner.train.stability import find_earliest_begin, validate_roll_backs
 from runner.train.state import TrainState
 from runner.train.step import Batch
 from runner.train_recipe import TrainRecipe
@@ -65,7 +63,6 @@ class Session(JobSession):
         self._makes_own_batches = makes_own_batches
         self.job, self.programs = job, job.programs
         self.guard = ProgramGuard(job.spec, job.document, job.programs, job.hooks.identity())
-        self._replays: ReplaySchedule | None = None  # from the restore on, if the spec asks for replays
         self._is_compiled = False
         self._hook_dispatcher: HookDispatcher | None = None
         # Of the current stage.
@@ -109,9 +106,8 @@ class Session(JobSession):
         The row of the last step is made from the results that are saved with it.
         """
         job = self.job
-        if job.config.stability.roll_back is not None:
-            find_change = job.make_run_identity(job.identity()).find_change
-            validate_roll_backs(job.store, newest, find_change, job.total_steps)
+        for feature in job.features:
+            feature.validate_newest(job, newest)
         carry = newest.carry or {}
         if newest.step == job.total_steps and carry and not {END, "last"} & {*carry}:
             raise ResumeError(
@@ -144,24 +140,18 @@ class Session(JobSession):
         )
 
     def before_restore(self) -> None:
-        """Complete a roll-back that a killed attempt has begun."""
-        job = self.job
-        find_change = job.make_run_identity(job.identity()).find_change
-        job.roll_backs.complete(job.attempt, job.spec.checkpoint.fork_from, find_change, job.total_steps)
+        """Complete what a killed attempt has begun, such as a roll-back."""
+        for feature in self.job.features:
+            feature.before_restore(self.job)
 
     def continue_program(self, manifest: Manifest, is_start: bool) -> None:
         """Compare the program with the one that has made a restored checkpoint, and report or refuse a change."""
         self.guard.continue_from(manifest, self.job.attempt, is_start)
 
     def on_restored(self) -> None:
-        """Mark the next step for replay, and restore the ranges of data that roll-backs have skipped."""
-        job = self.job
-        every_steps = job.config.train.replay_every_steps
-        if every_steps is not None:
-            self._replays = ReplaySchedule(job.attempt, job.checkpointer, every_steps, job.step)
-        if job.config.stability.roll_back is not None:
-            job.state = job.roll_backs.restore(job.state, job.step, job.store.url)
-            job.checkpointer.set_identity(job.identity())
+        """Adapt the features to the state, which was restored or initialised."""
+        for feature in self.job.features:
+            feature.on_restored(self.job)
 
     def find_problem(self, attachments: dict[str, bytes]) -> str | None:
         """Return the reason why the job cannot continue from a fast-tier state with these attachments; None if it can.
@@ -251,10 +241,10 @@ class Session(JobSession):
         state = program.adopt(state) if program.plan.number else state
         if not has_target:
             state, loss, meta = program.skip_step(state)
-        elif self._replays is None:
-            state, loss, meta = program.compiled.executable(state, batch, key)
         else:
-            state, loss, meta = self._replays.make_step(program.replayed_step, self.job.step + 1, state, batch, key)
+            made = (each.execute(program, self.job.step + 1, state, batch, key) for each in self.job.features)
+            results = next((each for each in made if each is not None), None)
+            state, loss, meta = program.executable(state, batch, key) if results is None else results
         return self.programs[0].adopt(state) if program.plan.number else state, loss, meta
 
     def add_step(self, step: int, loss: jax.Array, meta: Meta) -> None:
@@ -265,7 +255,7 @@ class Session(JobSession):
     def write_row(self) -> None:
         """Write the row of this step if it is due, with an evaluation if that is, and call hooks with it.
 
-        Waits for the device. Raises `SpikeError` or `DivergedError` for the losses since the last row.
+        Waits for the device. Raises `RewindError` or `DivergedError` for the losses since the last row.
         """
         if self.report.is_row_due(self.job.step):
             self.report.add_row(self.get_evaluated_weights(self.job.state), self.job.step)
@@ -279,32 +269,26 @@ class Session(JobSession):
         if self.hook_dispatcher.save_step == job.step:
             job.checkpointer.request_save(job.step)
 
-    def roll_back(self, spike: SpikeError) -> None:
-        """Skip the data of a spike, and continue from a checkpoint before it.
+    def go_back(self, cause: RewindError) -> None:
+        """Continue from a checkpoint before the cause, such as a spike of the loss.
 
         Raises:
-            DivergedError: the run was rolled back too often, or has no such checkpoint.
+            DivergedError: the run went back too often, or has no such checkpoint.
         """
         job = self.job
         # A save in progress may be of the step to go back to.
         job.checkpointer.wait_until_finished()
-        # The stage in which the spike begins, even if a later stage fetched its loss.
-        plan = self.programs.at(spike.first - 1).plan
-        steps = job.roll_backs.decide(
-            job.attempt,
-            spike,
-            self.programs.find_data_start(plan.number).start,
-            plan.config.train.global_batch_examples,
-            job.identity(),
-            self.report.list_losses_after,
-        )
+        # The stage in which the cause begins, even if a later stage fetched its loss.
+        plan = self.programs.at(cause.first - 1).plan
+        data_start, examples = self.programs.find_data_start(plan.number).start, plan.config.train.global_batch_examples
+        steps = cause.feature.rewind(job, cause, data_start, examples, self.report.list_losses_after)
         for step in steps:
             try:
                 job.load(str(step))
                 return
             except ResumeError as error:
                 job.attempt.say(f"cannot roll back to checkpoint {step}: {error}")
-        raise DivergedError(f"{spike}; no good checkpoint of step {steps[0]} or earlier is left to go back to")
+        raise DivergedError(f"{cause}; no good checkpoint of step {steps[0]} or earlier is left to go back to")
 
     # Stages.
 
@@ -363,6 +347,7 @@ class Session(JobSession):
             get_data_metrics=self.programs.compute_data_metrics,
             after_row=self.compile_evaluators,
             is_language_model=self.is_language_model,
+            watchers=self.job.features,
         )
 
     def _compute_mfu_per_token_rate(self) -> float:
@@ -381,7 +366,9 @@ class Session(JobSession):
         if self._chosen_evaluators is None:
             # The job may replace evaluators, but not drop one that a key of the spec asks for.
             chosen = self.builtin_evaluators.validate_chosen(self.job.evaluator(), self.job.document)
-            self._chosen_evaluators = [*chosen, *make_ema_evaluators(self.job.config, self.validation)]
+            self._chosen_evaluators = [*chosen]
+            for feature in self.job.features:
+                self._chosen_evaluators += feature.make_evaluators(self.validation)
         return self._chosen_evaluators
 
     @property
@@ -443,16 +430,19 @@ class Session(JobSession):
         job, report, program = self.job, self.report, self.programs.current
         # Waits for the device, and raises if a loss is not finite: a diverged state must not be saved.
         report.window.fetch()
-        best, hosts, roll_back = job.spec.checkpoint.keep_best, job.attempt.hosts, job.config.stability.roll_back
+        best, hosts = job.spec.checkpoint.keep_best, job.attempt.hosts
         validate_data_unchanged(program.builder.dataset, job.attempt)
         hardware = self.programs[0].train_setup.describe_hardware(hosts.num_processes)
         if self.programs.has_stages:
             hardware["stage"] = program.plan.start
         hardware["micro_batch_examples"] = program.layout.micro_batch_examples
         hardware["program"] = self.guard.make_record(hosts.num_processes)
+        earliest = [feature.find_earliest_rewind(job.state) for feature in job.features]
+        fields = {each.key: found for each in job.features if (found := each.save_fields(job.state))}
         return SaveContents(
             metric=None if best is None else report.metric(best.metric, job.step),
-            roll_back_to=None if roll_back is None else find_earliest_begin(job.state, roll_back),
+            roll_back_to=min((step for step in earliest if step is not None), default=None),
+            features=fields or None,
             topology=hardware,
             carry=report.carry if best is None else report.add_metric(report.carry, best.metric, job.step),
             attachments=report.attachments,

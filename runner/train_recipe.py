@@ -30,8 +30,10 @@ from runner.spec import Document, ExecutionSpec, Trajectory, validate_config
 from runner.storage import JsonObject
 from runner.train import state as train_state
 from runner.train import step as step_functions
-from runner.train.auxiliary import AuxiliaryState, make_ema, make_noise_scale
+from runner.train.auxiliary import AuxiliaryState
 from runner.train.evaluators import Evaluator
+from runner.train.feature import TrainStep
+from runner.train.features import make_features
 from runner.train.flops import Flops, Sizing, count_forward_flops
 from runner.train.kernel_check import KernelCase
 from runner.train.lora import get_model_weights
@@ -40,7 +42,6 @@ from runner.train.optimizer import SPEC
 from runner.train.program import Programs
 from runner.train.replay import get_replay_inputs
 from runner.train.setup import TrainSetup, TrainSetupBuilder, get_tokens
-from runner.train.stability import RollBacks, make_stability
 from runner.train.stages import StagePlan, make_stages, resolve_config
 from runner.train.state import TrainState
 from runner.train.step import Batch
@@ -54,14 +55,14 @@ class TrainRecipe(RestoreableJob):
         config: validated config; also an attribute of the job's class, for classmethods.
         hooks: hooks that the spec lists.
         programs: programs of the run by stage, and the stage that it is in.
-        roll_backs: roll-backs of the run, and the data that they have skipped.
+        features: features that the config switches on, in order.
         setup_builder: builder of the train setup, before any stage of the spec.
         calls_hooks: True if the class calls hooks, so that its spec may list some.
         text_job: path (`module:Class`) of the `TextJob` that tokenises the text of `config.data.tokenise`.
         texts: texts to tokenise before the run; empty without `config.data.tokenise`.
         logical_axis_rules: mesh axes of the model's own logical axis names; they precede the runner's
             (`runner.parallel.mesh`).
-        ema_names: decays in the names of averages of weights, if they are not those of the config.
+        run_config: in a job of a later stage, config of the run; None elsewhere.
     """
 
     Config: ClassVar[type[TrainerConfig[Any]]] = TrainerConfig[ModelConfig]
@@ -73,8 +74,7 @@ class TrainRecipe(RestoreableJob):
     config: TrainerConfig[Any]
 
     logical_axis_rules: ClassVar[Sequence[LogicalAxisRule]] = ()
-    # Averages of weights keep the names that they have at the start of the run, also in a stage that sets other decays.
-    ema_names: ClassVar[Sequence[float] | None] = None
+    run_config: ClassVar[TrainerConfig[Any] | None] = None
     sharded_init = staticmethod(train_state.sharded_init)
     update_variables = staticmethod(train_state.keep_variables)
     weights = staticmethod(get_model_weights)
@@ -106,8 +106,8 @@ class TrainRecipe(RestoreableJob):
         type(self).config = plans[0].config
         self.topology = spec.topology
         self.hooks = load_hooks(self.document, spec.hook_entries, self)
-        self.roll_backs = RollBacks(self.config.stability.roll_back)
-        self.programs = Programs(self, plans, self.roll_backs)
+        self.features = make_features(self.config, self.run_config)
+        self.programs = Programs(self, plans)
         self.setup_builder = TrainSetupBuilder(
             document=self.document,
             config=plans[0].config,
@@ -201,17 +201,13 @@ class TrainRecipe(RestoreableJob):
 
     @classmethod
     def auxiliary_states(cls) -> tuple[AuxiliaryState, ...]:
-        """Return the auxiliary states that the config asks for: averages, gradient noise scale and stability policy.
+        """Return the auxiliary states that the features of the config keep, such as averages.
 
         An experiment with its own adds them: `return *super().auxiliary_states(), AuxiliaryState(...)`.
         """
         config = cls._get_config()
-        if config is None:
-            return ()
-        ema = [] if config.ema is None else [make_ema(config.ema.decays, cls.ema_names)]
-        noise_scale = [] if config.noise_scale is None else [make_noise_scale(config.noise_scale.decay)]
-        stability = [make_stability(config.stability)] if config.stability.is_on else []
-        return (*ema, *noise_scale, *stability)
+        features = [] if config is None else make_features(config, cls.run_config)
+        return tuple(state for feature in features if (state := feature.make_auxiliary()) is not None)
 
     def batch(self, slice: str = "train", step: int | None = None) -> Batch:
         """Return the global (S, B, ...) batch after `step` completed steps, see `BaseTrainer.batch`."""
@@ -274,7 +270,10 @@ class TrainRecipe(RestoreableJob):
             num_groups=None if config is None else config.train.same_bits_devices,
             replay=get_replay_inputs(),
         )
-        return step_functions.train_step(cls.forward, state, batch, key, accumulate_steps, options)
+        step: TrainStep = functools.partial(step_functions.train_step, cls.forward, options=options)
+        for feature in [] if config is None else make_features(config, cls.run_config):
+            step = feature.wrap(step)
+        return step(state, batch, key, accumulate_steps)
 
     @classmethod
     def val_step(cls, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
@@ -318,7 +317,8 @@ class TrainRecipe(RestoreableJob):
         # The class of this job is one made for its config; its base is the class that the spec names.
         job_class: type[Self] = type(self).__mro__[1]
         job = job_class(spec, dataclasses.replace(stage.document, data=data))
-        type(job).ema_names = None if self.config.ema is None else self.config.ema.decays
+        type(job).run_config = self.config
+        job.features = make_features(job.config, self.config)
         job.hooks = self.hooks
         job.setup_builder = dataclasses.replace(job.setup_builder, stage=self.programs.make_context(stage.number))
         return job

@@ -16,7 +16,6 @@ from runner.distributed.clock import Clock
 from runner.distributed.preemption import StopNotice
 from runner.evaluation.builtin import BuiltinEvaluators
 from runner.huggingface.load import complete_model
-from runner.metrics.window import SpikeError
 from runner.run.events import ROLL_BACK_FOLDER
 from runner.run.fence import RunIdentity
 from runner.run.layout import read_result
@@ -25,6 +24,7 @@ from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.storage import JsonObject
 from runner.train.compile import CompiledStep
 from runner.train.evaluators import Validation
+from runner.train.feature import RewindError
 from runner.train.lora import replace_base
 from runner.train.setup import TrainSetup
 from runner.train.state import TrainState
@@ -63,8 +63,8 @@ class BaseTrainer(TrainRecipe):
                 try:
                     session.write_row()
                     self.save_or_stop()
-                except SpikeError as spike:
-                    session.roll_back(spike)
+                except RewindError as cause:
+                    session.go_back(cause)
 
     def batch(self, slice: str = "train", step: int | None = None) -> Batch:
         """Return the global (S, B, ...) batch after `step` completed steps, by default those of this job.
@@ -192,8 +192,8 @@ class BaseTrainer(TrainRecipe):
         """Return the keys that identify the trajectory, with those of data, vocabulary, hooks and frozen weights."""
         keys = super().identity() | self.hooks.identity()
         keys |= {"config.data": self.dataset.fingerprint} | self.setup_builder.base_identity
-        if self.roll_backs.skipped:
-            keys |= {ROLL_BACK_FOLDER: [[*each] for each in self.roll_backs.skipped]}
+        for feature in self.features:
+            keys |= feature.identity()
         if self.programs.has_stages:
             # The data of a stage are compared by their content too.
             keys["config.stages"] = self.programs.identify_stages(keys["config.stages"])

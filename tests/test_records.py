@@ -28,7 +28,7 @@ NORM_KEYS = {"train/param_norm"}
 AUXILIARY_KEYS = {"train/noise_scale", "train/skipped_updates", "train/roll_backs", "train/high_loss_steps"}
 ZOMBIE_KEYS = {"void", "contested"}
 FORK_KEYS = {key.name for key in MANIFEST_KEYS if key.name.startswith("lineage")}
-SPIKE_KEYS = {"roll_back_to"}
+FEATURE_KEYS = {"roll_back_to", "features"}
 END_KEYS = {"carry.metric"}  # see tests/checkpoint/test_retention.py
 
 
@@ -127,7 +127,7 @@ def test_a_result_has_the_keys_of_the_table(trained_run: Path, counter_run: Path
 
 def test_a_manifest_has_the_keys_of_the_table(trained_run: Path, counter_run: Path) -> None:
     written = collect_keys(MANIFEST_KEYS, manifests(trained_run)) | CHECKOUT_KEYS
-    assert written == list_names(MANIFEST_KEYS) - PIECE_KEYS - ZOMBIE_KEYS - FORK_KEYS - SPIKE_KEYS - END_KEYS
+    assert written == list_names(MANIFEST_KEYS) - PIECE_KEYS - ZOMBIE_KEYS - FORK_KEYS - FEATURE_KEYS - END_KEYS
     of_trainers = {key.name for key in MANIFEST_KEYS if key.name.startswith(("topology", "carry", "metric"))}
     assert collect_keys(MANIFEST_KEYS, manifests(counter_run)) | CHECKOUT_KEYS == written - of_trainers
 

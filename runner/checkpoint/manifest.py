@@ -110,6 +110,7 @@ MANIFEST_KEYS = (
         "Step up to which a spike of the loss that lasts may take the run back; the newest checkpoint up to it is "
         "kept. Only with `stability.roll_back`.",
     ),
+    Key("features", dict, "Fields of features of the job, by the key that switches each on; absent if they have none."),
     Key("arrays", str, "Directory of the arrays, beside the manifest."),
     Key("leaves", dict, "Dotted path of a leaf of the state -> its description."),
     Key("leaves.*.shape", list, "Global shape."),
@@ -199,6 +200,7 @@ class Manifest:
     fingerprint: str = ""
     metric: float | None = None
     roll_back_to: int | None = None
+    features: JsonObject | None = None
     topology: JsonObject | None = None
     carry: JsonObject | None = None
     environment: JsonObject | None = None

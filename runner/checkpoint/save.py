@@ -87,6 +87,7 @@ class SaveContents:
     Attributes:
         metric: the value that `checkpoint.keep_best` compares; None if this step has none.
         roll_back_to: the newest checkpoint up to this step is kept as long as this save is the newest.
+        features: for the manifest: fields of features of the job, by key; None if there are none.
         topology: for the manifest: the hardware, and what was chosen for it.
         carry: for the manifest: sums over the steps since the last row of metrics, for the next row; None if there are
             none.
@@ -98,6 +99,7 @@ class SaveContents:
 
     metric: float | None = None
     roll_back_to: int | None = None
+    features: JsonObject | None = None
     topology: JsonObject | None = None
     carry: JsonObject | None = None
     attachments: Callable[[], dict[str, bytes]] = dict
@@ -329,7 +331,9 @@ class Checkpointer:
         self._saved_step = step if step in committed else None
         if committed and min(committed) > step:
             manifest = found.manifest
-            contents = SaveContents(manifest.metric, manifest.roll_back_to, manifest.topology, manifest.carry)
+            contents = SaveContents(
+                manifest.metric, manifest.roll_back_to, manifest.features, manifest.topology, manifest.carry
+            )
             state = self.save(state, step, contents, SaveKind.REQUIRED)
             self.wait_until_committed(step)
         self._delete_fast_after(step)
@@ -507,6 +511,7 @@ class Checkpointer:
             arrays=f"arrays.{attempt.number}",
             metric=contents.metric,
             roll_back_to=contents.roll_back_to,
+            features=contents.features,
             topology=contents.topology,
             carry=contents.carry,
         )

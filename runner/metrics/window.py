@@ -15,15 +15,14 @@ import queue
 import statistics
 import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from runner.config import StabilityConfig, Unit
+from runner.config import Unit
 from runner.errors import DivergedError
 from runner.metrics.meta import (
-    CONSECUTIVE_SKIPS,
     GRAD_NORM,
     HIGH_LOSS_STEPS,
     ROLL_BACKS,
@@ -110,21 +109,11 @@ class _StepResult(NamedTuple):
     meta: dict[str, RowValue]
 
 
-_NO_POLICY = StabilityConfig()
+class StepWatcher(Protocol):
+    """Feature that looks at the fetched results of each step."""
 
-
-class SpikeError(DivergedError):
-    """A spike of the loss has lasted too long, or a value is not finite, and the run must be rolled back.
-
-    Attributes:
-        first: the first step of the spike.
-        step: the step at which the spike reached `after_steps`.
-        reason: values of that step.
-    """
-
-    def __init__(self, first: int, step: int, reason: str):
-        super().__init__(f"step {step}: training diverged: {reason}, from step {first} on")
-        self.first, self.step, self.reason = first, step, reason
+    def watch(self, step: int, loss: float, meta: Mapping[str, Any], values: dict[str, RowValue]) -> bool:
+        """Return True if the update of the step was skipped; see `runner.train.feature.Feature.watch`."""
 
 
 class MetricsWindow:
@@ -134,7 +123,7 @@ class MetricsWindow:
         step: step of that row.
         carry: contribution of the steps since that row that an earlier attempt has saved (`MetricsWindow.carry`).
         is_whole: False if the contribution of such steps is unknown; the next row then has no mean.
-        policy: stability policy of the job.
+        watchers: features that look at each step.
         has_row: False if `step` has no row.
     """
 
@@ -143,10 +132,10 @@ class MetricsWindow:
         step: int = 0,
         carry: JsonObject | None = None,
         is_whole: bool = True,
-        policy: StabilityConfig = _NO_POLICY,
+        watchers: Sequence[StepWatcher] = (),
         has_row: bool = True,
     ):
-        self._policy = policy
+        self._watchers = watchers
         self._pending: list[tuple[int, jax.Array, Meta]] = []
         last = (carry or {}).get(_LAST)
         self._last = None if last is None else _StepResult(step, last["loss"], dict(last["meta"]))
@@ -168,34 +157,19 @@ class MetricsWindow:
         """Wait for the device and fetch the results of all steps.
 
         Raises:
-            DivergedError: A loss or gradient norm is not finite and the update was not skipped, or too many successive
-                updates were skipped. The error names the first such step.
-            SpikeError: The run must be rolled back. All hosts raise it at the same place.
+            DivergedError: a loss or gradient norm is not finite and the update was not skipped, or a watcher ends the
+                run. The error names the first such step. All hosts raise it at the same place.
         """
         # One transfer for all steps of the window.
         for step, loss, meta in jax.device_get(self._pending):
             values = {key: to_row_value(value) for key, value in meta.items()}
             grad_norm = float(meta.get(GRAD_NORM, 0.0))
-            found = f"loss {float(loss)}, gradient norm {grad_norm}"
             is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
-            policy, num_skips = self._policy, 0
-            if policy.skips_updates:
-                num_skips = int(meta[CONSECUTIVE_SKIPS])
-                del values[CONSECUTIVE_SKIPS]
-                values |= {SKIPPED_UPDATES: int(meta[SKIPPED_UPDATES])}
-                if num_skips >= policy.max_consecutive_skips:
-                    raise DivergedError(
-                        f"step {step}: training diverged: {num_skips} successive updates were skipped, the last with "
-                        f"{found}; the last good checkpoint is kept"
-                    )
-            if policy.roll_back is not None:
-                num_high = int(meta[HIGH_LOSS_STEPS])
-                values |= {ROLL_BACKS: int(meta[ROLL_BACKS]), HIGH_LOSS_STEPS: num_high}
-                if policy.non_finite == "roll_back" and not is_finite:
-                    raise SpikeError(step - max(num_high, 1) + 1, step, found)
-                if num_high >= policy.roll_back.after_steps:
-                    raise SpikeError(step - num_high + 1, step, f"{found}, {num_high} steps with a high loss")
-            if not is_finite and not num_skips:
+            is_skipped = False
+            for watcher in self._watchers:
+                is_skipped |= watcher.watch(step, float(loss), meta, values)
+            if not is_finite and not is_skipped:
+                found = f"loss {float(loss)}, gradient norm {grad_norm}"
                 raise DivergedError(f"step {step}: training diverged: {found}; the last good checkpoint is kept")
             weight = float(meta.get(TOKEN_COUNT, 1.0))
             if weight <= 0:

@@ -2,18 +2,19 @@
 
 - `optimizer`: optimizer and schedule of a job
 - `profiler`: profiles of devices
-- `auxiliary`: auxiliary train state (averages of weights, noise scale)
+- `auxiliary`: auxiliary train state (averages, counters)
 - `state`: train state, variables and shardings
-- `stability`: skipped updates and roll-backs
 - `loss`: cross-entropy and fields of a batch
-- `layout`: split of the batch over devices and micro-batches
 - `replay`: steps whose gradients are computed twice, to find defective devices
 - `step`: optimizer step and validation step
-- `compile`: compiled steps, and the micro-batch that fits
-- `kernel_check`: self-test of the kernels of a step
 - `lora`: LoRA adapters
 - `evaluators`: evaluators, their schedule, and validation
 - `report`: rows of metrics
+- `feature`: what a key of the config switches on
+- `features`: features, each in one file
+- `layout`: split of the batch over devices and micro-batches
+- `compile`: compiled steps, and the micro-batch that fits
+- `kernel_check`: self-test of the kernels of a step
 - `setup`: abstract train state, shardings and optimizer on a mesh
 - `stages`: stages of a run: configs and trajectory
 - `checks`: checks of hardware, data and earlier attempts

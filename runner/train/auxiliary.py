@@ -1,4 +1,4 @@
-"""Auxiliary train state: averages of weights, the gradient-noise scale, counters of hooks.
+"""Auxiliary train state: branches of the state that features and hooks keep, such as averages and counters.
 
 An auxiliary state is a pytree below `riders` of the train state, by name; it is saved, restored, compared and
 fingerprinted like every leaf. A leaf with the name and the shape of a parameter is sharded like that parameter, all
@@ -8,21 +8,6 @@ for them.
 An auxiliary state with an `update` changes in every step, inside the compiled program, after the optimizer. One with a
 `judge` decides whether the update of a step is applied (see `runner.train.stability`). The step passes an auxiliary
 state without `update` and `judge` through unchanged; code on the host, such as hooks, may replace it between two steps.
-
-**Exponential moving averages** (`make_ema`) are float32 and start as a copy of the parameters. A step computes
-`average + (1 - decay) * (parameter - average)`, in this form, so that the average of constant parameters stays
-bit-identical to them.
-
-**Gradient-noise scale** (`make_noise_scale`): the batch size, in tokens, above which more data per step gains little
-(McCandlish et al. 2018, https://arxiv.org/abs/1812.06162, appendix A). The expected squared norm of a gradient over n
-tokens is |G|^2 + tr / n, with G the gradient over all data and tr the trace of its covariance for one token; two batch
-sizes determine both, and their ratio tr / |G|^2 is the scale. The two batch sizes used here are the global batch and
-each of its two halves, in the order of its examples, so that the result does not depend on devices or micro-batches.
-The formulas of the paper then become
-
-    |G|^2 = g1 . g2,    tr = mean of n_i (|g_i|^2 - g1 . g2),    g_i the mean gradient over the n_i tokens of half i.
-
-A single estimate is very noisy, so both are averaged over steps before they are divided.
 """
 
 from collections import Counter
@@ -35,7 +20,7 @@ import jax.numpy as jnp
 
 from runner.errors import InvalidError
 
-EMA, NOISE_SCALE = "ema", "noise_scale"
+EMA = "ema"  # branch of the averages of weights, which checkpoints and evaluators name
 Scalars = dict[str, jax.Array]  # metrics of one step by name
 
 
@@ -163,58 +148,6 @@ def validate_auxiliary(auxiliary_states: Sequence[AuxiliaryState], before: Any, 
                 f"train_step of the job leaves riders.{each.name} as it is; call BaseTrainer.train_step, or "
                 f"{function} of runner.train.auxiliary after the optimizer"
             )
-
-
-def make_ema(decays: Sequence[float], names: Sequence[float] | None = None) -> AuxiliaryState:
-    """Return averages with these decays in (0, 1): `average + (1 - decay) * (parameter - average)` in each step.
-
-    `names` are the decays in the names of the averages, by default `decays`.
-    """
-    by_name = dict(zip(map(str, names or decays), decays, strict=False))
-
-    def copy(param: jax.Array) -> jax.Array:
-        return jnp.array(param, jnp.float32, copy=True)  # parameters and averages are both donated to the step
-
-    def init(params: Any) -> Any:
-        return {name: jax.tree.map(copy, params) for name in by_name}
-
-    def update(averages: Any, observation: StepObservation) -> tuple[Any, Scalars]:
-        def move(average: jax.Array, param: jax.Array, share: float) -> jax.Array:
-            return average + jnp.float32(share) * (param.astype(jnp.float32) - average)
-
-        return {
-            name: jax.tree.map(
-                lambda average, param, share=1 - decay: move(average, param, share),
-                averages[name],
-                observation.params,
-            )
-            for name, decay in by_name.items()
-        }, {}
-
-    return AuxiliaryState(EMA, init, update)
-
-
-def make_noise_scale(decay: float) -> AuxiliaryState:
-    """Return running averages with this decay; their ratio, if positive, is the metric `noise_scale` in tokens."""
-
-    def init(params: Any) -> Any:
-        return {"square": jnp.zeros((), jnp.float32), "trace": jnp.zeros((), jnp.float32)}
-
-    def update(averages: Any, observation: StepObservation) -> tuple[Any, Scalars]:
-        halves = observation.halves
-        assert halves is not None, "an auxiliary state with needs_halves gets them"
-        trace = jnp.mean(halves.counts * (halves.squares - halves.product))
-        estimates = {"square": halves.product, "trace": trace}
-        is_known = jnp.all(halves.counts > 0)  # a half that holds only padding has no gradient
-
-        def move(average: jax.Array, value: jax.Array) -> jax.Array:
-            return jnp.where(is_known, average + jnp.float32(1 - decay) * (value - average), average)
-
-        after = jax.tree.map(move, averages, estimates)
-        scale = after["trace"] / after["square"]
-        return after, {NOISE_SCALE: jnp.where((after["square"] > 0) & (scale > 0), scale, jnp.nan)}
-
-    return AuxiliaryState(NOISE_SCALE, init, update, needs_halves=True)
 
 
 def compare_halves(first: Any, both: Any, counts: jax.Array, divisor: jax.Array | None) -> HalfBatchGradients:

@@ -373,28 +373,6 @@ class Validation:
         return ValidationSums(float(loss_sum), float(token_count), last, host_sums)
 
 
-class EmaValidation:
-    """`Validation` of the averaged weights with one decay; the weights must hold the averages (`add_averages`)."""
-
-    def __init__(self, validation: Validation, decay: float):
-        self._validation, self._decay = validation, str(decay)
-
-    def evaluate(self, weights: Any, step: int, hosts: Hosts) -> EvaluationMetrics | None:
-        """Return the metrics of `Validation` by keys of this average, such as `val/ema_0.999/loss`."""
-        # Averages are kept in float32; the compiled step takes the dtype of the parameters.
-        averages = cast_like(weights[EMA][self._decay], weights[PARAMS])
-        metrics = self._validation.evaluate({**weights, PARAMS: averages}, step, hosts)
-        if metrics is None:
-            return None
-        return {f"val/{EMA}_{self._decay}/{key.removeprefix('val/')}": value for key, value in metrics.items()}
-
-
-def make_ema_evaluators(config: TrainerConfig[Any], validation: Validation) -> Sequence[EmaValidation]:
-    """Return an evaluator of each average, if the config asks for them."""
-    ema = config.ema
-    return [] if ema is None or not ema.evaluate else [EmaValidation(validation, decay) for decay in ema.decays]
-
-
 def add_averages(get_weights: Callable[[Any], Any], state: Any) -> Any:
     """Return `get_weights(state)` with the averages of the state below `ema`, by decay, if it has some.
 

@@ -9,7 +9,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner.config import TrainerConfig
 from runner.data import Dataset, Fields, get_batch_fields, load_global_batch
-from runner.errors import InvalidError
 from runner.parallel.mesh import (
     BATCH_AXES,
     count_batch_shards,
@@ -19,6 +18,7 @@ from runner.parallel.mesh import (
     validate_same_bits_mesh,
     validate_sequence_sharding,
 )
+from runner.train.features import make_features
 from runner.train.loss import target_weights
 
 
@@ -118,18 +118,9 @@ def list_batch_layouts(
     validate_sequence_sharding(mesh, data.sequence_length, config.memory.loss_chunk_positions)
     shards, axes = count_batch_shards(mesh), format_batch_axes(mesh)
     sizes = list_micro_batch_sizes(train.global_batch_examples, train.micro_batch_examples, shards, axes)
-    if config.noise_scale is not None:
-        # The first half of the batch must be the first half of the micro-batches, so their number must be even.
-        examples = train.global_batch_examples
-        share, smallest = examples // shards, sizes[0]
-        sizes = [size for size in sizes if share // size % 2 == 0]
-        if not sizes:
-            split = f"{examples} examples over {shards} devices, micro_batch_examples={smallest}"
-            fix = f"micro_batch_examples={share // 2}" if share % 2 == 0 else f"multiples of {2 * shards} examples"
-            raise InvalidError(
-                f"noise_scale compares two halves of each batch, and needs an even number of micro-batches; {split} "
-                f"make {share // smallest}; use {fix}"
-            )
+    features = make_features(config)
+    for feature in features:
+        sizes = feature.select_micro_batches(sizes, shards)
     sizes = [micro_batch] if micro_batch in sizes else sizes
     is_ordered = train.same_bits_devices is not None
     if train.same_bits_devices is not None:
@@ -140,7 +131,7 @@ def list_batch_layouts(
         sizes[0],
         get_batch_fields(data) if fields is None else fields,
         is_ordered,
-        is_replayable=train.replay_every_steps is not None,
+        is_replayable=any(feature.compares_gradients for feature in features),
     )
     return [replace(layout, micro_batch_examples=size) for size in sizes]
 

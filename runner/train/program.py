@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from runner.checkpoint.fork import find_continued_manifest
 from runner.checkpoint.leaves import format_type, list_leaf_names
@@ -42,9 +43,7 @@ from runner.train.compile import MEMORY_SHARE, CompiledStep
 from runner.train.flops import Flops
 from runner.train.kernel_check import KernelCase, KernelChecker, set_kernels_of_process
 from runner.train.layout import BatchLayout
-from runner.train.replay import ReplayedStep
 from runner.train.setup import StepRecipe, TrainSetup, TrainSetupBuilder
-from runner.train.stability import RollBacks
 from runner.train.stages import (
     CONTINUES,
     StagePlan,
@@ -102,6 +101,26 @@ class Program:
         """Split of the batch. Waits for the compiler if several micro-batches may fit. Needs `start_compiling`."""
         layouts = self.builder.list_layouts(self.train_setup, self._micro_batch)
         return layouts[0] if len(layouts) == 1 else self.compiled.layout
+
+    @property
+    def executable(self) -> jax.stages.Compiled:
+        """Executable of the compiled train step."""
+        return self.compiled.executable
+
+    @property
+    def abstract_state(self) -> TrainState:
+        """Shape, dtype and sharding of every leaf of the state."""
+        return self.train_setup.abstract_state
+
+    @property
+    def mesh(self) -> Mesh:
+        """Device mesh."""
+        return self.train_setup.mesh
+
+    @property
+    def is_ordered(self) -> bool:
+        """True if sums have an order independent of the number of devices."""
+        return self.layout.is_ordered
 
     @property
     def compiled(self) -> CompiledStep:
@@ -196,12 +215,6 @@ class Program:
         skip = functools.partial(skip_step, schedule=setup.schedule, auxiliary_states=setup.auxiliary_states)
         return jax.jit(skip, donate_argnums=0, out_shardings=(get_shardings(setup.abstract_state), None, None))
 
-    @functools.cached_property
-    def replayed_step(self) -> ReplayedStep:
-        """Compiled train step with replays, if its layout `is_replayable`. Needs `compile` or `start_compiling`."""
-        compiled, layout = self.compiled, self.layout
-        return ReplayedStep(compiled.executable, self.train_setup.abstract_state, layout.mesh, layout.is_ordered)
-
     def adopt(self, state: TrainState) -> TrainState:
         """Return a state of any stage with the (static) functions of this stage; the arrays are the same."""
         leaves, structure = jax.tree.flatten(state)
@@ -270,19 +283,17 @@ class Programs:
         restarts: starts of stages at which the run has restarted the interleaving of sources; known after `build`.
     """
 
-    def __init__(self, recipe: StagedRecipe, plans: Sequence[StagePlan], roll_backs: RollBacks):
+    def __init__(self, recipe: StagedRecipe, plans: Sequence[StagePlan]):
         """Prepare the programs; builds and compiles nothing.
 
         Args:
             recipe: the training job.
             plans: its stages.
-            roll_backs: roll-backs of the run, which move the position in the data.
         """
         self.recipe, self.plans = recipe, plans
         self.number = 0
         self.limit_bytes = 0
         self.restarts: frozenset[int] = frozenset()
-        self._roll_backs = roll_backs
         # By skipped ranges of data, and stage.
         self._datasets: dict[tuple[tuple[SkippedBatches, ...], int], Dataset] = {}
 
@@ -429,9 +440,11 @@ class Programs:
 
     @property
     def data_position(self) -> DataPosition:
-        """Position in the data by step, with the ranges skipped by the spec and by roll-backs."""
-        skipped = self.recipe.setup_builder.data_position.skipped
-        return DataPosition(tuple(sorted((*skipped, *self._roll_backs.skipped))))
+        """Position in the data by step, with the ranges skipped by the spec and by features."""
+        skipped = [*self.recipe.setup_builder.data_position.skipped]
+        for feature in self.recipe.features:
+            skipped += feature.skipped
+        return DataPosition(tuple(sorted(skipped)))
 
     def continues_data(self, number: int) -> bool:
         """Return True if the data of a stage continue those of the stage before it as if there were no border."""
@@ -541,4 +554,7 @@ class Programs:
                 found.append(DataPosition.from_ranges(saved[SKIP_STEPS]).find_first_change(builder.data_position))
             return min((step for step in found if step is not None), default=None)
 
-        return dataclasses.replace(whole, find_first_change=find_first, is_discarded=self._roll_backs.is_discarded)
+        def is_discarded(saved: Trajectory, step: int) -> bool:
+            return any(feature.is_discarded(saved, step) for feature in self.recipe.features)
+
+        return dataclasses.replace(whole, find_first_change=find_first, is_discarded=is_discarded)

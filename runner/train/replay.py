@@ -10,7 +10,7 @@ replayed.
 The program of the step takes `ReplayInputs`, moves the shards, and returns the digests (`runner.train.step`). The
 digest of an array is the sum of its words modulo 2^32, weighted by position. It does not depend on the order of
 additions, and every flip of a single bit changes it. `ReplayedStep` runs the program and compares the digests.
-`ReplaySchedule` says which steps are replayed, and ends the run if a device is defective.
+`runner.train.features.replay` says which steps are replayed, and ends the run if a device is defective.
 
 Shape legend: N data shards whose gradients are computed separately (`reduction.list_gradient_shards`), L arrays of
 gradients.
@@ -30,13 +30,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from runner.checkpoint.fingerprint import format_leaf_name
-from runner.checkpoint.save import Checkpointer
-from runner.errors import DeviceError, InvalidError
+from runner.errors import InvalidError
 from runner.metrics.meta import REPLAY_DIGESTS, Meta
 from runner.optim.groups import split_frozen
 from runner.parallel.reduction import list_gradient_shards
-from runner.process import report_faulty_host
-from runner.run.attempt import Attempt
 from runner.train.state import TrainState
 
 UPDATE, COMPARE, DIGEST = range(3)  # what a replayed step does, see `ReplayInputs`
@@ -228,56 +225,3 @@ def find_faulty_groups(digests: Sequence[np.ndarray]) -> list[int]:
         else:
             suspects.append({*groups})
     return sorted(set.intersection(*suspects) or set.union(*suspects))
-
-
-class ReplaySchedule:
-    """Steps of an attempt that are replayed: the first one after a restore, and then every `every_steps`.
-
-    A restore makes a new schedule. All calls are made on every process.
-
-    Attributes:
-        verified_step: last step that a replay has verified, or that was restored.
-    """
-
-    def __init__(self, attempt: Attempt, checkpointer: Checkpointer, every_steps: int, restored_step: int):
-        self._attempt, self._checkpointer, self._every_steps = attempt, checkpointer, every_steps
-        self._is_just_restored = True
-        self.verified_step = restored_step
-
-    def make_step(
-        self, compiled: ReplayedStep, step: int, state: TrainState, batch: Mapping[str, jax.Array], key: jax.Array
-    ) -> tuple[TrainState, jax.Array, Meta]:
-        """Make optimizer step `step` and return (state, loss, meta). Waits for the device only in a replay.
-
-        Raises:
-            DeviceError: the gradients differ. What was saved since the last replay is discarded.
-        """
-        if not self._is_just_restored and step % self._every_steps != 0:
-            return compiled.run(state, batch, key)
-        state, loss, meta, fault = compiled.compare(state, batch, key)
-        if fault is not None:
-            raise self._discard_unverified(fault, step)
-        self._is_just_restored, self.verified_step = False, step
-        return state, loss, meta
-
-    def _discard_unverified(self, fault: DeviceFault, step: int) -> DeviceError:
-        """Discard what was saved since the last replay, and return the error that ends the run."""
-        attempt, verified = self._attempt, self.verified_step
-        processes = sorted({device.process_index for device in fault.devices})
-        attempt.record(
-            "device_fault",
-            step,
-            devices=[device.id for device in fault.devices],
-            processes=processes,
-            hosts=[attempt.environment["hosts"][process] for process in processes] if attempt.hosts.is_main else [],
-            parameters=fault.parameters,
-            verified=verified,
-        )
-        if processes == [attempt.hosts.process_id]:
-            report_faulty_host()
-        # Checkpoints since then may hold wrong updates.
-        if self._checkpointer.discard_after(verified, f"at step {step}, {fault}"):
-            follows = f"checkpoints after step {verified} are in quarantine"
-        else:
-            follows = f"no checkpoint of step {verified} or earlier is left, so the newest one is kept"
-        return DeviceError(f"step {step}: {fault}; the update was not applied, and {follows}")

@@ -15,7 +15,7 @@ from runner.errors import ResumeError
 from runner.metrics.file import METRICS_FILE, find_tail_problem, open_metrics_file, read_encoded_rows
 from runner.metrics.meta import HIGH_LOSS_STEPS, Meta
 from runner.metrics.rows import Row, RowTail
-from runner.metrics.window import NO_SUMS, MetricsWindow, StepTimer
+from runner.metrics.window import NO_SUMS, MetricsWindow, StepTimer, StepWatcher
 from runner.metrics.writers import RowDisplay, open_displays
 from runner.parallel.mesh import read_peak_memory_bytes
 from runner.run.attempt import Attempt
@@ -49,6 +49,7 @@ class Report:
         get_data_metrics: Callable[[int], Row],
         after_row: Callable[[], None],
         is_language_model: bool = True,
+        watchers: Sequence[StepWatcher] = (),
     ):
         """Open the metrics of an attempt.
 
@@ -61,6 +62,7 @@ class Report:
             get_data_metrics: function that returns the metrics of the data at a step.
             after_row: function called after each row, to start slow work that the first steps do not need.
             is_language_model: False for a model whose outputs are not logits of tokens.
+            watchers: features that look at the results of each step.
         """
         self._attempt, self._spec, self._config = attempt, spec, config
         self._is_language_model = is_language_model
@@ -77,7 +79,8 @@ class Report:
         self._end_carry: JsonObject | None = None  # at the last step, for a run that is extended beyond it
         self._lacks_last_row = False
         self._timer: StepTimer | None = None  # on process 0, while rows are displayed
-        self.window = MetricsWindow(0, policy=config.stability)
+        self._watchers = watchers
+        self.window = MetricsWindow(0, watchers=watchers)
 
     # Resuming.
 
@@ -119,7 +122,7 @@ class Report:
         # Without carry the means of the next row would lack the steps before the save.
         is_whole = carry is not None or step == 0 or has_row
         sums = carry if has_sums else None
-        self.window = MetricsWindow(step, sums, is_whole, self._config.stability, has_row=has_row or step == 0)
+        self.window = MetricsWindow(step, sums, is_whole, self._watchers, has_row=has_row or step == 0)
         self._lacks_last_row = is_last and step > 0 and not has_row and has_sums
         if self._displays:
             for display in self._displays:

@@ -29,7 +29,7 @@ from runner.parallel.mesh import LOGICAL_AXIS_RULES, LogicalAxisRule, make_abstr
 from runner.spec import Document, ExecutionSpec, Topology, Trajectory
 from runner.storage import JsonObject
 from runner.train import state as train_state
-from runner.train.auxiliary import EMA, NOISE_SCALE, AuxiliaryState, init_auxiliary
+from runner.train.auxiliary import AuxiliaryState, init_auxiliary
 from runner.train.compile import (
     CompiledStep,
     SizedStepT,
@@ -41,11 +41,11 @@ from runner.train.compile import (
     trace_train_step,
     trace_val_step,
 )
+from runner.train.feature import Feature
 from runner.train.kernel_check import KernelUse, use_kernels
 from runner.train.layout import BatchLayout, list_batch_layouts, make_val_layout
 from runner.train.lora import combine_with_base, init_adapter, make_abstract_adapter, make_merge, merge_adapter
 from runner.train.optimizer import OptimizerChoice, choose_optimizer
-from runner.train.stability import STABILITY
 from runner.train.state import PARAMS, TrainState, drop_params
 
 
@@ -317,6 +317,10 @@ class StepRecipe(Protocol):
     def learning_rate_multiplier(self, parameter: Parameter) -> float:
         """Return the factor of the learning rate of a parameter."""
 
+    @property
+    def features(self) -> Sequence[Feature]:
+        """Features that the config switches on, in order."""
+
     def list_auxiliary_states(self) -> Sequence[AuxiliaryState]:
         """Return the auxiliary states of the train state, those of hooks included."""
 
@@ -518,12 +522,12 @@ class TrainSetupBuilder:
         if self.stage is not None and self.optimizer_choice.uses_config_rates(self.config):
             schedule = self.stage.schedule
         auxiliary_states = tuple(self.recipe.list_auxiliary_states())
-        config, names = self.config, {each.name for each in auxiliary_states}
-        asked = {EMA: config.ema, NOISE_SCALE: config.noise_scale, STABILITY: config.stability.is_on or None}
-        for name, section in asked.items():
-            if section is not None and name not in names:
+        names = {each.name for each in auxiliary_states}
+        for feature in self.recipe.features:
+            asked = feature.make_auxiliary()
+            if asked is not None and asked.name not in names:
                 reason = "auxiliary_states of the job leaves it out; return those of super().auxiliary_states() too"
-                raise self.document.error(f"config.{name}", reason)
+                raise self.document.error(f"config.{feature.key}", reason)
 
         def make_optimizer(parameters: Any) -> optax.GradientTransformation:
             with self.document.errors_at("config.optimizer"):
@@ -536,8 +540,8 @@ class TrainSetupBuilder:
                 return self.optimizer_choice.build_optimizer(self.config, schedule, parameters)
 
         fields = self.fields
-        if example_length is not None and config.data.has_tokens:
-            fields = get_batch_fields(config.data.model_copy(update={"sequence_length": example_length}))
+        if example_length is not None and self.config.data.has_tokens:
+            fields = get_batch_fields(self.config.data.model_copy(update={"sequence_length": example_length}))
         return build_train_setup(
             model=self.recipe.model(),
             sharded_init=self.recipe.sharded_init,

@@ -43,7 +43,7 @@ def test_names_of_public_classes_are_unique(structure: Structure) -> None:
 
 
 def test_sizes_and_comments_stay_in_bounds(structure: Structure) -> None:
-    assert structure.files <= 226
+    assert structure.files <= 232
     assert structure.called_once <= 345
     assert structure.comment_share >= 1 / 17
 

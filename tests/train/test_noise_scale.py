@@ -10,7 +10,8 @@ from runner.errors import InvalidError
 from runner.parallel.mesh import make_batch_sharding, use_sharding_rules
 from runner.storage import parse_lines
 from runner.train import step as pure
-from runner.train.auxiliary import HalfBatchGradients, StepObservation, make_noise_scale
+from runner.train.auxiliary import HalfBatchGradients, StepObservation
+from runner.train.features.noise_scale import make_noise_scale
 from runner.train.state import TrainState
 from tests.support.tiny_jobs import are_leaves_equal, make_full_mesh, make_gpt, make_mesh_options, stop_after
 from tests.test_values import TrainLookup

@@ -17,7 +17,7 @@ from runner.data import SkippedBatches
 from runner.distributed.preemption import StopNotice
 from runner.errors import DivergedError, InvalidError, PreemptedError, RunnerError, SpecError
 from runner.storage import LocalStore, parse_lines, read_json
-from runner.train.stability import plan_roll_back
+from runner.train.features.stability import plan_roll_back
 from tests.support import same_bits
 from tests.support.damage import JSON_DAMAGES, list_damages
 from tests.support.job_process import Job, run_runner
@@ -133,7 +133,7 @@ def test_a_roll_back_does_not_depend_on_stops_rows_or_saves(case: str, tmp_path:
         directory = tmp_path / str(every)
         other = make_poisoned(directory, SpikedLookup, **shorter | {"logging.every_steps": every})
         other()
-        assert other.roll_backs.skipped == job.roll_backs.skipped
+        assert other.programs.data_position.skipped == job.roll_backs.skipped
         assert read_outcome(directory)[1]["fingerprint"] == outcome[1]["fingerprint"]
     for every in (1, 3, 8) if case == "saves" else ():
         directory = tmp_path / str(every)
@@ -177,7 +177,7 @@ def test_a_roll_back_at_a_border_of_stages_does_not_depend_on_stops_rows_or_save
         late = {"logging.every_steps": every, "checkpoint.every_steps": 8}
         other = make_poisoned(directory, SpikedLookup, **changes | late)
         other()
-        assert other.roll_backs.skipped == job.roll_backs.skipped
+        assert other.programs.data_position.skipped == job.roll_backs.skipped
         assert read_outcome(directory)[1]["fingerprint"] == outcome[1]["fingerprint"]
 
 
@@ -335,15 +335,15 @@ KILL_IN = "TEST_ROLL_BACK_KILL_IN"
 MOMENTS = {
     f"{when} {name}": (place, when)
     for name, place in {
-        "create_file": "runner.train.stability.create_file",
-        "_append_event": "runner.train.stability._append_event",
+        "create_file": "runner.train.features.stability.create_file",
+        "_append_event": "runner.train.features.stability._append_event",
         "load_checkpoint": "runner.checkpoint.save.load_checkpoint",
         "forget_after": "runner.checkpoint.policy.Retention.forget_after",
         "quarantine": "runner.checkpoint.save.quarantine",
         "go_back": "runner.checkpoint.save.Checkpointer.go_back",
-        "replace_skipped_batches": "runner.train.stability.replace_skipped_batches",
+        "replace_skipped_batches": "runner.train.features.stability.replace_skipped_batches",
         "resume": "runner.train.report.Report.resume",
-        "complete_roll_backs": "runner.train.stability.complete_roll_backs",
+        "complete_roll_backs": "runner.train.features.stability.complete_roll_backs",
     }.items()
     for when in ("before", "after")
 }
@@ -473,7 +473,7 @@ def test_a_fork_inherits_the_data_that_were_skipped(tmp_path: Path) -> None:
         fork = {"checkpoint.fork_from": {"run": str(tmp_path / "run"), "step": step}}
         other = make_poisoned(tmp_path / str(step), SpikedLookup, **shorter | fork)
         other()
-        assert other.roll_backs.skipped == job.roll_backs.skipped
+        assert other.programs.data_position.skipped == job.roll_backs.skipped
         assert read_outcome(tmp_path / str(step))[1] == read_outcome(tmp_path / "run")[1]
     again = make_poisoned(tmp_path / "14", SpikedLookup, **shorter | fork | {"config.stability.roll_back.at_most": 9})
     again()
@@ -489,7 +489,7 @@ def test_a_fork_that_inherits_a_roll_back_restarts_after_one_of_its_own(tmp_path
     make_poisoned(tmp_path / "whole", SpikedLookup, **fork)()
     # Its epochs go on, and meet the same data again.
     numbers = [event["number"] for event in read_roll_backs(tmp_path / "whole")]
-    assert numbers[:1] == [len(parent.roll_backs.skipped) + 1]
+    assert numbers[:1] == [len(parent.programs.data_position.skipped) + 1]
     for step in (32, 36):
         stop_after(make_poisoned(tmp_path / "stopped", SpikedLookup, **fork), step)
     make_poisoned(tmp_path / "stopped", SpikedLookup, **fork)()
@@ -623,7 +623,7 @@ class StopBehindRollBack(StopNotice):
         self._job, self._step = job, step
 
     def poll(self) -> bool:
-        return bool(self._job.roll_backs.skipped) and self._job.step >= self._step
+        return bool(self._job.programs.data_position.skipped) and self._job.step >= self._step
 
 
 def test_an_extension_during_a_spike_removes_the_evaluation_of_a_suspect_step(tmp_path: Path) -> None:

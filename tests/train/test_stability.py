@@ -17,7 +17,7 @@ from experiments.gpt import PretrainGPT
 from runner import BaseTrainer, ExecutionSpec
 from runner.errors import DivergedError, InvalidError
 from runner.optim.config import OPTIMIZERS
-from runner.train.stability import STABILITY, is_spike
+from runner.train.features.stability import STABILITY, is_spike
 from runner.train.step import skip_step
 from tests.support import same_bits
 from tests.support.job_process import run_runner

@@ -16,17 +16,18 @@ begins shortly before the first of these steps, and continues from a checkpoint 
 checkpoint and the range are repeated with their own data. The trajectory is therefore a function of the spec alone: it
 does not depend on which checkpoints exist, when the values are fetched, or how often the job is killed. The protocol:
 
-1. Process 0 creates `roll_backs/<number>`, durably, and only once (`RollBacks.decide`). From this moment on every start
-   completes the roll-back (`RollBacks.complete`).
-2. The newest checkpoint whose step is not after the beginning of the range is loaded (`BaseTrainer.roll_back`). Later
+1. Process 0 creates `roll_backs/<number>`, durably, and only once (`Stability.rewind`). From this moment on every start
+   completes the roll-back (`Stability.before_restore`).
+2. The newest checkpoint whose step is not after the beginning of the range is loaded (`Session.go_back`). Later
    checkpoints belong to the discarded trajectory and are quarantined, after a kill by the next start.
 3. The range is written into the state, and saved with it. A restored state lacks ranges of roll-backs after its save;
-   they are added from the records (`RollBacks.restore`).
+   they are added from the records (`Stability.on_restored`).
 
 **A change of the spec.** A roll-back follows from the steps up to the one at which its spike was detected, so each
 record holds the trajectory of the spec that made it. If the present spec differs before that step, or ends before it,
 the skipped range no longer follows from it. A run that has not passed the beginning of the range withdraws the
-roll-back (`RollBacks.complete`) and finds out again; one that has passed it cannot continue (`validate_roll_backs`).
+roll-back (`Stability.before_restore`) and finds out again; one that has passed it cannot continue
+(`validate_roll_backs`).
 
 The window holds the observed values, which are summed in a fixed order. If the values are the same on any number of
 devices (`train.same_bits_devices`), so are the decisions.
@@ -34,8 +35,9 @@ devices (`train.same_bits_devices`), so are the decisions.
 Shape legend: N steps of the window.
 """
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,15 +48,15 @@ from jax import lax
 from runner.checkpoint.fork import read_parent_manifest
 from runner.checkpoint.manifest import Manifest, read_committed, read_newest_manifest
 from runner.checkpoint.restore import quarantine
-from runner.config import RollBackConfig, StabilityConfig
+from runner.config import RollBackConfig, StabilityConfig, TrainerConfig
 from runner.data import SkippedBatches
 from runner.errors import DivergedError, InvalidError, ResumeError, StateError
-from runner.metrics.meta import CONSECUTIVE_SKIPS, HIGH_LOSS_STEPS, ROLL_BACKS, SKIPPED_UPDATES
+from runner.job import RestoreableJob
+from runner.metrics.meta import CONSECUTIVE_SKIPS, GRAD_NORM, HIGH_LOSS_STEPS, ROLL_BACKS, SKIPPED_UPDATES, RowValue
 from runner.metrics.rows import Row
-from runner.metrics.window import SpikeError
 from runner.run.attempt import Attempt
 from runner.run.events import ROLL_BACK_FOLDER, ROLL_BACK_KEYS, ROLL_BACKS_MAX
-from runner.spec import ForkConfig, Trajectory
+from runner.spec import Trajectory
 from runner.storage import (
     JsonObject,
     Key,
@@ -67,6 +69,7 @@ from runner.storage import (
     validate_record,
 )
 from runner.train.auxiliary import AuxiliaryState, Scalars, StepOutcome
+from runner.train.feature import Feature, RewindError
 from runner.train.state import TrainState
 
 STABILITY = "stability"
@@ -77,6 +80,172 @@ _IDENTITY, _WITHDRAWN = "identity", ".withdrawn."  # key of a record; between th
 _INT32_MAX = 2**31 - 1
 
 FirstChange = Callable[[Trajectory], int | None]
+
+
+class Stability(Feature):
+    """Skipped updates and roll-backs of a run.
+
+    `skipped` are the ranges in the state of the job. A state that was saved before a roll-back gets its range when it
+    is restored, so that `skipped` has one range for each record; those that a fork has inherited come first.
+
+    Attributes:
+        records: records of the roll-backs of this run, in order. Empty until `before_restore`.
+    """
+
+    key = STABILITY
+
+    def __init__(self, config: TrainerConfig[Any], first: TrainerConfig[Any]):
+        super().__init__(config, first)
+        self._policy = config.stability.roll_back
+        self.records: list[JsonObject] = []
+        self._withdrawn: list[tuple[int, SkippedBatches]] = []
+
+    @staticmethod
+    def is_on(config: TrainerConfig[Any]) -> bool:
+        """Return True if the config skips updates or rolls back."""
+        return config.stability.is_on
+
+    def make_auxiliary(self) -> AuxiliaryState:
+        """Return the state of the policy."""
+        return make_stability(self.config.stability)
+
+    def identity(self) -> Trajectory:
+        """Return the ranges that roll-backs have skipped."""
+        return {ROLL_BACK_FOLDER: [[*each] for each in self.skipped]} if self.skipped else {}
+
+    def is_discarded(self, saved: Trajectory, step: int) -> bool:
+        """Return True if a state saved at `step` was discarded by a roll-back."""
+        return is_discarded(saved, step, self.records)
+
+    def validate_newest(self, job: RestoreableJob, newest: Manifest) -> None:
+        """Raise `ResumeError` if the run has passed a skipped range that no longer follows from the spec."""
+        if self._policy is not None:
+            find_change = job.make_run_identity(job.identity()).find_change
+            validate_roll_backs(job.store, newest, find_change, job.total_steps)
+
+    def find_earliest_rewind(self, state: TrainState) -> int | None:
+        """Return the earliest step to which the run may be rolled back."""
+        return None if self._policy is None else find_earliest_begin(state, self._policy)
+
+    def watch(self, step: int, loss: float, meta: Mapping[str, Any], values: dict[str, RowValue]) -> bool:
+        """Count skipped updates and spikes; see `Feature.watch`."""
+        policy, num_skips = self.config.stability, 0
+        grad_norm = float(meta.get(GRAD_NORM, 0.0))
+        found = f"loss {loss}, gradient norm {grad_norm}"
+        if policy.skips_updates:
+            num_skips = int(meta[CONSECUTIVE_SKIPS])
+            del values[CONSECUTIVE_SKIPS]
+            values |= {SKIPPED_UPDATES: int(meta[SKIPPED_UPDATES])}
+            if num_skips >= policy.max_consecutive_skips:
+                raise DivergedError(
+                    f"step {step}: training diverged: {num_skips} successive updates were skipped, the last with "
+                    f"{found}; the last good checkpoint is kept"
+                )
+        if policy.roll_back is not None:
+            num_high = int(meta[HIGH_LOSS_STEPS])
+            values |= {ROLL_BACKS: int(meta[ROLL_BACKS]), HIGH_LOSS_STEPS: num_high}
+            is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+            if policy.non_finite == "roll_back" and not is_finite:
+                raise RewindError(self, step - max(num_high, 1) + 1, step, found)
+            if num_high >= policy.roll_back.after_steps:
+                raise RewindError(self, step - num_high + 1, step, f"{found}, {num_high} steps with a high loss")
+        return num_skips > 0
+
+    def before_restore(self, job: RestoreableJob) -> None:
+        """Withdraw roll-backs that no longer follow from the spec, and complete the others."""
+        if self._policy is None:
+            return
+        attempt, fork = job.attempt, job.spec.checkpoint.fork_from
+        find_first_change, total_steps = job.make_run_identity(job.identity()).find_change, job.total_steps
+
+        def complete() -> tuple[list[JsonObject], list[list[int]]]:
+            store, newest = attempt.store, read_newest_manifest(attempt.store)
+            parent = None
+            if newest is None and fork is not None:
+                parent, newest = read_parent_manifest(fork)
+            records = read_roll_backs(store if parent is None else parent)
+            unfounded = find_unfounded(
+                records, {} if newest is None else newest.identity, find_first_change, total_steps
+            )
+            void = [] if unfounded is None else records[records.index(unfounded) :]
+            if parent is not None:  # the parent is only read
+                return [], [*read_withdrawn(parent), *([each["number"], *_get_range(each)] for each in void)]
+            for record in reversed(void):
+                withdraw_roll_back(attempt, record)
+            return complete_roll_backs(attempt), read_withdrawn(store)
+
+        self.records, withdrawn = attempt.hosts.run_on_main(complete)
+        self._withdrawn = [(number, SkippedBatches(*skipped)) for number, *skipped in withdrawn]
+
+    def on_restored(self, job: RestoreableJob) -> None:
+        """Add the ranges of the roll-backs that were recorded after the restored state was saved.
+
+        Raises:
+            ResumeError: a record is missing.
+        """
+        if self._policy is not None:
+            job.state = self.restore(job.state, job.step, job.store.url)
+            job.checkpointer.set_identity(job.identity())
+
+    def restore(self, state: TrainState, step: int, url: str) -> TrainState:
+        """Return a restored state of a step with the ranges of all roll-backs; `url` is that of the run, for errors."""
+        saved = in_state = read_skipped_batches(state)
+        live = {(record["number"], _get_range(record)) for record in self.records}
+        for number, skipped in enumerate(saved, 1):
+            # A range that the run has passed is part of its past; a fork takes it over as it is.
+            if (number, skipped) in self._withdrawn and (number, skipped) not in live and skipped.begin >= step:
+                saved = saved[: number - 1]
+                break
+        newer = [record for record in self.records if record["number"] > len(saved)]
+        if newer and newer[0]["number"] > len(saved) + 1:
+            raise ResumeError(
+                f"{url}: {ROLL_BACK_FOLDER}/{len(saved) + 1} is missing, and step {step} was saved before that "
+                "roll-back; restore the file"
+            )
+        self.skipped = (*saved, *map(_get_range, newer))
+        return replace_skipped_batches(state, self.skipped) if self.skipped != in_state else state
+
+    def rewind(
+        self,
+        job: RestoreableJob,
+        cause: RewindError,
+        stage_start: int,
+        batch_examples: int,
+        list_rows_after: Callable[[int], Sequence[Row]],
+    ) -> list[int]:
+        """Decide on the range to skip because of a spike, and record it. Call it when no save is in progress.
+
+        From this moment on, every start completes the roll-back. The rows after the checkpoint are kept in the record
+        alone. For the arguments see `Feature.rewind`.
+
+        Raises:
+            DivergedError: the run was rolled back too often, or has no such checkpoint.
+        """
+        attempt, hosts, policy, made = job.attempt, job.attempt.hosts, self._policy, self.skipped
+        assert policy is not None, "only a job with this policy finds spikes"
+        if len(made) >= policy.at_most:
+            tried = ", ".join(f"{number} batches after step {begin}" for begin, number in made)
+            raise DivergedError(f"{cause}; all {len(made)} allowed roll-backs have been made, and skipped {tried}")
+        begin, number = plan_roll_back(policy, cause.first, batch_examples, made)
+        begin, number = max(begin, stage_start), number - max(stage_start - begin, 0)
+        committed = hosts.run_on_main(lambda: [step for step in sorted(read_committed(attempt.store)) if step <= begin])
+        if not committed:
+            raise DivergedError(f"{cause}; no checkpoint of step {begin} or earlier is left to go back to")
+        record = {
+            "number": len(made) + 1,
+            "begin": begin,
+            "batches": number,
+            "first": cause.first,
+            "detected": cause.step,
+            "reason": cause.reason,
+        }
+        more = {_IDENTITY: {key: value for key, value in job.identity().items() if key != ROLL_BACK_FOLDER}}
+        hosts.run_on_main(lambda: record_roll_back(attempt, record | more | {"rows": list_rows_after(begin)}))
+        self.records = [*self.records, record | more]
+        attempt.say(
+            f"rolled back: {cause.reason} at step {cause.step}; {number} batches after step {begin} are skipped"
+        )
+        return committed[::-1]
 
 
 def make_stability(config: StabilityConfig) -> AuxiliaryState:
@@ -171,144 +340,6 @@ def _sum_pairwise(values_N: jax.Array) -> jax.Array:
 
 
 # Roll-backs, on the host.
-
-
-class RollBacks:
-    """Roll-backs of a run, and the ranges of batches that they have skipped. Called on every host.
-
-    `skipped` are the ranges in the state of the job. A state that was saved before a roll-back gets its range when it
-    is restored, so that `skipped` has one range for each record.
-
-    Attributes:
-        records: records of the roll-backs of this run, in order. Empty until `complete`.
-        skipped: ranges of all roll-backs, those that a fork has inherited first. Empty until `restore`.
-    """
-
-    def __init__(self, policy: RollBackConfig | None):
-        """Create it without roll-backs; None for `policy` if the spec asks for none."""
-        self._policy = policy
-        self.records: list[JsonObject] = []
-        self._withdrawn: list[tuple[int, SkippedBatches]] = []
-        self.skipped: tuple[SkippedBatches, ...] = ()
-
-    def complete(
-        self, attempt: Attempt, fork: ForkConfig | None, find_first_change: FirstChange, total_steps: int
-    ) -> None:
-        """Withdraw roll-backs that no longer follow from the spec, and complete the others. Called before the restore.
-
-        Args:
-            attempt: the running attempt.
-            fork: `checkpoint.fork_from` of the spec.
-            find_first_change: function of an earlier trajectory, as in `find_unfounded`.
-            total_steps: last step of the present spec.
-        """
-
-        def complete() -> tuple[list[JsonObject], list[list[int]]]:
-            store, newest = attempt.store, read_newest_manifest(attempt.store)
-            parent = None
-            if newest is None and fork is not None:
-                parent, newest = read_parent_manifest(fork)
-            records = read_roll_backs(store if parent is None else parent)
-            unfounded = find_unfounded(
-                records, {} if newest is None else newest.identity, find_first_change, total_steps
-            )
-            void = [] if unfounded is None else records[records.index(unfounded) :]
-            if parent is not None:  # the parent is only read
-                return [], [*read_withdrawn(parent), *([each["number"], *_get_range(each)] for each in void)]
-            for record in reversed(void):
-                withdraw_roll_back(attempt, record)
-            return complete_roll_backs(attempt), read_withdrawn(store)
-
-        if self._policy is not None:
-            self.records, withdrawn = attempt.hosts.run_on_main(complete)
-            self._withdrawn = [(number, SkippedBatches(*skipped)) for number, *skipped in withdrawn]
-
-    def restore(self, state: TrainState, step: int, url: str) -> TrainState:
-        """Return a restored or new state with the ranges of the roll-backs that were recorded after it was saved.
-
-        Args:
-            state: the state.
-            step: its step, for a message.
-            url: URL of the run's directory, for a message.
-
-        Raises:
-            ResumeError: a record is missing.
-        """
-        if self._policy is None:
-            return state
-        saved = in_state = read_skipped_batches(state)
-        live = {(record["number"], _get_range(record)) for record in self.records}
-        for number, skipped in enumerate(saved, 1):
-            # A range that the run has passed is part of its past; a fork takes it over as it is.
-            if (number, skipped) in self._withdrawn and (number, skipped) not in live and skipped.begin >= step:
-                saved = saved[: number - 1]
-                break
-        newer = [record for record in self.records if record["number"] > len(saved)]
-        if newer and newer[0]["number"] > len(saved) + 1:
-            raise ResumeError(
-                f"{url}: {ROLL_BACK_FOLDER}/{len(saved) + 1} is missing, and step {step} was saved before that "
-                "roll-back; restore the file"
-            )
-        self.skipped = (*saved, *map(_get_range, newer))
-        return replace_skipped_batches(state, self.skipped) if self.skipped != in_state else state
-
-    def is_discarded(self, saved: Trajectory, step: int) -> bool:
-        """Return True if a state saved at `step` was discarded by a roll-back."""
-        return is_discarded(saved, step, self.records)
-
-    def decide(
-        self,
-        attempt: Attempt,
-        spike: SpikeError,
-        stage_start: int,
-        batch_examples: int,
-        identity: Trajectory,
-        list_discarded_rows: Callable[[int], Sequence[Row]],
-    ) -> list[int]:
-        """Decide on the range to skip because of a spike, and record it. Call it when no save is in progress.
-
-        From this moment on, every start completes the roll-back.
-
-        Args:
-            attempt: the running attempt.
-            spike: the spike.
-            stage_start: start of the stage in which the spike begins; earlier stages have other data.
-            batch_examples: examples of a step in this stage.
-            identity: trajectory of the spec.
-            list_discarded_rows: function that returns the rows after a step, which are kept only in the record.
-
-        Returns:
-            Steps of the checkpoints at which the run may continue, the best one first. If it restores none of them, the
-            run cannot go on.
-
-        Raises:
-            DivergedError: the run was rolled back too often, or has no such checkpoint.
-        """
-        policy, made, hosts = self._policy, self.skipped, attempt.hosts
-        assert policy is not None, "only a job with this policy finds spikes"
-        if len(made) >= policy.at_most:
-            tried = ", ".join(f"{number} batches after step {begin}" for begin, number in made)
-            raise DivergedError(f"{spike}; all {len(made)} allowed roll-backs have been made, and skipped {tried}")
-        begin, number = plan_roll_back(policy, spike.first, batch_examples, made)
-        begin, number = max(begin, stage_start), number - max(stage_start - begin, 0)
-        committed = hosts.run_on_main(lambda: [step for step in sorted(read_committed(attempt.store)) if step <= begin])
-        if not committed:
-            raise DivergedError(f"{spike}; no checkpoint of step {begin} or earlier is left to go back to")
-        record = {
-            "number": len(made) + 1,
-            "begin": begin,
-            "batches": number,
-            "first": spike.first,
-            "detected": spike.step,
-            "reason": spike.reason,
-        }
-        more = {_IDENTITY: {key: value for key, value in identity.items() if key != ROLL_BACK_FOLDER}}
-        hosts.run_on_main(lambda: record_roll_back(attempt, record | more | {"rows": list_discarded_rows(begin)}))
-        self.records = [*self.records, record | more]
-        attempt.say(
-            f"rolled back: {spike.reason} at step {spike.step}; {number} batches after step {begin} are skipped"
-        )
-        return committed[::-1]
 
 
 def plan_roll_back(

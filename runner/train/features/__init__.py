@@ -1,0 +1,29 @@
+"""Features of a training run, each in one file; see `runner.train.feature`.
+
+- `averages`: exponential moving averages of the weights
+- `noise_scale`: gradient-noise scale
+- `replay`: steps whose gradients are computed twice, to find defective devices
+- `stability`: skipped updates and roll-backs
+"""
+
+from typing import Any
+
+from runner.config import TrainerConfig
+from runner.train.feature import Feature
+from runner.train.features.averages import Averages
+from runner.train.features.noise_scale import NoiseScale
+from runner.train.features.replay import Replay
+from runner.train.features.stability import Stability
+
+# In the order in which they are called. The order of the branches of the train state does not depend on it.
+FEATURES: tuple[type[Feature], ...] = (Averages, NoiseScale, Stability, Replay)
+
+
+def make_features(config: TrainerConfig[Any], first: TrainerConfig[Any] | None = None) -> list[Feature]:
+    """Return the features that a config switches on, in order.
+
+    Args:
+        config: config of the run, or of one of its stages.
+        first: config of the run; None if it is `config`.
+    """
+    return [feature(config, first or config) for feature in FEATURES if feature.is_on(config)]
