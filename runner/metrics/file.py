@@ -63,7 +63,7 @@ from runner.storage import (
     encode_line,
     parse_line,
 )
-from runner.storage.store import translate_errors
+from runner.storage.store import retry_stale, translate_errors
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -233,7 +233,7 @@ class LocalMetricsFile:
         assert self._file is not None
         own = os.fstat(self._file.fileno())
         try:
-            is_there = os.path.samestat(own, os.stat(self._path))
+            is_there = os.path.samestat(own, retry_stale(lambda: os.stat(self._path)))
         except FileNotFoundError:
             is_there = False
         if own.st_size < self._num_bytes:
@@ -266,7 +266,8 @@ class LocalMetricsFile:
 
         self._store.write_chunks(METRICS_FILE, iterate_texts())
         self.close()
-        self._file, self._num_bytes, self._num_synced_bytes = self._path.open("a+b", buffering=0), size, size
+        self._file = retry_stale(lambda: self._path.open("a+b", buffering=0))
+        self._num_bytes = self._num_synced_bytes = size
         self._newest = newest[0] if newest else None
         self._synced_step = None if self._newest is None else self._newest.step
         self._written.clear()

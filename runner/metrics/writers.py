@@ -47,6 +47,7 @@ from runner.metrics.rows import Row, RowTail, find_unit, format_metrics, list_ow
 from runner.run.attempt import Attempt
 from runner.spec import ExecutionSpec
 from runner.storage import LocalStore, Store, default_cache_directory
+from runner.storage.store import retry_stale
 
 FOLDER = "tensorboard"
 UPLOAD_SECONDS = 60.0
@@ -131,7 +132,7 @@ class TensorBoardWriter:
         # TensorBoard ignores this name; the file is renamed when it has the rows of earlier attempts.
         self._hidden_path = folder / f".{attempt:010}"
         self._is_published = False
-        self._file = self._hidden_path.open("wb")
+        self._file = retry_stale(lambda: self._hidden_path.open("wb"))
         self._uploaded_seconds = 0.0
         self._write_event(0, _encode_field(3, _BYTES, b"brain.Event:2"))
         self._write_event(0, _encode_field(7, _BYTES, _encode_field(1, _VARINT, _encode_varint(_START))))

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from runner.console import LOGGER, LineFormatter, escape_controls
 from runner.storage import BackgroundWriter, Store, default_cache_directory
+from runner.storage.store import retry_stale
 
 LOG_FOLDER = "logs"
 LOG_BYTES = 8 << 20
@@ -86,7 +87,7 @@ class LogFile(logging.Handler):
 
     def _write_records(self, path: Path, process: int) -> None:
         try:
-            appender = _Appender(path)
+            appender = retry_stale(lambda: _Appender(path))
         except OSError as error:
             self._has_begun = False
             print(escape_controls(f"there is no log file: {error}"), file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
 """`metrics.jsonl` on disk and in a bucket, the metrics window, and the progress line."""
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
@@ -8,6 +9,7 @@ import math
 import os
 import re
 import threading
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -17,7 +19,7 @@ from runner.errors import DivergedError, FencedError, RunnerError
 from runner.metrics import file as bucket
 from runner.metrics import file as disk
 from runner.metrics import writers
-from runner.metrics.file import BucketMetricsFile, LocalMetricsFile, open_metrics_file, read_rows
+from runner.metrics.file import METRICS_FILE, BucketMetricsFile, LocalMetricsFile, open_metrics_file, read_rows
 from runner.metrics.rows import EncodedRow, RowTail
 from runner.metrics.window import MetricsWindow
 from runner.metrics.writers import LiveProgress, PlainProgress
@@ -848,3 +850,21 @@ def test_progress_is_plain_without_a_terminal(stream, form, tmp_path, monkeypatc
     monkeypatch.setattr("sys.stdout", stream())
     spec = make_gpt_spec(tmp_path / "run", **{"logging.format": form})
     assert isinstance(writers.make_progress(spec, 10, 0, lambda step: 64 * step), PlainProgress)
+
+
+def test_a_stale_handle_at_the_opening_of_the_new_file_is_tried_again(tmp_path, monkeypatch):
+    store = LocalStore(tmp_path)
+    failures, plain = iter([True, True]), Path.open
+
+    def open_file(path, *arguments, **options):
+        if path.name == METRICS_FILE and next(failures, False):
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return plain(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", open_file)
+    metrics = open_metrics(store)
+    metrics.rewind(0)
+    metrics.append({"step": 1})
+    metrics.close()
+    assert next(failures, None) is None
+    assert read_steps(store) == [1]
