@@ -864,7 +864,7 @@ def test_a_stale_handle_at_the_opening_of_the_new_file_is_tried_again(tmp_path, 
     monkeypatch.setattr(Path, "open", open_file)
     metrics = open_metrics(store)
     metrics.rewind(0)
-    metrics.append({"step": 1})
-    metrics.close()
+    metrics.append(make_row(1))
+    metrics.sync()
     assert next(failures, None) is None
     assert read_steps(store) == [1]
