@@ -32,8 +32,8 @@ from runner.train import state as train_state
 from runner.train import step as step_functions
 from runner.train.auxiliary import AuxiliaryState
 from runner.train.evaluators import Evaluator
-from runner.train.feature import TrainStep
-from runner.train.features import make_features
+from runner.train.feature import Feature, TrainStep
+from runner.train.features import FEATURES, make_features
 from runner.train.flops import Flops, Sizing, count_forward_flops
 from runner.train.kernel_check import KernelCase
 from runner.train.lora import get_model_weights
@@ -62,6 +62,7 @@ class TrainRecipe(RestoreableJob):
         texts: texts to tokenise before the run; empty without `config.data.tokenise`.
         logical_axis_rules: mesh axes of the model's own logical axis names; they precede the runner's
             (`runner.parallel.mesh`).
+        feature_classes: features that the config of the class may switch on; an experiment may add its own.
         run_config: in a job of a later stage, config of the run; None elsewhere.
     """
 
@@ -74,6 +75,7 @@ class TrainRecipe(RestoreableJob):
     config: TrainerConfig[Any]
 
     logical_axis_rules: ClassVar[Sequence[LogicalAxisRule]] = ()
+    feature_classes: ClassVar[Sequence[type[Feature]]] = FEATURES
     run_config: ClassVar[TrainerConfig[Any] | None] = None
     sharded_init = staticmethod(train_state.sharded_init)
     update_variables = staticmethod(train_state.keep_variables)
@@ -106,7 +108,7 @@ class TrainRecipe(RestoreableJob):
         type(self).config = plans[0].config
         self.topology = spec.topology
         self.hooks = load_hooks(self.document, spec.hook_entries, self)
-        self.features = make_features(self.config, self.run_config)
+        self.features = make_features(self.config, self.run_config, self.feature_classes)
         self.programs = Programs(self, plans)
         self.setup_builder = TrainSetupBuilder(
             document=self.document,
@@ -205,9 +207,7 @@ class TrainRecipe(RestoreableJob):
 
         An experiment with its own adds them: `return *super().auxiliary_states(), AuxiliaryState(...)`.
         """
-        config = cls._get_config()
-        features = [] if config is None else make_features(config, cls.run_config)
-        return tuple(state for feature in features if (state := feature.make_auxiliary()) is not None)
+        return tuple(state for feature in cls._make_features() if (state := feature.make_auxiliary()) is not None)
 
     def batch(self, slice: str = "train", step: int | None = None) -> Batch:
         """Return the global (S, B, ...) batch after `step` completed steps, see `BaseTrainer.batch`."""
@@ -271,7 +271,7 @@ class TrainRecipe(RestoreableJob):
             replay=get_replay_inputs(),
         )
         step: TrainStep = functools.partial(step_functions.train_step, cls.forward, options=options)
-        for feature in [] if config is None else make_features(config, cls.run_config):
+        for feature in cls._make_features():
             step = feature.wrap(step)
         return step(state, batch, key, accumulate_steps)
 
@@ -286,6 +286,12 @@ class TrainRecipe(RestoreableJob):
     def _get_config(cls) -> TrainerConfig[Any] | None:
         """Return the job's config; None on a class that is not the class of one job."""
         return getattr(cls, "config", None)
+
+    @classmethod
+    def _make_features(cls) -> list[Feature]:
+        """Return features for tracing, which have no part in a run."""
+        config = cls._get_config()
+        return [] if config is None else make_features(config, cls.run_config, cls.feature_classes)
 
     def get_data_step(self, step: int) -> int:
         """Return the index, in the order of the data, of the batch after `step` completed steps.
@@ -318,7 +324,7 @@ class TrainRecipe(RestoreableJob):
         job_class: type[Self] = type(self).__mro__[1]
         job = job_class(spec, dataclasses.replace(stage.document, data=data))
         type(job).run_config = self.config
-        job.features = make_features(job.config, self.config)
+        job.features = make_features(job.config, self.config, self.feature_classes)
         job.hooks = self.hooks
         job.setup_builder = dataclasses.replace(job.setup_builder, stage=self.programs.make_context(stage.number))
         return job

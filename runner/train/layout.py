@@ -1,6 +1,6 @@
 """Split of the global batch into micro-batches over the devices of a mesh. Independent of the compiled step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -18,6 +18,7 @@ from runner.parallel.mesh import (
     validate_same_bits_mesh,
     validate_sequence_sharding,
 )
+from runner.train.feature import Feature
 from runner.train.features import make_features
 from runner.train.loss import target_weights
 
@@ -100,7 +101,11 @@ class BatchLayout:
 
 
 def list_batch_layouts(
-    config: TrainerConfig, mesh: Mesh, micro_batch: int | None = None, fields: Fields | None = None
+    config: TrainerConfig,
+    mesh: Mesh,
+    micro_batch: int | None = None,
+    fields: Fields | None = None,
+    features: Sequence[Feature] | None = None,
 ) -> list[BatchLayout]:
     """Return every split of the global batch over `mesh` that the config allows, the largest micro-batch first.
 
@@ -109,6 +114,7 @@ def list_batch_layouts(
         mesh: device mesh.
         micro_batch: examples per device of the only split to return, if the config allows it.
         fields: arrays of a batch; None: those of `get_batch_fields`.
+        features: features of the job; None: those of the runner that the config switches on.
 
     Raises:
         InvalidError: no split exists, or sequences do not divide over the devices that share one; the error has the
@@ -118,7 +124,7 @@ def list_batch_layouts(
     validate_sequence_sharding(mesh, data.sequence_length, config.memory.loss_chunk_positions)
     shards, axes = count_batch_shards(mesh), format_batch_axes(mesh)
     sizes = list_micro_batch_sizes(train.global_batch_examples, train.micro_batch_examples, shards, axes)
-    features = make_features(config)
+    features = make_features(config) if features is None else features
     for feature in features:
         sizes = feature.select_micro_batches(sizes, shards)
     sizes = [micro_batch] if micro_batch in sizes else sizes

@@ -484,7 +484,7 @@ class TrainSetupBuilder:
         """Raise `SpecError` unless the batches divide over a mesh. Reads no tokens."""
         fields = self.fields
         with self.document.errors_at("config.train"):
-            layouts = list_batch_layouts(self.config, mesh, fields=fields)
+            layouts = list_batch_layouts(self.config, mesh, None, fields, self.recipe.features)
         with self.document.errors_at("config.eval"):
             make_val_layout(self.config, layouts[-1])
 
@@ -564,7 +564,7 @@ class TrainSetupBuilder:
 
         `micro_batch` is the only size to try, if the spec allows it.
         """
-        return list_batch_layouts(self.config, train_setup.mesh, micro_batch, self.fields)
+        return list_batch_layouts(self.config, train_setup.mesh, micro_batch, self.fields, self.recipe.features)
 
     def trace(self, train_setup: TrainSetup, micro_batch: int | None = None) -> None:
         """Trace the train step with the largest micro-batch, which shows errors in it at little cost."""

@@ -6,6 +6,7 @@
 - `stability`: skipped updates and roll-backs
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from runner.config import TrainerConfig
@@ -19,11 +20,16 @@ from runner.train.features.stability import Stability
 FEATURES: tuple[type[Feature], ...] = (Averages, NoiseScale, Stability, Replay)
 
 
-def make_features(config: TrainerConfig[Any], first: TrainerConfig[Any] | None = None) -> list[Feature]:
+def make_features(
+    config: TrainerConfig[Any],
+    first: TrainerConfig[Any] | None = None,
+    classes: Sequence[type[Feature]] = FEATURES,
+) -> list[Feature]:
     """Return the features that a config switches on, in order.
 
     Args:
         config: config of the run, or of one of its stages.
         first: config of the run; None if it is `config`.
+        classes: features of the job.
     """
-    return [feature(config, first or config) for feature in FEATURES if feature.is_on(config)]
+    return [feature(config, first or config) for feature in classes if feature.is_on(config)]
