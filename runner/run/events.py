@@ -58,7 +58,7 @@ ROLL_BACK_KEYS = (
     Key("detected", int, "Step whose loss triggered the roll-back."),
     _REASON,
 )
-# The record of each roll-back, a file of its own: see `runner.train.stability`.
+# The record of each roll-back, a file of its own: see `runner.train.features.stability`.
 ROLL_BACK_FOLDER = "roll_backs"  # also the key of the trajectory in a manifest
 ROLL_BACKS_MAX = 16  # the train state has room for the skipped range of each
 

@@ -16,7 +16,7 @@ A step whose batch has no target updates nothing: parameters, variables, moments
 unchanged, and only `step` and the counts of schedules advance (`skip_step`). A batch can lack targets only if the data
 have target weights. The host sees the weights in the batch, so such a step does not run the compiled train step. If
 `forward` counts targets itself, the count is known only on the device, which then selects between the old and the new
-state. An update is also conditional if an auxiliary state has a `judge` (`runner.train.stability`).
+state. An update is also conditional if an auxiliary state has a `judge` (`runner.train.features.stability`).
 
 A step can be replayed (`runner.train.replay`): the same program computes the gradients with each data shard on another
 device, and returns digests of them, before any sum over shards. The update is then applied only if both computations
