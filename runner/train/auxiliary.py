@@ -6,8 +6,9 @@ other leaves are replicated. A job without auxiliary states has no such leaf, an
 for them.
 
 An auxiliary state with an `update` changes in every step, inside the compiled program, after the optimizer. One with a
-`judge` decides whether the update of a step is applied (`runner.train.features.stability`). The step passes an auxiliary
-state without `update` and `judge` through unchanged; code on the host, such as hooks, may replace it between two steps.
+`judge` decides whether the update of a step is applied (`runner.train.features.stability`). The step passes an
+auxiliary state without `update` and `judge` through unchanged; code on the host, such as hooks, may replace it between
+two steps.
 """
 
 from collections import Counter
