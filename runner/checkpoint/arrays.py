@@ -47,7 +47,7 @@ from runner.storage import (
     default_cache_directory,
     validate_record,
 )
-from runner.storage.store import make_directory, translate_errors
+from runner.storage.store import make_directory, retry_stale, translate_errors
 
 NUM_UPLOADS = 8
 GROUP_BYTES = 1 << 30  # of the leaves that are read at a time
@@ -189,7 +189,7 @@ class ArrayWriter:
                 blocks.clear()
                 content = encode_index(table)
                 (top / index).unlink(missing_ok=True)
-                with (top / index).open("xb") as file:
+                with retry_stale(lambda: (top / index).open("xb")) as file:
                     file.write(content)
                 table.files[index] = [len(content), compute_crc32c(content)]
                 return table

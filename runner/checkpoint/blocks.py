@@ -24,6 +24,7 @@ import numpy as np
 
 from runner.checkpoint.manifest import Files, ShardRecord
 from runner.storage import ChangedError, JsonObject, compute_crc32c
+from runner.storage.store import retry_stale
 
 PIECE_BYTES = 64 << 20
 PACK_BYTES = 1 << 30  # one object of a bucket; several are uploaded side by side
@@ -212,7 +213,7 @@ class _PackFile:
         self.name, self.num_bytes = name, 0
         # A new file in any case: to open what lies there could wait for the reader of a pipe, or write through a link.
         (directory / name).unlink(missing_ok=True)
-        self.file: BinaryIO = (directory / name).open("xb", buffering=_BUFFER_BYTES)
+        self.file: BinaryIO = retry_stale(lambda: (directory / name).open("xb", buffering=_BUFFER_BYTES))
         self._digest = google_crc32c.Checksum()
 
     def append(self, content: np.ndarray) -> Piece:

@@ -31,6 +31,7 @@ from typing import BinaryIO
 
 from runner.storage.store import (
     ABSENT,
+    STALE_TRIES,
     ChangedError,
     FileInfo,
     Store,
@@ -91,9 +92,28 @@ class LocalStore:
         return retry_stale(read)
 
     def lines(self, name: str) -> Iterator[bytes]:
-        """Iterate over the lines of a file, each with its newline; over nothing if the file is missing."""
-        with contextlib.suppress(FileNotFoundError), self.open(name) as file, translate_errors(self.root / name):
-            yield from file
+        """Iterate over the lines of a file, each with its newline; over nothing if the file is missing.
+
+        A file that is replaced meanwhile is read to its end.
+        """
+        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as opened:
+            file = opened.enter_context(self.open(name))
+            inode, offset, num_failures = os.fstat(file.fileno()).st_ino, 0, 0
+            while True:
+                try:
+                    with translate_errors(self.root / name):
+                        for line in file:
+                            yield line
+                            offset, num_failures = offset + len(line), 0
+                    return
+                except OSError as error:
+                    num_failures += 1
+                    if error.errno != errno.ESTALE or num_failures == STALE_TRIES:
+                        raise
+                    file = opened.enter_context(self.open(name))
+                    if os.fstat(file.fileno()).st_ino != inode:
+                        raise
+                    file.seek(offset)
 
     def read_versioned(self, name: str) -> tuple[bytes, Version]:
         """Return the content of `name` and its version, or (b"", ABSENT) if it does not exist."""

@@ -347,7 +347,7 @@ def _iterate_values(value: Any, path: Sequence[str], name: str, is_required: boo
 # Errors and kinds of files on a disk.
 
 _MISSING_CALL = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM, errno.ENOTTY}
-_STALE_TRIES, _STALE_SECONDS = 4, 0.05
+STALE_TRIES, _STALE_SECONDS = 4, 0.05
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _WRONG_KIND = {
     errno.ENOTDIR: "is below a file",
@@ -453,7 +453,7 @@ def is_missing_call(error: OSError) -> bool:
 
 def retry_stale(act: Callable[[], Result]) -> Result:
     """Call `act`, again if a handle is stale (ESTALE): a file on NFS was replaced while its name was looked up."""
-    for _ in range(_STALE_TRIES):
+    for _ in range(STALE_TRIES):
         try:
             return act()
         except OSError as error:

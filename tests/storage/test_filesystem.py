@@ -1,6 +1,8 @@
 """File systems that lack calls: what is refused, what is done without, and that one of several writers succeeds."""
 
 import errno
+import io
+import itertools
 import os
 import subprocess
 import sys
@@ -180,3 +182,37 @@ def test_a_handle_that_stays_stale_is_an_error(tmp_path):
     with pytest.raises(OSError, match="Stale"):
         retry_stale(act)
     assert len(tries) == 5
+
+
+@pytest.mark.parametrize("every", [2, 3, 7])
+def test_lines_are_read_to_the_end_although_handles_go_stale(every, tmp_path, monkeypatch):
+    lines = [b"%05d %s\n" % (number, b"x" * (number % 50)) for number in range(3000)]
+    (tmp_path / "log").write_bytes(b"".join(lines))
+    store, count = LocalStore(tmp_path), itertools.count(1)
+
+    class StaleFile(io.FileIO):
+        def readinto(self, buffer):
+            if next(count) % every == 0:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+            return super().readinto(memoryview(buffer)[:4096])
+
+    monkeypatch.setattr(store, "open", lambda name: io.BufferedReader(StaleFile(tmp_path / name)))
+    assert list(store.lines("log")) == lines
+    assert next(count) > 20
+
+
+def test_lines_of_a_file_that_was_replaced_while_its_handle_went_stale_are_an_error(tmp_path, monkeypatch):
+    (tmp_path / "log").write_bytes(b"line\n" * 10)
+    store = LocalStore(tmp_path)
+    plain = store.open
+
+    class StaleFile(io.FileIO):
+        def readinto(self, buffer):
+            (tmp_path / "new").write_bytes(b"other\n" * 10)
+            os.replace(tmp_path / "new", tmp_path / "log")
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    files = iter([io.BufferedReader(StaleFile(tmp_path / "log"))])
+    monkeypatch.setattr(store, "open", lambda name: next(files, None) or plain(name))
+    with pytest.raises(OSError, match="Stale"):
+        list(store.lines("log"))
