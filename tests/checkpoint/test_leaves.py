@@ -277,7 +277,7 @@ class LossyWriter:
 
 
 class LossyFirstSaveJob(LeafJob):
-    def before_restore(self):
+    def prepare(self):
         self.checkpointer._writer = LossyWriter(self.checkpointer._writer)
 
     def init(self):

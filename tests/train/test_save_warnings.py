@@ -13,7 +13,7 @@ def find_warning(tmp_path, changes):
         "checkpoint": {"every_steps": 20, "keep_best": {"metric": "val/loss", "mode": "min"}},
     }
     job = make_gpt(tmp_path / "run", **(options | changes))
-    return find_unmeasured_saves(job.spec, job.config, job.config_in_steps.total_steps)
+    return find_unmeasured_saves(job.spec, job.config, job.programs.config_in_steps.total_steps)
 
 
 def make_rule(every_steps=20, metric="val/loss", **rule):
