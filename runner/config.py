@@ -61,11 +61,6 @@ class ModelConfig(FrozenModel):
     has_gradient_rounding: ClassVar[bool] = False
 
 
-def list_stage_keys(model: type[ModelConfig]) -> list[str]:
-    """Return the keys below `config` that a stage of a run of this model may set, with everything below them."""
-    return [*list_keys(TrainerConfig, Policy.STAGE), *(f"model.{key}" for key in list_keys(model, Policy.STAGE))]
-
-
 ModelConfigType = TypeVar("ModelConfigType", bound=ModelConfig)
 
 
@@ -1022,7 +1017,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         None if a stage cannot change these keys.
         """
         changed = [key.removeprefix("config.") for key in self._drop_equal_totals(keys, saved) if key != "config.data"]
-        allowed = list_stage_keys(type(self.model))
+        allowed = list_keys(type(self), Policy.STAGE)
         if not changed or not all(is_below(f"config.{key}", allowed) for key in changed):
             return None
         # The first stages may be those of a batch ramp.
@@ -1046,7 +1041,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
     def list_fork_changes(self, keys: Sequence[str]) -> list[str]:
         """Return the keys to list in `fork_from.changes`; empty if these changes may alter the arrays of the state."""
-        allowed = [*list_stage_keys(type(self.model)), *list_keys(type(self), Policy.NO_STATE)]
+        allowed = [*list_keys(type(self), Policy.STAGE), *list_keys(type(self), Policy.NO_STATE)]
         if any(is_below(key, list_keys(type(self), Policy.STATE)) and not is_below(key, allowed) for key in keys):
             return []
         # Digests of the data follow from these keys, but are known only once the data are read.

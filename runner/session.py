@@ -101,9 +101,9 @@ class Session(JobSession):
         return find_known_micro_batch(self.programs[0].train_setup, self.job.store, hosts, fork, program.plan.start)
 
     def validate_newest(self, newest: Manifest) -> None:
-        """Raise `ResumeError` if the run cannot end at its newest checkpoint, which was not saved as the last one.
+        """Raise `ResumeError` if a feature cannot go on from the newest checkpoint, or the run cannot end there.
 
-        The row of the last step is made from the results that are saved with it.
+        The row of the last step is made from the results that are saved with it. Process 0 only.
         """
         job = self.job
         for feature in job.features:
@@ -165,7 +165,7 @@ class Session(JobSession):
         self.report.resume(step, attachments, carry)
 
     def adopt_parent(self, parent: Store) -> None:
-        """Record the assets of exports: those of the parent, with the tokenizer of this run's data."""
+        """Record the assets of exports: those of the parent, with the tokenizer of this run's data. Process 0 only."""
         self._record_assets(InitFromConfig(path=parent.url))
 
     def after_restore(self) -> None:

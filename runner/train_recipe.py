@@ -32,7 +32,7 @@ from runner.train import state as train_state
 from runner.train import step as step_functions
 from runner.train.auxiliary import AuxiliaryState
 from runner.train.evaluators import Evaluator
-from runner.train.feature import Feature, TrainStep
+from runner.train.feature import Feature
 from runner.train.features import FEATURES, make_features
 from runner.train.flops import Flops, Sizing, count_forward_flops
 from runner.train.kernel_check import KernelCase
@@ -49,7 +49,7 @@ from runner.train.text_first import TextsFirst
 
 
 class TrainRecipe(RestoreableJob):
-    """Statements of a training job. They are made on every host, with the config of the job's stage.
+    """Statements of a training job, which are made on every host. Those about a step see the config of its stage.
 
     Attributes:
         config: validated config; also an attribute of the job's class, for classmethods.
@@ -207,7 +207,9 @@ class TrainRecipe(RestoreableJob):
 
         An experiment with its own adds them: `return *super().auxiliary_states(), AuxiliaryState(...)`.
         """
-        return tuple(state for feature in cls._make_features() if (state := feature.make_auxiliary()) is not None)
+        config = cls._get_config()
+        features = [] if config is None else make_features(config, cls.run_config, cls.feature_classes)
+        return tuple(state for feature in features if (state := feature.make_auxiliary()) is not None)
 
     def batch(self, slice: str = "train", step: int | None = None) -> Batch:
         """Return the global (S, B, ...) batch after `step` completed steps, see `BaseTrainer.batch`."""
@@ -270,10 +272,7 @@ class TrainRecipe(RestoreableJob):
             num_groups=None if config is None else config.train.same_bits_devices,
             replay=get_replay_inputs(),
         )
-        step: TrainStep = functools.partial(step_functions.train_step, cls.forward, options=options)
-        for feature in cls._make_features():
-            step = feature.wrap(step)
-        return step(state, batch, key, accumulate_steps)
+        return step_functions.train_step(cls.forward, state, batch, key, accumulate_steps, options)
 
     @classmethod
     def val_step(cls, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
@@ -286,12 +285,6 @@ class TrainRecipe(RestoreableJob):
     def _get_config(cls) -> TrainerConfig[Any] | None:
         """Return the job's config; None on a class that is not the class of one job."""
         return getattr(cls, "config", None)
-
-    @classmethod
-    def _make_features(cls) -> list[Feature]:
-        """Return features for tracing, which have no part in a run."""
-        config = cls._get_config()
-        return [] if config is None else make_features(config, cls.run_config, cls.feature_classes)
 
     def get_data_step(self, step: int) -> int:
         """Return the index, in the order of the data, of the batch after `step` completed steps.

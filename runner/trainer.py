@@ -197,8 +197,10 @@ class BaseTrainer(TrainRecipe):
         if self.programs.has_stages:
             # The data of a stage are compared by their content too.
             keys["config.stages"] = self.programs.identify_stages(keys["config.stages"])
-        # `auto` in the spec stands for the size that the data have.
-        return keys | {key: self.vocabulary_size for key in keys if key == "config.model.vocabulary_size"}
+        if "config.model.vocabulary_size" in keys:
+            # `auto` in the spec stands for the size that the data have.
+            keys["config.model.vocabulary_size"] = self.vocabulary_size
+        return keys
 
     def resolved_spec(self) -> ExecutionSpec:
         """Return the spec with mesh, vocabulary size, micro-batch and the config of each hook filled in."""

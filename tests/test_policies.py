@@ -10,7 +10,7 @@ import pytest
 from experiments.gpt import PretrainGPT
 from runner import BaseTrainer
 from runner.checkpoint.leaves import flatten_with_names
-from runner.config import TrainerConfig, list_stage_keys
+from runner.config import TrainerConfig
 from runner.errors import SpecError
 from runner.spec import is_below
 from runner.spec.policy import Policy, list_keys
@@ -19,7 +19,7 @@ from tests.support.tiny_jobs import make_gpt, stop_after
 from tests.test_values import BASE, TRAINERS, Case, make_job_factory, merge_changes, pack_cases
 
 CONFIG = PretrainGPT.Config
-STAGE_KEYS = list_stage_keys(CONFIG.model_fields["model"].annotation)  # type: ignore[arg-type]
+STAGE_KEYS = list_keys(CONFIG, Policy.STAGE)
 # Stages are compared step by step, and a stage sets a list or a mapping as a whole; data in buckets need one.
 CASES = [
     case

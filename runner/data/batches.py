@@ -240,3 +240,4 @@ class SeekablePrefetcher(Generic[Item]):
         """Stop the thread and drop its items."""
         if self._prefetcher is not None:
             self._prefetcher.close()
+        self._step = self._prefetcher = None

@@ -465,7 +465,7 @@ def schedule_program(
     def schedule(layout: BatchLayout) -> CompiledStep | ScheduledStep:
         earlier = set(directory.iterdir())
         # A pool of its own, because the compilation of a size that is too large may go on.
-        compilation = ThreadPoolExecutor(1).submit(train_setup.compile_train, setup_builder.recipe.train_step, layout)
+        compilation = ThreadPoolExecutor(1).submit(train_setup.compile_train, setup_builder.train_step, layout)
         while not compilation.done():
             for path in set(directory.iterdir()) - earlier:
                 if not _SCHEDULED.search(path.name):

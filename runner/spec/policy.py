@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 
 class Policy(enum.Enum):
-    """Statement about a key of `config`.
+    """Statement about a key of `config`. A key without any never changes during a run, and no array depends on it.
 
     Attributes:
         FREE: a resumed run may have another value, which changes its results by rounding at most.

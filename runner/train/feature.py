@@ -1,8 +1,8 @@
-"""Feature: everything that one key of `config` switches on, in one file of `runner.train.features`.
+"""Feature: everything that one key of `config` switches on, in one file of `runner.train.features` or of an experiment.
 
-A feature may have a branch of the train state that each step updates (`make_auxiliary`), change the traced step
-(`wrap`), and take part in the run on the host. Its methods are called in the order of the registry, and do nothing by
-default. No feature knows another one.
+A feature may have a branch of the train state that each step updates or by which it judges the step (`make_auxiliary`,
+see `runner.train.auxiliary`), change the traced step (`wrap`), and take part in the run on the host. Its methods are
+called in the order of the registry, and do nothing by default. No feature knows another one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -71,17 +71,17 @@ class Feature:
     Attributes:
         key: dotted key below `config` that switches the feature on.
         compares_gradients: True if the compiled step must be able to compute its gradients with other devices, see
-            `runner.train.replay`.
+            `runner.train.replay`. It then takes further arguments, which `execute` gives it.
         config: config of the run, or of one of its stages.
-        first: config of the run, which precedes its stages.
+        run_config: config of the run, which precedes its stages.
         skipped: ranges of batches that the run has skipped because of the feature.
     """
 
     key: ClassVar[str]
     compares_gradients: ClassVar[bool] = False
 
-    def __init__(self, config: TrainerConfig[Any], first: TrainerConfig[Any]):
-        self.config, self.first = config, first
+    def __init__(self, config: TrainerConfig[Any], run_config: TrainerConfig[Any]):
+        self.config, self.run_config = config, run_config
         self.skipped: Sequence[SkippedBatches] = ()
 
     @staticmethod
@@ -96,7 +96,11 @@ class Feature:
         return None
 
     def wrap(self, step: TrainStep) -> TrainStep:
-        """Return the train step with the feature; by default `step` itself, so that its program does not change."""
+        """Return the train step with the feature; by default `step` itself, so that its program does not change.
+
+        A replayed step runs twice, and a step without a target not at all. What must count each step once belongs into
+        the `judge` or the `update` of the auxiliary state.
+        """
         return step
 
     # Before the first step. `job` is the run's job.
@@ -130,7 +134,10 @@ class Feature:
     def execute(
         self, program: ExecutableProgram, step: int, state: TrainState, batch: Batch, key: jax.Array
     ) -> StepResults | None:
-        """Make optimizer step `step` and return its results; None, the default, to run the compiled step as it is."""
+        """Make optimizer step `step` and return its results; None, the default, to run the compiled step as it is.
+
+        The first feature that returns results has made the step.
+        """
         return None
 
     def watch(self, step: int, loss: float, meta: Mapping[str, Any], values: dict[str, RowValue]) -> bool:
@@ -152,7 +159,7 @@ class Feature:
         self,
         job: RestoreableJob,
         cause: RewindError,
-        stage_start: int,
+        data_start: int,
         batch_examples: int,
         list_rows_after: Callable[[int], Sequence[Row]],
     ) -> list[int]:
@@ -161,7 +168,8 @@ class Feature:
         Args:
             job: the run's job.
             cause: the error.
-            stage_start: start of the stage in which the cause begins; earlier stages have other data.
+            data_start: start of the data of the stage in which the cause begins: that of the first one of successive
+                stages with the same data and batch size.
             batch_examples: examples of a step in this stage.
             list_rows_after: function that returns the rows after a step.
 

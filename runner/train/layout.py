@@ -80,12 +80,12 @@ class BatchLayout:
             for name, field in self.fields.items()
         }
 
-    def batch(self, dataset: Dataset, slice: str, step: int) -> dict[str, jax.Array]:
-        """Return the (S, B, ...) batch of a split after `step` completed steps. Called on every host."""
+    def batch(self, dataset: Dataset, slice: str, index: int) -> dict[str, jax.Array]:
+        """Return the (S, B, ...) batch of a split, the one after `index` batches of the data. Called on every host."""
         return load_global_batch(
             dataset,
             slice,
-            step,
+            index,
             accumulate_steps=self.accumulate_steps,
             micro_batch=self.micro_batch,
             sharding=self.sharding,

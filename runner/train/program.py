@@ -89,12 +89,21 @@ class Program:
         self._micro_batch: int | None = None  # that an earlier attempt has chosen
         self._is_evaluated = is_evaluated
         self.val_step: Future[jax.stages.Compiled] | None = None
-        self._lock = threading.Lock()
+        self._lock, self._setup_lock = threading.Lock(), threading.Lock()
+        self._train_setup: TrainSetup | None = None
 
-    @functools.cached_property
+    @property
     def train_setup(self) -> TrainSetup:
-        """Abstract state, shardings and optimizer of the stage."""
-        return self.builder.build(jax.devices() if self._devices is None else self._devices)
+        """Abstract state, shardings and optimizer of the stage, built on first access, by any thread."""
+        with self._setup_lock:
+            if self._train_setup is None:
+                self._train_setup = self.builder.build(jax.devices() if self._devices is None else self._devices)
+            return self._train_setup
+
+    def build(self, share_ids: Callable[[Dataset], None]) -> None:
+        """Build the setup; `share_ids` as in `TrainSetupBuilder.build`. Called on every host."""
+        with self._setup_lock:
+            self._train_setup = self.builder.build(jax.devices(), share_ids)
 
     @functools.cached_property
     def layout(self) -> BatchLayout:
@@ -154,7 +163,11 @@ class Program:
         with self._lock:
             if self._compiled is None:
                 self._micro_batch, self._compiled = micro_batch, Future()
-                self._compiled.set_result(self._compile(limit_bytes, micro_batch))
+                try:
+                    self._compiled.set_result(self._compile(limit_bytes, micro_batch))
+                except BaseException as error:
+                    self._compiled.set_exception(error)
+                    raise
         return self._compiled.result()
 
     def _compile(self, limit_bytes: int, micro_batch: int | None) -> CompiledStep:
@@ -365,7 +378,7 @@ class Programs:
             self.number = self.recipe.config.find_stage(max(step - 1, 0))
             self.restarts = frozenset(start for start in restarts if start < step)
         first = self[0]
-        first.train_setup = first.builder.build(jax.devices(), lambda data: share_ids(data, store, hosts))
+        first.build(lambda data: share_ids(data, store, hosts))
         for program in self:
             dataset = self.get_dataset(program.plan.number)
             if self.has_stages and program.plan.config.data.mixture:

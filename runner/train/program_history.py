@@ -229,7 +229,7 @@ class ProgramGuard:
             return
         program = self._programs.current
         layout = program.builder.list_layouts(program.train_setup, known_micro_batch)[0]
-        lowered = program.train_setup.lower_train(program.builder.recipe.train_step, layout)
+        lowered = program.train_setup.lower_train(program.builder.train_step, layout)
         record = self.describe(program, layout, compute_program_digest(lowered), num_processes)
         former = get_program_record(manifest.topology)
         self._validate_change(None if former is None else find_change(former, record), manifest.step)

@@ -41,7 +41,7 @@ from runner.train.compile import (
     trace_train_step,
     trace_val_step,
 )
-from runner.train.feature import Feature
+from runner.train.feature import Feature, TrainStep
 from runner.train.kernel_check import KernelUse, use_kernels
 from runner.train.layout import BatchLayout, list_batch_layouts, make_val_layout
 from runner.train.lora import combine_with_base, init_adapter, make_abstract_adapter, make_merge, merge_adapter
@@ -382,6 +382,14 @@ class TrainSetupBuilder:
         return choose_optimizer(self.recipe.optimizer(), self.recipe.schedule(), self.config)
 
     @functools.cached_property
+    def train_step(self) -> TrainStep:
+        """Train step of the job, with what its features add to it."""
+        step: TrainStep = self.recipe.train_step
+        for feature in self.recipe.features:
+            step = feature.wrap(step)
+        return step
+
+    @functools.cached_property
     def base_identity(self) -> Trajectory:
         """Trajectory keys of the frozen weights of an adapter; empty without one. May read the weights."""
         return self.recipe.identify_base()
@@ -521,10 +529,13 @@ class TrainSetupBuilder:
         schedule = self.optimizer_choice.build_schedule(self.config, lambda: self.config_in_steps)
         if self.stage is not None and self.optimizer_choice.uses_config_rates(self.config):
             schedule = self.stage.schedule
+        asked_for = []
+        for feature in self.recipe.features:
+            with self.document.errors_at(f"config.{feature.key}"):
+                asked_for.append((feature, feature.make_auxiliary()))
         auxiliary_states = tuple(self.recipe.list_auxiliary_states())
         names = {each.name for each in auxiliary_states}
-        for feature in self.recipe.features:
-            asked = feature.make_auxiliary()
+        for feature, asked in asked_for:
             if asked is not None and asked.name not in names:
                 reason = "auxiliary_states of the job leaves it out; return those of super().auxiliary_states() too"
                 raise self.document.error(f"config.{feature.key}", reason)
@@ -568,7 +579,7 @@ class TrainSetupBuilder:
 
     def trace(self, train_setup: TrainSetup, micro_batch: int | None = None) -> None:
         """Trace the train step with the largest micro-batch, which shows errors in it at little cost."""
-        train_setup.trace_train(self.recipe.train_step, self.list_layouts(train_setup, micro_batch)[0])
+        train_setup.trace_train(self.train_step, self.list_layouts(train_setup, micro_batch)[0])
 
     def trace_again(self, train_setup: TrainSetup, micro_batch: int | None = None) -> None:
         """Trace the train step once more, because the choice of kernels has changed."""
@@ -607,7 +618,7 @@ class TrainSetupBuilder:
 
         With `micro_batch` only that size is tried, if the spec allows it.
         """
-        compile_step = functools.partial(train_setup.compile_train, self.recipe.train_step)
+        compile_step = functools.partial(train_setup.compile_train, self.train_step)
         return self.compile_by(compile_step, train_setup, limit_bytes, micro_batch)
 
     def compile_by(
@@ -632,7 +643,7 @@ class TrainSetupBuilder:
 
     def compile_smallest(self, train_setup: TrainSetup) -> CompiledStep:
         """Compile the train step with the smallest micro-batch, whether it fits or not."""
-        return train_setup.compile_train(self.recipe.train_step, self.list_layouts(train_setup)[-1])
+        return train_setup.compile_train(self.train_step, self.list_layouts(train_setup)[-1])
 
     def resolve_spec(self, spec: ExecutionSpec, train_setup: TrainSetup, layout: BatchLayout | None) -> ExecutionSpec:
         """Return `spec` with mesh, vocabulary size and, if there is a layout, micro-batch filled in."""

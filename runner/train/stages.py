@@ -21,11 +21,12 @@ from typing import Any
 
 import optax
 
-from runner.config import TOTAL_KEYS, TrainerConfig, complete_sources, list_stage_keys
+from runner.config import TOTAL_KEYS, TrainerConfig, complete_sources
 from runner.errors import SpecError, suggest_choices
 from runner.optim.config import ScheduleConfig
 from runner.run.fence import RunIdentity
 from runner.spec import Document, Trajectory, flatten, is_below, validate_config
+from runner.spec.policy import Policy, list_keys
 from runner.storage import JsonObject
 from runner.train.optimizer import (
     ScheduleStage,
@@ -95,7 +96,7 @@ def make_stages(
     document = dataclasses.replace(document, data=document.data | {"config": given})
     places = [("config", "train", "batch_ramp")] * num_ramp
     places += [("config", "stages", str(index)) for index in range(len(config.stages) - num_ramp)]
-    allowed = list_stage_keys(type(config.model))
+    allowed = list_keys(type(config), Policy.STAGE)
     problems: list[tuple[tuple[str, ...], str]] = []
     for index, stage in enumerate(config.stages):
         place, key = places[index], "from_tokens" if stage.from_step is None else "from_step"

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from runner import RestoreableJob
 from runner.checkpoint.manifest import INDEX_KEYS, MANIFEST_KEYS
-from runner.config import TrainerConfig, list_stage_keys
+from runner.config import TrainerConfig
 from runner.errors import SpecError
 from runner.hook import Hook, Observer, hooks
 from runner.huggingface.assets import ASSET_KEYS
@@ -33,6 +33,7 @@ from runner.spec import (
     validate_config,
     validate_spec,
 )
+from runner.spec.policy import Policy, list_keys
 from runner.storage import Key
 
 ROOT = Path(__file__).parents[2]
@@ -211,8 +212,8 @@ def generate_spec_lines() -> Iterator[str]:
                 of = f" of `{job}`" if section.name == own else ""
                 yield from (f"### {title}{of}", "", section.meaning, "")
                 is_of_trainer = issubclass(config, TrainerConfig) and section.name.startswith("config.")
-                model: Any = config.model_fields["model"].annotation if is_of_trainer else None
-                yield from generate_spec_table(section.keys, rule, () if model is None else list_stage_keys(model))
+                stage_keys = list_keys(config, Policy.STAGE) if is_of_trainer else ()
+                yield from generate_spec_table(section.keys, rule, stage_keys)
 
 
 def generate_hook_lines() -> Iterator[str]:

@@ -274,7 +274,7 @@ def describe_spec(spec: str, devices: Sequence[jax.Device]) -> dict[str, Any]:
     return identity | {
         "leaves": {name: describe_leaf(leaf) for name, leaf in flatten_with_names(train_setup.abstract_state).items()},
         "programs": {
-            "train": compute_program_digest(train_setup.lower_train(builder.recipe.train_step, layout)),
+            "train": compute_program_digest(train_setup.lower_train(builder.train_step, layout)),
             "validation": compute_program_digest(train_setup.lower_val(builder.recipe.val_step, weights, val_layout)),
         },
         "spec": dump_spec(builder.resolve_spec(job.spec, train_setup, layout)).splitlines(),

@@ -171,7 +171,7 @@ def compute_digest(job: BaseTrainer) -> str:
     """Return the digest of the program of a job's train step, without compiling it."""
     builder = job.setup_builder
     setup = builder.build(jax.devices())
-    return compute_program_digest(setup.lower_train(builder.recipe.train_step, builder.list_layouts(setup)[0]))
+    return compute_program_digest(setup.lower_train(builder.train_step, builder.list_layouts(setup)[0]))
 
 
 def test_an_edit_changes_the_digest_if_and_only_if_it_changes_the_step(tmp_path: Path, load_job: Any) -> None:

@@ -22,14 +22,14 @@ FEATURES: tuple[type[Feature], ...] = (Averages, NoiseScale, Stability, Replay)
 
 def make_features(
     config: TrainerConfig[Any],
-    first: TrainerConfig[Any] | None = None,
+    run_config: TrainerConfig[Any] | None = None,
     classes: Sequence[type[Feature]] = FEATURES,
 ) -> list[Feature]:
     """Return the features that a config switches on, in order.
 
     Args:
         config: config of the run, or of one of its stages.
-        first: config of the run; None if it is `config`.
+        run_config: config of the run; None if it is `config`.
         classes: features of the job.
     """
-    return [feature(config, first or config) for feature in classes if feature.is_on(config)]
+    return [feature(config, run_config or config) for feature in classes if feature.is_on(config)]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from runner.config import EmaConfig, TrainerConfig
 from runner.distributed.agreement import Hosts
+from runner.errors import InvalidError
 from runner.train.auxiliary import EMA, AuxiliaryState, Scalars, StepObservation
 from runner.train.evaluators import EvaluationMetrics, Evaluator, Validation, cast_like
 from runner.train.feature import Feature
@@ -33,11 +34,16 @@ class Averages(Feature):
 
     def make_auxiliary(self) -> AuxiliaryState:
         """Return the averages, by the decays of the run's first stage."""
-        return make_ema(_get_section(self.config).decays, _get_section(self.first).decays)
+        decays, names = _get_section(self.config).decays, _get_section(self.run_config).decays
+        if len(decays) != len(names):
+            raise InvalidError(
+                f"decays has {len(decays)} entries, and the run keeps {len(names)} averages; give one for each"
+            )
+        return make_ema(decays, names)
 
     def make_evaluators(self, validation: Validation) -> Sequence[Evaluator]:
         """Return an evaluator of each average, if the config asks for them."""
-        ema = _get_section(self.first)
+        ema = _get_section(self.run_config)
         return [EmaValidation(validation, decay) for decay in ema.decays] if ema.evaluate else []
 
 
@@ -51,7 +57,7 @@ def make_ema(decays: Sequence[float], names: Sequence[float] | None = None) -> A
 
     `names` are the decays in the names of the averages, by default `decays`.
     """
-    by_name = dict(zip(map(str, names or decays), decays, strict=False))
+    by_name = dict(zip(map(str, names or decays), decays, strict=True))
 
     def copy(param: jax.Array) -> jax.Array:
         return jnp.array(param, jnp.float32, copy=True)  # parameters and averages are both donated to the step

@@ -26,8 +26,8 @@ class Replay(Feature):
     key = "train.replay_every_steps"
     compares_gradients = True
 
-    def __init__(self, config: TrainerConfig[Any], first: TrainerConfig[Any]):
-        super().__init__(config, first)
+    def __init__(self, config: TrainerConfig[Any], run_config: TrainerConfig[Any]):
+        super().__init__(config, run_config)
         self._job: RestoreableJob | None = None  # from the first restore on
         self._is_just_restored = True
         self._step: tuple[jax.stages.Compiled, ReplayedStep] | None = None  # of the current stage

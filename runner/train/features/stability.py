@@ -94,8 +94,8 @@ class Stability(Feature):
 
     key = STABILITY
 
-    def __init__(self, config: TrainerConfig[Any], first: TrainerConfig[Any]):
-        super().__init__(config, first)
+    def __init__(self, config: TrainerConfig[Any], run_config: TrainerConfig[Any]):
+        super().__init__(config, run_config)
         self._policy = config.stability.roll_back
         self.records: list[JsonObject] = []
         self._withdrawn: list[tuple[int, SkippedBatches]] = []
@@ -209,7 +209,7 @@ class Stability(Feature):
         self,
         job: RestoreableJob,
         cause: RewindError,
-        stage_start: int,
+        data_start: int,
         batch_examples: int,
         list_rows_after: Callable[[int], Sequence[Row]],
     ) -> list[int]:
@@ -227,7 +227,7 @@ class Stability(Feature):
             tried = ", ".join(f"{number} batches after step {begin}" for begin, number in made)
             raise DivergedError(f"{cause}; all {len(made)} allowed roll-backs have been made, and skipped {tried}")
         begin, number = plan_roll_back(policy, cause.first, batch_examples, made)
-        begin, number = max(begin, stage_start), number - max(stage_start - begin, 0)
+        begin, number = max(begin, data_start), number - max(data_start - begin, 0)
         committed = hosts.run_on_main(lambda: [step for step in sorted(read_committed(attempt.store)) if step <= begin])
         if not committed:
             raise DivergedError(f"{cause}; no checkpoint of step {begin} or earlier is left to go back to")
@@ -467,9 +467,11 @@ def complete_roll_backs(attempt: Attempt) -> list[JsonObject]:
     if not records:
         return []
     events = read_log(attempt.store, "events")
-    known = {event.get("number") for event in events if event.get("event") == "roll_back"}
+    # A withdrawn roll-back may have had the same number.
+    keys = ("number", "batches", "first", "detected")
+    known = {tuple(event.get(key) for key in keys) for event in events if event.get("event") == "roll_back"}
     for record in records:
-        if record["number"] not in known:
+        if tuple(record[key] for key in keys) not in known:
             _append_event(attempt, record)
     for step, manifest in read_committed(attempt.store).items():
         if is_discarded(manifest.identity, step, records):
