@@ -25,6 +25,7 @@ from runner.hook.dispatch import HookDispatcher
 from runner.huggingface.assets import record_assets
 from runner.metrics.meta import Meta
 from runner.metrics.rows import Row
+from runner.metrics.window import LAST_STEP
 from runner.recipe import JobSession
 from runner.spec import InitFromConfig
 from runner.storage import JsonObject, Store
@@ -109,7 +110,7 @@ class Session(JobSession):
         for feature in job.features:
             feature.validate_newest(job, newest)
         carry = newest.carry or {}
-        if newest.step == job.total_steps and carry and not {END, "last"} & {*carry}:
+        if newest.step == job.total_steps and carry and not {END, LAST_STEP} & {*carry}:
             raise ResumeError(
                 f"{job.store.url}: the spec ends the run at step {newest.step}, whose checkpoint an earlier version "
                 "has saved without the metrics of its row; end the run at a later step"

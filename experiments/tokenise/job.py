@@ -374,7 +374,7 @@ class Tokenise(TextJob):
             InvalidError: they cannot be used, or differ between processes; on every process.
         """
         # Only process 0 resolves the revision, because a branch on the Hub may move meanwhile.
-        vars(self)["pinned_source"] = hosts.run_on_main(lambda: self.pinned_source)
+        self.pinned_source = hosts.run_on_main(lambda: self.pinned_source)
         # If the source matched the job's own output, it would be different at the next attempt.
         own = [f"{self.store.url}/{name}" for name in _RUN_FILES]
         own += [f"{self.output.url}/{name}" for name in corpus.NAMES]

@@ -97,7 +97,7 @@ class StepTimer:
         self._ends.put(None)
 
 
-_LOSS_SUM, _WEIGHT, _LAST = "loss_sum", "weight", "last"
+_LOSS_SUM, _WEIGHT, LAST_STEP = "loss_sum", "weight", "last"
 NO_SUMS = {_LOSS_SUM: 0.0, _WEIGHT: 0.0}  # the carry of no steps
 
 
@@ -137,7 +137,7 @@ class MetricsWindow:
     ):
         self._watchers = watchers
         self._pending: list[tuple[int, jax.Array, Meta]] = []
-        last = (carry or {}).get(_LAST)
+        last = (carry or {}).get(LAST_STEP)
         self._last = None if last is None else _StepResult(step, last["loss"], dict(last["meta"]))
         self._has_row = has_row
         self._loss_sum, self._weight = (float(carry[key]) if carry else 0.0 for key in (_LOSS_SUM, _WEIGHT))
@@ -189,7 +189,9 @@ class MetricsWindow:
         if not self._is_whole or (self._last is None and not self._weight and self._has_row):
             return None
         sums = {_LOSS_SUM: self._loss_sum, _WEIGHT: self._weight}
-        return sums if self._last is None else sums | {_LAST: {"loss": self._last.loss, "meta": dict(self._last.meta)}}
+        return (
+            sums if self._last is None else sums | {LAST_STEP: {"loss": self._last.loss, "meta": dict(self._last.meta)}}
+        )
 
     @property
     def has_last(self) -> bool:

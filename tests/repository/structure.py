@@ -231,7 +231,7 @@ def _late_attributes(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> se
 
 def _early_attributes(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> set[str]:
     """Return the attributes set in the class body, in `__init__` and by base classes."""
-    early: set[str] = set()
+    early = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}  # such as a cached property
     for part in node.body:
         if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name) and part.value is not None:
             early.add(part.target.id)

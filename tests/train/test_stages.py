@@ -363,7 +363,9 @@ def test_a_bad_stage_is_named_and_nothing_is_written(tmp_path: Path, case: str) 
 @pytest.mark.parametrize("decays", [[0.5], [0.5, 0.6, 0.7]])
 def test_a_stage_needs_a_decay_for_each_average_of_the_run(tmp_path: Path, decays: list[float]) -> None:
     stages = [{"from_step": 5, "set": {"ema.decays": decays}}]
-    with pytest.raises(SpecError, match=r"config\.stages\.0\.set: .*ema: decays has . entries, and the run keeps 2 averages"):
+    with pytest.raises(
+        SpecError, match=r"config\.stages\.0\.set: .*ema: decays has . entries, and the run keeps 2 averages"
+    ):
         job(tmp_path / "run", stages, **{"config.ema": {"decays": [0.9, 0.99]}})()
     assert not (tmp_path / "run").exists()
 
