@@ -112,16 +112,8 @@ class RestoreableJob(Recipe):
         """
         self.lifecycle.validate_running("load")
         self.lifecycle.validate_between_steps("load")
-        name, before = _parse_name(suffix), self.step
-        found = self.checkpointer.load(name)
-        self.state, self.step = self.checkpointer.go_back(found), found.manifest.step
-        self.session.continue_program(found.manifest, is_start=False)
-        self.session.on_restored()
-        if self.writes_own_rows:
-            self.lifecycle.row_log.rewind(self.step)
-        self.session.resume(self.step, {}, found.manifest.carry)
-        self.attempt.record("load", self.step, name=name, before=before)
-        self.attempt.progress.report_step(self.step)
+        name = _parse_name(suffix)
+        self.lifecycle.go_back(self.checkpointer.load(name), name)
 
     def log_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Write metrics of the current step into `metrics.jsonl` and its mirrors. Called on every host, inside `run`.

@@ -28,7 +28,7 @@ from runner.checkpoint.inspect import keeps_metric, read_document
 from runner.checkpoint.leaves import validate_leaves, validate_memory
 from runner.checkpoint.manifest import Manifest, read_newest_manifest
 from runner.checkpoint.policy import SaveKind
-from runner.checkpoint.restore import validate_checkpoints
+from runner.checkpoint.restore import RestoredState, validate_checkpoints
 from runner.checkpoint.save import Checkpointer, SaveContents
 from runner.console import say, silence
 from runner.distributed.agreement import Hosts
@@ -360,6 +360,19 @@ class Lifecycle:
         if is_fork and found is not None:
             self.commit_fork(found.manifest.metric)
         job.session.after_restore()
+
+    def go_back(self, found: RestoredState, name: str) -> None:
+        """Continue the running job from a checkpoint that was loaded, called `name`. Later ones are quarantined."""
+        job, before = self.job, self.job.step
+        job.state, job.step = job.checkpointer.go_back(found), found.manifest.step
+        job.session.continue_program(found.manifest, is_start=False)
+        job.session.on_restored()
+        if job.writes_own_rows:
+            self.row_log.rewind(job.step)
+        job.session.resume(job.step, {}, found.manifest.carry)
+        job.attempt.record("load", job.step, name=name, before=before)
+        job.attempt.progress.report_step(job.step)
+        job.session.after_load()
 
     def commit_fork(self, metric: float | None) -> None:
         """Save the forked state as a checkpoint of this run, before its first step; then the parent may be deleted.

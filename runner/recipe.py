@@ -93,6 +93,9 @@ class JobSession:
     def after_restore(self) -> None:
         """Do what needs the whole directory of a run that begins or goes on, right before `run`."""
 
+    def after_load(self) -> None:
+        """Adapt what has seen the later steps, once the running job has gone back to a checkpoint."""
+
     def result(self, step: int) -> JsonObject:
         """Return the keys of `result.json` besides step and fingerprint. Called at the end."""
         return {}

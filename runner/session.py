@@ -285,11 +285,17 @@ class Session(JobSession):
         steps = cause.feature.rewind(job, cause, data_start, examples, self.report.list_losses_after)
         for step in steps:
             try:
-                job.load(str(step))
-                return
+                found = job.checkpointer.load(str(step))
             except ResumeError as error:
                 job.attempt.say(f"cannot roll back to checkpoint {step}: {error}")
+                continue
+            job.lifecycle.go_back(found, str(step))
+            return
         raise DivergedError(f"{cause}; no good checkpoint of step {steps[0]} or earlier is left to go back to")
+
+    def after_load(self) -> None:
+        """Set hooks back to the step that was loaded."""
+        self.job.state = self.hook_dispatcher.go_to(self.job.state, self.job.step)
 
     # Stages.
 

@@ -4,7 +4,6 @@ The data are tokens, or examples that are dicts of arrays, such as images and la
 overrides the statements of `runner.train_recipe`. All methods are called on every host.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,11 +72,6 @@ class BaseTrainer(TrainRecipe):
         the job is compiled.
         """
         return self.session.load_batch(slice, self.step if step is None else step)
-
-    def load(self, suffix: str | os.PathLike[str]) -> None:
-        """Load state and step from `checkpoints/<suffix>`, see `RestoreableJob.load`. Batches follow the step."""
-        super().load(suffix)
-        self.state = self.session.hook_dispatcher.go_to(self.state, self.step)
 
     @property
     def compiled(self) -> CompiledStep:
