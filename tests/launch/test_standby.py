@@ -313,6 +313,7 @@ def test_a_standby_touches_no_device():
 # Signals and kills while a standby waits.
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("engine", ["local", pytest.param("launch.worker", marks=SOAK)])
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=SOAK)])
 def test_a_stop_ends_waiting_standbys_silently(engine, number, tmp_path):

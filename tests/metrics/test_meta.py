@@ -89,6 +89,7 @@ def test_sums_are_divided_by_tokens_or_their_own_weight() -> None:
 SUMS_OPTIONS = ("right", "entropy", "parts", "right_spaces", "nothing")
 
 
+@pytest.mark.soak
 def test_means_do_not_depend_on_the_split_of_the_batch(tmp_path: Path) -> None:
     """Use packed documents, so that micro-batches differ in tokens."""
     text = tmp_path / "texts"

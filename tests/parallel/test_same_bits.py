@@ -118,7 +118,7 @@ def run_steps(sizes, num_groups, m, options=()):
 @pytest.mark.parametrize(
     ("sizes", "num_groups", "m", "options"),
     [
-        pytest.param({"fsdp": 3}, 12, 1, (), id="compiled in little time"),
+        pytest.param({"fsdp": 3}, 12, 1, (), id="compiled in little time", marks=pytest.mark.soak),
         pytest.param({}, 12, 1, (), id="one device, compiled in little time", marks=pytest.mark.soak),
         *(
             pytest.param(

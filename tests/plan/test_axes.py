@@ -141,6 +141,7 @@ def test_a_decoder_sends_the_counted_bytes_along_one_axis(axis: str, tmp_path: P
     assert sum_payload(found, axis, itemsize=4) == count_decoder_on_cpu(axis, TINY)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "axis", ["fsdp", *(pytest.param(axis, marks=pytest.mark.soak) for axis in ("sequence", "expert"))]
 )

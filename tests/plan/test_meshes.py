@@ -190,6 +190,7 @@ def test_memory_grows_with_the_tokens_per_device_not_with_the_sequence(chunk):
     assert one == four
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "spec", ["moe_nano", *(pytest.param(spec, marks=pytest.mark.soak) for spec in ("llama_nano", "gpt_small"))]
 )

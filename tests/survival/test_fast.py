@@ -270,6 +270,7 @@ def lose(tmp_path: Path, *processes: int) -> None:
         shutil.rmtree(host)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("what", "process", "num_processes", "owners"),
     [

@@ -125,9 +125,10 @@ COMMANDS = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "number"),
-    [pytest.param("export", signal.SIGINT, marks=pytest.mark.soak), ("verify-resume", signal.SIGTERM)],
+    [("export", signal.SIGINT), ("verify-resume", signal.SIGTERM)],
 )
 def test_a_signal_ends_a_command_without_leaving_files(name: str, number: signal.Signals, tmp_path: Path) -> None:
     job = nano_at_six(tmp_path / "run")

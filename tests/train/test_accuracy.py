@@ -89,6 +89,7 @@ def evaluate_initial_weights(directory: Path, **changes: Any) -> tuple[dict[str,
     return metrics, validation._sets[0].batch(0)["x"].shape
 
 
+@pytest.mark.soak
 def test_validation_metrics_do_not_depend_on_the_batch_size(tmp_path: Path) -> None:
     expected, shape = evaluate_initial_weights(tmp_path / "usual")
     assert shape[0] * shape[1] == 40

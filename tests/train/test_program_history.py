@@ -196,6 +196,7 @@ def test_the_address_of_a_python_function_is_not_in_the_digest() -> None:
     assert compute_program_digest(one) == compute_program_digest(other)
 
 
+@pytest.mark.soak
 def test_lines_of_a_kernel_are_not_in_the_digest() -> None:
     found = libtpu.run_module("tests.train.kernel_digest")
     assert found["texts"] == 3

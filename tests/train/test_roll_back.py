@@ -479,6 +479,7 @@ def test_a_fork_inherits_the_data_that_were_skipped(tmp_path: Path) -> None:
     again()
 
 
+@pytest.mark.soak
 def test_a_fork_that_inherits_a_roll_back_restarts_after_one_of_its_own(tmp_path: Path) -> None:
     longer = SPIKE | {"config.train.total_steps": 40, "checkpoint.keep_last": 9}
     parent = make_poisoned(tmp_path / "run", SpikedLookup, **longer | {"config.train.total_steps": 16})
@@ -626,6 +627,7 @@ class StopBehindRollBack(StopNotice):
         return bool(self._job.programs.data_position.skipped) and self._job.step >= self._step
 
 
+@pytest.mark.soak
 def test_an_extension_during_a_spike_removes_the_evaluation_of_a_suspect_step(tmp_path: Path) -> None:
     """The spike lasts from step 10 to the end, and is too short for a roll-back."""
     policy = LATE["config.stability"]["roll_back"] | {"after_steps": 20}

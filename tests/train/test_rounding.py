@@ -116,6 +116,7 @@ def compute_last_loss(dtype, rounding):
     return float(losses[-10:].mean())
 
 
+@pytest.mark.soak
 def test_the_loss_after_200_steps_is_within_one_percent_of_float32():
     whole = compute_last_loss("float32", "nearest")
     assert abs(compute_last_loss("bfloat16", "stochastic") / whole - 1) < 0.01

@@ -641,6 +641,7 @@ def test_a_stage_that_changes_nothing_comes_and_goes_behind_the_newest_step(tmp_
     assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
 
 
+@pytest.mark.soak
 def test_a_run_whose_data_have_restarted_at_a_border_keeps_its_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

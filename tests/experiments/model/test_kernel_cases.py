@@ -143,6 +143,7 @@ def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch, interpreted: None) -> None:
     monkeypatch.setitem(IMPLEMENTATIONS, "cpu", (FUSED, SPLASH, BLOCKED))
 
 
+@pytest.mark.soak
 def test_tracing_records_each_kind_of_attention_once(tmp_path: Path, kernels_on_cpu: None) -> None:
     cases = sorted(trace(tmp_path).cases.values(), key=lambda case: str(case.facts["window"]))
     facts = {"positions": 250, "heads": 4, "key_heads": 2, "head": 16, "value": 16, "blocks": [256, 256]}

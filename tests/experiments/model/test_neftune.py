@@ -78,6 +78,7 @@ def compile_loss(name: str, alpha: float):
     return jax.jit(loss)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["decoder", pytest.param("gpt", marks=pytest.mark.soak)])
 def test_noise_is_added_only_in_training_and_independent_of_the_split(name):
     noisy, plain, examples = compile_loss(name, 20.0), compile_loss(name, 0.0), jnp.arange(B)
