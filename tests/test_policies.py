@@ -56,8 +56,13 @@ def check_change(own: dict[str, Any], beside: dict[str, Any], directory: Path, j
 FREE = [case for case in CASES if is_free(case.key)]
 
 
+FREE_ROWS = pack_cases([case for case in FREE if all(map(is_free, case.changes))])
+
+
 @pytest.mark.parametrize(
-    "row", pack_cases([case for case in FREE if all(map(is_free, case.changes))]), ids=lambda row: f"{len(row)} values"
+    "row",
+    [FREE_ROWS[-1], *(pytest.param(row, marks=pytest.mark.soak) for row in FREE_ROWS[:-1])],
+    ids=lambda row: f"{len(row)} values",
 )
 def test_free_keys_may_change_in_a_run_and_change_no_bit(row: list[Case], tmp_path: Path) -> None:
     check_change(merge_changes(row), {}, tmp_path, BigramTrainer)

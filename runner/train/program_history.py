@@ -224,8 +224,9 @@ class ProgramGuard:
         Kernels that the job must avoid, and a smaller micro-batch, are known only later: `continue_from` compares
         again.
         """
-        manifest = find_continued_manifest(store, self._spec.checkpoint.fork_from)
-        if self._spec.checkpoint.program != "refuse" or manifest is None:
+        refuses = self._spec.checkpoint.program == "refuse"
+        manifest = find_continued_manifest(store, self._spec.checkpoint.fork_from) if refuses else None
+        if manifest is None:
             return
         program = self._programs.current
         layout = program.builder.list_layouts(program.train_setup, known_micro_batch)[0]

@@ -153,9 +153,7 @@ def measure(root: Path, package: str = "") -> Structure:
         callables=sum(
             _count_callables(trees[path]) for path in trees if str(path.relative_to(root)).startswith(TRAINING)
         ),
-        instance_dictionaries=sum(
-            isinstance(node, ast.Call) and ast.unparse(node) == "vars(self)" for _, node in nodes
-        ),
+        instance_dictionaries=sum(_is_instance_dictionary(node) for _, node in nodes),
         line_shares=(comments / sum(sizes), sum(text.count("\n") + 1 for _, _, text in documented) / sum(sizes)),
         test_lines=sum(
             path.read_text().count("\n")
@@ -163,6 +161,11 @@ def measure(root: Path, package: str = "") -> Structure:
             if path.relative_to(root / "tests").parts[0] != "benchmarks"
         ),
     )
+
+
+def _is_instance_dictionary(node: ast.AST) -> bool:
+    is_vars = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "vars"
+    return is_vars and ast.unparse(node) == "vars(self)"
 
 
 def _measure_class(node: ast.ClassDef) -> tuple[int, int]:
@@ -175,18 +178,21 @@ def _count_feature_files(trees: list[ast.Module]) -> dict[str, int]:
     """Return the number of files whose code mentions each feature, without docstrings and comments."""
     found = dict.fromkeys(FEATURES, 0)
     for tree in trees:
-        code = ast.unparse(_remove_docstrings(tree))
+        code = " ".join(_list_words(tree))
         for feature, words in FEATURES.items():
             found[feature] += re.search(rf"(?<![a-z])({words})(?![a-z])", code, re.IGNORECASE) is not None
     return found
 
 
-def _remove_docstrings(tree: ast.Module) -> ast.Module:
-    copied = ast.parse(ast.unparse(tree))
-    for node in ast.walk(copied):
-        if isinstance(node, (*_FUNCTIONS, ast.ClassDef, ast.Module)) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
-    return copied
+def _list_words(tree: ast.Module) -> Iterator[str]:
+    """Yield the names and strings of the code of a module; docstrings are expressions by themselves."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "arg", "name", "module"):
+            if isinstance(word := getattr(node, field, None), str):
+                yield word
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.value
 
 
 def _count_callables(tree: ast.Module) -> int:

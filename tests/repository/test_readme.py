@@ -129,6 +129,7 @@ def test_blocks_have_a_language_and_links_have_targets(page: Path) -> None:
             assert anchor in list_anchors(linked), f"{target}#{anchor}"
 
 
+@pytest.mark.soak
 def test_the_demonstration_with_a_smaller_model_prints_equal_fingerprints(
     tmp_path: Path,
 ) -> None:

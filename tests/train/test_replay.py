@@ -181,6 +181,7 @@ def test_a_fault_that_begins_later_is_found_within_the_interval(mesh: str, tmp_p
     assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "undisturbed")
 
 
+@pytest.mark.soak
 def test_no_state_of_the_fast_tier_survives_that_may_hold_wrong_updates(tmp_path: Path) -> None:
     tier = {"checkpoint.local_directory": str(tmp_path / "local"), "checkpoint.local_every_steps": 1}
     Fault.place, Fault.calls = 2, range(2 * 8, 10**6)

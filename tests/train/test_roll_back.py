@@ -544,6 +544,7 @@ LATE: dict[str, Any] = SPIKE | {
 INTERRUPTED = {"without the range": 8, "with the range": 7}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "case", ["with the range", pytest.param("without the range", marks=pytest.mark.soak)], ids=lambda case: str(case)
 )
