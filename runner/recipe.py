@@ -94,7 +94,7 @@ class JobSession:
         """Do what needs the whole directory of a run that begins or goes on, right before `run`."""
 
     def after_load(self) -> None:
-        """Adapt what has seen the later steps, once the running job has gone back to a checkpoint."""
+        """Reset what depends on later steps, after the running job has gone back to a checkpoint."""
 
     def result(self, step: int) -> JsonObject:
         """Return the keys of `result.json` besides step and fingerprint. Called at the end."""

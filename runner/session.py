@@ -95,7 +95,7 @@ class Session(JobSession):
         hosts.run_on_main(lambda: job.setup_builder.base_identity)
         program, known = self.programs.current, self._find_known_micro_batch(hosts)
         program.builder.validate_steps(program.train_setup, known)
-        hosts.run_on_main(lambda: self.guard.validate_start(job.store, known, hosts.num_processes))
+        self.guard.validate_start(job.store, known, hosts)
 
     def _find_known_micro_batch(self, hosts: Hosts) -> int | None:
         program, fork = self.programs.current, self.job.spec.checkpoint.fork_from

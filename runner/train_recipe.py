@@ -49,7 +49,9 @@ from runner.train.text_first import TextsFirst
 
 
 class TrainRecipe(RestoreableJob):
-    """Statements of a training job, which are made on every host. Those about a step see the config of its stage.
+    """Definition of a training job: its model, loss, optimizer, data and evaluators.
+
+    All methods are called on every host. Those that make up a step read the config of its stage.
 
     Attributes:
         config: validated config; also an attribute of the job's class, for classmethods.

@@ -15,7 +15,6 @@ from runner.distributed.clock import Clock
 from runner.distributed.preemption import StopNotice
 from runner.evaluation.builtin import BuiltinEvaluators
 from runner.huggingface.load import complete_model
-from runner.run.events import ROLL_BACK_FOLDER
 from runner.run.fence import RunIdentity
 from runner.run.layout import read_result
 from runner.session import Session
@@ -168,10 +167,10 @@ class BaseTrainer(TrainRecipe):
 
     @property
     def unread_keys(self) -> frozenset[str]:
-        """Keys that only optimizers and schedules other than the chosen ones read."""
-        unread = (f"config.{key}" for key in self.setup_builder.optimizer_choice.find_unread_keys())
-        # Roll-backs follow from the rest of the trajectory.
-        return frozenset((*unread, ROLL_BACK_FOLDER))
+        """Keys that only other optimizers and schedules than the chosen ones read, and keys that follow from others."""
+        unread = {f"config.{key}" for key in self.setup_builder.optimizer_choice.find_unread_keys()}
+        # Those of features that are off, too: an earlier attempt may have had them.
+        return frozenset(unread.union(*(feature.derived_keys for feature in self.feature_classes)))
 
     @property
     def former_values(self) -> Mapping[str, Sequence[str]]:

@@ -189,9 +189,9 @@ class MetricsWindow:
         if not self._is_whole or (self._last is None and not self._weight and self._has_row):
             return None
         sums = {_LOSS_SUM: self._loss_sum, _WEIGHT: self._weight}
-        return (
-            sums if self._last is None else sums | {LAST_STEP: {"loss": self._last.loss, "meta": dict(self._last.meta)}}
-        )
+        if self._last is None:
+            return sums
+        return sums | {LAST_STEP: {"loss": self._last.loss, "meta": dict(self._last.meta)}}
 
     @property
     def has_last(self) -> bool:

@@ -94,10 +94,14 @@ class LocalStore:
     def lines(self, name: str) -> Iterator[bytes]:
         """Iterate over the lines of a file, each with its newline; over nothing if the file is missing.
 
-        A file that is replaced meanwhile is read to its end.
+        A file that is replaced meanwhile is read to its end, and an error if its handle goes stale before that.
         """
-        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as opened:
-            file = opened.enter_context(self.open(name))
+        try:
+            file = self.open(name)
+        except FileNotFoundError:
+            return
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(file)
             inode, offset, num_failures = os.fstat(file.fileno()).st_ino, 0, 0
             while True:
                 try:

@@ -72,6 +72,7 @@ class Feature:
         key: dotted key below `config` that switches the feature on.
         compares_gradients: True if the compiled step must be able to compute its gradients with other devices, see
             `runner.train.replay`. It then takes further arguments, which `execute` gives it.
+        derived_keys: keys of the trajectory that follow from its other keys, so that they are not compared.
         config: config of the run, or of one of its stages.
         run_config: config of the run, which precedes its stages.
         skipped: ranges of batches that the run has skipped because of the feature.
@@ -79,6 +80,7 @@ class Feature:
 
     key: ClassVar[str]
     compares_gradients: ClassVar[bool] = False
+    derived_keys: ClassVar[Sequence[str]] = ()
 
     def __init__(self, config: TrainerConfig[Any], run_config: TrainerConfig[Any]):
         self.config, self.run_config = config, run_config

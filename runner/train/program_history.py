@@ -15,6 +15,7 @@ from runner.checkpoint.fork import find_continued_manifest
 from runner.checkpoint.manifest import Manifest
 from runner.config import TOTAL_KEYS, TrainerConfig
 from runner.console import say, warn
+from runner.distributed.agreement import Hosts
 from runner.run.attempt import Attempt
 from runner.run.environment import collect_options, collect_versions, compare_environments
 from runner.spec import Document, ExecutionSpec, Trajectory, hash_record
@@ -217,23 +218,28 @@ class ProgramGuard:
         """Return the record for a manifest whose step the current program has made."""
         return self._history.add(self.describe_compiled(self._programs.current, num_processes))
 
-    def validate_start(self, store: Store, known_micro_batch: int | None, num_processes: int) -> None:
+    def validate_start(self, store: Store, known_micro_batch: int | None, hosts: Hosts) -> None:
         """Raise `SpecError` if the spec refuses other programs, and the code no longer makes that of the newest step.
 
-        Process 0 only. It is called before the claim, since a start that is refused must not stop a running attempt.
+        Called on every host, before the claim, since a start that is refused must not stop a running attempt.
         Kernels that the job must avoid, and a smaller micro-batch, are known only later: `continue_from` compares
         again.
         """
-        refuses = self._spec.checkpoint.program == "refuse"
-        manifest = find_continued_manifest(store, self._spec.checkpoint.fork_from) if refuses else None
-        if manifest is None:
+        if self._spec.checkpoint.program != "refuse":
             return
-        program = self._programs.current
-        layout = program.builder.list_layouts(program.train_setup, known_micro_batch)[0]
-        lowered = program.train_setup.lower_train(program.builder.train_step, layout)
-        record = self.describe(program, layout, compute_program_digest(lowered), num_processes)
-        former = get_program_record(manifest.topology)
-        self._validate_change(None if former is None else find_change(former, record), manifest.step)
+
+        def compare() -> None:
+            manifest = find_continued_manifest(store, self._spec.checkpoint.fork_from)
+            if manifest is None:
+                return
+            program = self._programs.current
+            layout = program.builder.list_layouts(program.train_setup, known_micro_batch)[0]
+            lowered = program.train_setup.lower_train(program.builder.train_step, layout)
+            record = self.describe(program, layout, compute_program_digest(lowered), hosts.num_processes)
+            former = get_program_record(manifest.topology)
+            self._validate_change(None if former is None else find_change(former, record), manifest.step)
+
+        hosts.run_on_main(compare)
 
     def continue_from(self, manifest: Manifest, attempt: Attempt, is_start: bool) -> None:
         """Compare with the program that has made a restored step, and report or refuse a change. Called on every host.

@@ -201,7 +201,8 @@ def test_lines_are_read_to_the_end_although_handles_go_stale(every, tmp_path, mo
     assert next(count) > 20
 
 
-def test_lines_of_a_file_that_was_replaced_while_its_handle_went_stale_are_an_error(tmp_path, monkeypatch):
+@pytest.mark.parametrize("change", ["replaced", "deleted"])
+def test_lines_of_a_file_that_has_changed_while_its_handle_went_stale_are_an_error(change, tmp_path, monkeypatch):
     (tmp_path / "log").write_bytes(b"line\n" * 10)
     store = LocalStore(tmp_path)
     plain = store.open
@@ -210,9 +211,11 @@ def test_lines_of_a_file_that_was_replaced_while_its_handle_went_stale_are_an_er
         def readinto(self, buffer):
             (tmp_path / "new").write_bytes(b"other\n" * 10)
             os.replace(tmp_path / "new", tmp_path / "log")
+            if change == "deleted":
+                (tmp_path / "log").unlink()
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     files = iter([io.BufferedReader(StaleFile(tmp_path / "log"))])
     monkeypatch.setattr(store, "open", lambda name: next(files, None) or plain(name))
-    with pytest.raises(OSError, match="Stale"):
+    with pytest.raises(OSError, match="Stale" if change == "replaced" else "No such file"):
         list(store.lines("log"))

@@ -33,7 +33,7 @@ class Averages(Feature):
         return config.ema is not None
 
     def make_auxiliary(self) -> AuxiliaryState:
-        """Return the averages, by the decays of the run's first stage."""
+        """Return the averages, named by the decays at the start of the run."""
         decays, names = _get_section(self.config).decays, _get_section(self.run_config).decays
         if len(decays) != len(names):
             raise InvalidError(

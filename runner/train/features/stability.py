@@ -93,6 +93,7 @@ class Stability(Feature):
     """
 
     key = STABILITY
+    derived_keys = (ROLL_BACK_FOLDER,)
 
     def __init__(self, config: TrainerConfig[Any], run_config: TrainerConfig[Any]):
         super().__init__(config, run_config)
