@@ -46,14 +46,14 @@ def open_rendezvous(tmp_path: Path) -> Iterator[tuple[int, Use]]:
 @contextlib.contextmanager
 def open_replicas(tmp_path: Path) -> Iterator[tuple[int, Use]]:
     hosts = MemoryCoordinator(2).hosts()[0]
-    path = tmp_path / "copies" / "1" / "3" / "pieces"
+    path = tmp_path / "copies" / "1" / "3" / "blocks"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"content")
     replicas = Replicas(FastTier(tmp_path), hosts, [1], "token")
     replicas._addresses = [("127.0.0.1", replicas.port)]
 
     def fetch() -> None:
-        assert replicas.fetch(3, 0, 1, "pieces") == b"content"
+        assert replicas.fetch(3, 0, 1, "blocks", 0, None) == b"content"
 
     try:
         yield replicas.port, fetch

@@ -153,16 +153,20 @@ def test_a_manifest_in_a_bucket_has_the_keys_of_the_table(trained_run: Path, mon
     assert collect_keys(INDEX_KEYS, tables) == list_names(INDEX_KEYS)
 
 
-def test_manifests_with_a_file_for_each_piece_have_the_keys_of_the_table(tmp_path: Path) -> None:
-    """Those of buckets in format 1, and those of parts of the fast tier."""
-    former = list((ROOT / "tests/data/format_1/bucket").glob("checkpoints/*/manifest.json"))
+def test_manifests_with_a_file_for_each_piece_have_the_keys_of_the_table() -> None:
+    paths = (ROOT / "tests/data/format_1/bucket").glob("checkpoints/*/manifest.json")
+    assert collect_keys(MANIFEST_KEYS, [json.loads(path.read_text()) for path in paths]) >= PIECE_KEYS
+
+
+def test_parts_of_the_fast_tier_have_the_keys_of_the_tables(tmp_path: Path) -> None:
     fast = {"checkpoint.local_directory": str(tmp_path / "fast"), "checkpoint.local_every_steps": 2}
     stop_after(make_counter(tmp_path / "run", **{"config.total_steps": 9} | fast), 5)
-    for paths in (former, list(tmp_path.glob("fast/*/*/*/part.json"))):
-        records = [{**json.loads(path.read_text())} for path in paths]
-        for record in records:
-            record.pop("companions", None)
-        assert collect_keys(MANIFEST_KEYS, records) >= PIECE_KEYS
+    parts = [json.loads(path.read_text()) for path in tmp_path.glob("fast/*/*/*/part.json")]
+    for part in parts:
+        part.pop("companions")
+    assert collect_keys(MANIFEST_KEYS, parts) >= {"files", "indexes"}
+    tables = [json.loads(path.read_text()) for path in tmp_path.glob("fast/*/*/*/arrays/blocks.json")]
+    assert collect_keys(INDEX_KEYS, tables) == list_names(INDEX_KEYS)
 
 
 def test_the_events_of_runs_have_the_keys_of_the_table(trained_run: Path, counter_run: Path) -> None:

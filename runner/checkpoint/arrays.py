@@ -50,6 +50,7 @@ from runner.storage import (
 from runner.storage.store import make_directory, retry_stale, translate_errors
 
 NUM_UPLOADS = 8
+INDEX_SUFFIX = ".json"  # of the table of what one process has written; the packs end in `.<n>.bin`
 GROUP_BYTES = 1 << 30  # of the leaves that are read at a time
 READ_BACK_SHARE = 8  # of so many files in a bucket, one is read in full before a commit, another one each time
 # Errors of a write that fails. They cost one save; anything else is a bug and ends the run.
@@ -177,7 +178,7 @@ class ArrayWriter:
         """Write this process's files durably; return the message about them for process 0."""
         directory, _, arrays = target.rpartition("/")
         process = self._hosts.process_id
-        index = f"{arrays}/{process}.json"
+        index = f"{arrays}/{process}{INDEX_SUFFIX}"
         elements = {name: sum(block.size for _, block in own) for name, own in blocks.items()}
 
         def write(top: Path) -> BlockTable:
@@ -210,7 +211,7 @@ class ArrayWriter:
     ) -> WriteResult:
         """Read the files of another process back, and on process 0 wait until all processes have done so."""
         hosts, (directory, _, arrays) = self._hosts, target.rpartition("/")
-        indexes = [f"{arrays}/{process}.json" for process in range(hosts.num_processes)]
+        indexes = [f"{arrays}/{process}{INDEX_SUFFIX}" for process in range(hosts.num_processes)]
         error: Exception | None = None
         try:
             # Another process each time, and itself only if it is alone.
@@ -314,13 +315,24 @@ def read_index(store: Store, directory: str, name: str, entry: list[Any] | None 
         entry: its size and CRC-32C, which a commit has recorded.
 
     Raises:
-        ValueError: it is missing or damaged.
+        DamagedBlockError: it is missing or damaged.
+        NewerFormatError: another version has written it.
         OSError: the store could not read it.
     """
     try:
         content = store.read(f"{directory}/{name}")
     except FileNotFoundError as error:
         raise blocks.DamagedBlockError(f"{name} is missing") from error
+    return parse_index(name, content, entry)
+
+
+def parse_index(name: str, content: bytes, entry: list[Any] | None = None) -> BlockTable:
+    """Return the table of what one process has written, from the content of its file. Arguments as of `read_index`.
+
+    Raises:
+        DamagedBlockError: it is damaged.
+        NewerFormatError: another version has written it.
+    """
     if entry is not None and [len(content), compute_crc32c(content)] != entry:
         raise blocks.DamagedBlockError(f"{name} does not match its size and CRC-32C in the manifest")
     try:

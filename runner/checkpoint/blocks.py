@@ -6,11 +6,9 @@ each piece the file and the range in it: a reader on any other mesh, or with oth
 hold the elements that it wants. All of it is data, none of it code.
 
 A checkpoint has few files: each process writes its pieces one after another into *packs* of at most `PACK_BYTES`, and
-its part of the table beside them (`write_packs`). A part of the fast tier, and a checkpoint in a bucket before
-format 2, has one file for each piece (`write_blocks`).
+its part of the table beside them (`write_packs`). A checkpoint in a bucket before format 2 has one file for each piece.
 """
 
-import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -77,16 +75,6 @@ class BlockTable:
     files: Files = field(default_factory=dict)
     shards: Shards = field(default_factory=dict)
 
-    def to_records(self) -> dict[str, list[ShardRecord]]:
-        """Return the shards as JSON, for a format with one file for each piece; the inverse of `parse_records`."""
-        return {
-            name: [
-                ShardRecord(start=start, shape=shape, pieces=[piece.file for piece in pieces])
-                for start, shape, pieces in shards
-            ]
-            for name, shards in self.shards.items()
-        }
-
 
 def parse_records(records: dict[str, list[ShardRecord]], files: Files) -> Shards:
     """Return the shards that the key `shards` of a manifest describes, where each piece is a whole file."""
@@ -151,30 +139,6 @@ def copy_to_host(leaves: dict[str, jax.Array], share: Literal["own", "all"] = "o
         name: [(_get_start(shard.index, leaves[name].shape), np.asarray(shard.data)) for shard in shards]
         for name, shards in shards_of.items()
     }
-
-
-def write_blocks(directory: Path, prefix: str, blocks: Blocks) -> BlockTable:
-    """Write every shard below `directory`/`prefix`, one file for each piece, without flushing.
-
-    Returns:
-        The table of what was written, with names relative to `directory`.
-    """
-    table = BlockTable()
-    (directory / prefix).mkdir(parents=True, exist_ok=True)
-    for leaf, own in blocks.items():
-        for start, block in own:
-            # The start on each axis makes names of different processes different; quoting keeps names of leaves apart.
-            stem = f"{prefix}/{urllib.parse.quote(leaf, safe='.')}.{'_'.join(map(str, start))}"
-            pieces: list[Piece] = []
-            for content in _cut(block):
-                name = f"{stem}.{len(pieces)}"
-                with (directory / name).open("wb", buffering=0) as file:
-                    if file.write(content.data) != len(content):
-                        raise OSError(f"{name}: the disk is full")
-                pieces.append(Piece(name, 0, len(content), compute_crc32c(content)))
-                table.files[name] = [len(content), pieces[-1].crc32c]
-            table.shards.setdefault(leaf, []).append(Shard(start, list(block.shape), pieces))
-    return table
 
 
 def write_packs(directory: Path, stem: str, blocks: Blocks) -> BlockTable:

@@ -46,14 +46,24 @@ from typing import Any, BinaryIO, TypeVar, cast
 import jax
 import numpy as np
 
-from runner.checkpoint.blocks import Blocks, Piece, parse_records, read_blocks, read_pieces, write_blocks
+from runner.checkpoint.arrays import INDEX_SUFFIX, encode_index, parse_index
+from runner.checkpoint.blocks import (
+    Blocks,
+    BlockTable,
+    Piece,
+    Shards,
+    parse_records,
+    read_blocks,
+    read_pieces,
+    write_packs,
+)
 from runner.checkpoint.leaves import Leaves
-from runner.checkpoint.manifest import FORMAT_1, Manifest, seal
+from runner.checkpoint.manifest import FORMAT, FORMAT_1, Manifest, seal
 from runner.console import warn
 from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
 from runner.distributed.rendezvous import Acceptor
-from runner.errors import InvalidError, PeerLostError, format_error, format_reason
+from runner.errors import InvalidError, NewerFormatError, PeerLostError, format_error, format_reason
 from runner.spec import Trajectory, hash_record
 from runner.storage import JsonObject, Key, LocalStore, compute_crc32c, parse_json, parse_number, validate_record
 from runner.storage.store import fsync, make_directory
@@ -71,10 +81,11 @@ _ACCEPT_SECONDS = 0.1  # after which the port looks if it is to be closed
 _NUM_SERVERS = 32  # requests that are answered at the same time, with a buffer of `_CHUNK_BYTES` each
 _MAX_REQUESTS = 512  # with the token, that are answered or wait
 _MAX_LINE_BYTES = 2**24
-_MAX_FILE_BYTES = 2**28  # of a part that is read from a holder; pieces have at most `PIECE_BYTES`
+_MAX_RANGE_BYTES = 2**28  # of a file that is read from a holder; a run of pieces has at most `PIECE_BYTES`
+_STEM = "arrays/blocks"  # of the files with the arrays. The same for all processes: one may have the part of another
 _FILE_NAME = re.compile(r"([\w%.,=+@~-]+/)?[\w%.,=+@~-]+")
 
-Fetch = Callable[[str], bytes]  # reads a file of a part by its name
+Fetch = Callable[[str, int, int | None], bytes]  # reads a range of a file of a part; to its end if that is None
 Found = TypeVar("Found")
 
 
@@ -99,13 +110,15 @@ class FastPart:
         self.problems: list[str] = []
 
         def parse(fetch: Fetch) -> tuple[Manifest, list[str]]:
-            record = parse_json(fetch(PART_FILE))
+            record = parse_json(fetch(PART_FILE, 0, None))
             # Parts of earlier versions have no digest of this file, and no sizes of the attachments.
-            if record.get("format") != FORMAT_1 or record.pop("digest", None) not in (None, hash_record(record)):
+            digest, written = record.pop("digest", None), record.get("format")
+            is_intact = digest == hash_record(record) or (digest is None and written == FORMAT_1)
+            if not is_intact or written not in (FORMAT_1, FORMAT):
                 raise ValueError(f"{PART_FILE} does not match its own digest, or is of another format")
             validate_record(record, _PART_KEYS, [_ATTACHMENTS])
             manifest = Manifest.from_json(record)
-            if manifest.step != step or manifest.shards is None:
+            if manifest.step != step or (manifest.indexes is None and manifest.shards is None):
                 raise ValueError(f"{PART_FILE} is of step {manifest.step} and stands in {step}, or names no shards")
             return manifest, list(map(str, record[_ATTACHMENTS]))
 
@@ -127,7 +140,16 @@ class FastPart:
 
     def read(self, leaves: Leaves) -> dict[str, jax.Array]:
         """Return the leaves of this process. Raises `ValueError` if no source has an intact copy of some file."""
-        return read_blocks(self._fetch_run, parse_records(self.manifest.shards or {}, self.manifest.files), leaves)
+        return read_blocks(self._fetch_run, self._read_shards(), leaves)
+
+    def _read_shards(self) -> Shards:
+        files, indexes = self.manifest.files, self.manifest.indexes
+        if indexes is None:  # an earlier version has written one file for each piece
+            return parse_records(self.manifest.shards or {}, files)
+        shards: Shards = {}
+        for name in indexes:
+            shards |= self._try_sources(functools.partial(_read_index, name, files[name])).shards
+        return shards
 
     def read_attachments(self) -> dict[str, bytes]:
         """Return the small files that were written with the step. Raises as `read` does."""
@@ -136,13 +158,12 @@ class FastPart:
     def _fetch(self, name: str) -> bytes:
         # Parts of earlier versions have no sizes of the attachments.
         if name not in self.manifest.files:
-            return self._try_sources(lambda fetch: fetch(name))
+            return self._try_sources(lambda fetch: fetch(name, 0, None))
         piece = Piece(name, 0, *self.manifest.files[name])
         return self._fetch_run([piece])[piece].tobytes()
 
     def _fetch_run(self, run: list[Piece]) -> dict[Piece, np.ndarray]:
-        # Each piece of a part is a whole file.
-        return self._try_sources(lambda fetch: read_pieces(lambda name, begin, end: fetch(name), run))
+        return self._try_sources(lambda fetch: read_pieces(fetch, run))
 
     def _try_sources(self, read: Callable[[Fetch], Found]) -> Found:
         """Return what `read` returns for the first source for which it raises no error. Called on any thread."""
@@ -150,7 +171,7 @@ class FastPart:
         for process, fetch in self.sources:
             try:
                 found = read(fetch)
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError, KeyError, TypeError, NewerFormatError) as error:
                 problems.append(("" if process is None else f"process {process}: ") + format_reason(error))
                 continue
             if process is not None:
@@ -158,6 +179,19 @@ class FastPart:
             self.problems += problems
             return found
         raise ValueError("; ".join(problems))
+
+
+def _read_index(name: str, entry: list[Any], fetch: Fetch) -> BlockTable:
+    return parse_index(name, fetch(name, 0, None), entry)
+
+
+def make_fetch(store: LocalStore) -> Fetch:
+    """Return the function that reads the files of a part on this host's own disk."""
+
+    def fetch(name: str, begin: int, end: int | None) -> bytes:
+        return store.read(name) if end is None else store.read_range(name, begin, end, None)
+
+    return fetch
 
 
 class FastTier:
@@ -180,7 +214,7 @@ class FastTier:
         found = {}
         for step in self._list_present():
             with contextlib.suppress(ValueError):
-                part = FastPart(step, [(None, LocalStore(self.directory / str(step)).read)])
+                part = FastPart(step, [(None, make_fetch(LocalStore(self.directory / str(step))))])
                 manifest = part.manifest
                 if is_own(manifest.identity, step) and step <= last_steps.get(manifest.attempt, step):
                     found[step] = part
@@ -193,11 +227,15 @@ class FastTier:
         """Write this process's part of a step, and delete all but the newest `NUM_KEPT_STEPS`. Raises `OSError`."""
         temporary = self.directory / f"{manifest.step}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
-        table = write_blocks(temporary, "pieces", blocks)
-        for name, content in attachments.items():
+        index = f"{_STEM}{INDEX_SUFFIX}"
+        (temporary / index).parent.mkdir(parents=True)
+        # In one order, because a process with the same blocks may hold them on its devices in another one.
+        in_order = {leaf: sorted(own, key=lambda each: each[0]) for leaf, own in sorted(blocks.items())}
+        table = write_packs(temporary, _STEM, in_order)
+        for name, content in ({index: encode_index(table)} | attachments).items():
             (temporary / name).write_bytes(content)
             table.files[name] = [len(content), compute_crc32c(content)]
-        part = replace(manifest, files=table.files, shards=table.to_records())
+        part = replace(manifest, files=table.files, indexes=[index])
         (temporary / PART_FILE).write_bytes(seal(part.to_json() | {_ATTACHMENTS: sorted(attachments)}))
         self.publish(temporary.name, manifest.step)
         self.delete_old()
@@ -233,13 +271,7 @@ class FastTier:
             for name, size in sizes.items():
                 (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                 with (temporary / name).open("wb") as file:
-                    left = size
-                    while left:
-                        chunk = stream.read(min(left, _CHUNK_BYTES))
-                        if not chunk:
-                            raise ValueError(f"the connection was closed in the middle of {name}")
-                        file.write(chunk)
-                        left -= len(chunk)
+                    _copy(stream, file, size)
             self.publish(temporary.name, step, guard)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -625,17 +657,26 @@ class Replicas:
             _write_line(stream, request)
             yield stream
 
-    def fetch(self, step: int, holder: int, owner: int, name: str) -> bytes:
-        """Return the content of a file of the part of `owner` that `holder` has.
+    def fetch(self, step: int, holder: int, owner: int, name: str, begin: int, end: int | None) -> bytes:
+        """Return a range of a file of the part of `owner` that `holder` has.
+
+        Args:
+            step: step of the part.
+            holder: process that is asked.
+            owner: process that has written the part.
+            name: name of the file.
+            begin: offset of the first byte.
+            end: offset after the last byte; None for the end of the file.
 
         Raises:
             OSError: the holder cannot be reached.
-            ValueError: it does not have the file. `KeyError` or `TypeError`: its answer is wrong.
+            ValueError: it does not have the range. `KeyError` or `TypeError`: its answer is wrong.
         """
-        with self.request(holder, {"kind": "get", "owner": owner, "step": step, "file": name}) as stream:
+        request = {"kind": "get", "owner": owner, "step": step, "file": name, "begin": begin, "end": end}
+        with self.request(holder, request) as stream:
             size = int(_read_answer(stream)["size"])
-            if not 0 <= size <= _MAX_FILE_BYTES:
-                raise ValueError(f"a file of a part cannot have {size:,} bytes")
+            if not 0 <= size <= _MAX_RANGE_BYTES:
+                raise ValueError(f"a range of a file of a part cannot have {size:,} bytes")
             content = stream.read(size)
         if len(content) != size:
             raise ValueError(f"the connection was closed in the middle of {name}")
@@ -702,8 +743,13 @@ class Replicas:
             if owner == self._hosts.process_id and own_directory.exists():
                 directory = own_directory
             with LocalStore(directory).open(_validate_name(request["file"])) as file:
-                _write_line(stream, {"error": None, "size": os.fstat(file.fileno()).st_size})
-                shutil.copyfileobj(file, stream, _CHUNK_BYTES)
+                num_bytes = os.fstat(file.fileno()).st_size
+                begin, end = int(request["begin"]), num_bytes if request["end"] is None else int(request["end"])
+                if not 0 <= begin <= end <= num_bytes:
+                    raise ValueError(f"the file has {num_bytes} bytes, not {begin}..{end}")
+                _write_line(stream, {"error": None, "size": end - begin})
+                file.seek(begin)
+                _copy(file, stream, end - begin)
             stream.flush()
 
     @contextlib.contextmanager
@@ -751,6 +797,16 @@ def _read_answer(stream: BinaryIO) -> JsonObject:
     if answer.get("error") is not None:
         raise ValueError(str(answer["error"]))
     return answer
+
+
+def _copy(source: BinaryIO, target: BinaryIO, num_bytes: int) -> None:
+    """Copy so many bytes. Raises `ValueError` if the source ends earlier."""
+    while num_bytes:
+        chunk = source.read(min(num_bytes, _CHUNK_BYTES))
+        if not chunk:
+            raise ValueError(f"{num_bytes} bytes are missing at the end")
+        target.write(chunk)
+        num_bytes -= len(chunk)
 
 
 def _validate_name(name: Any) -> str:

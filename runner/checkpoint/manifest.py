@@ -119,7 +119,7 @@ MANIFEST_KEYS = (
     Key("fingerprint", str, "Digest over all leaves, 32 hexadecimal digits."),
     Key("files", dict, "File -> [size in bytes, CRC-32C], for every file except the manifest."),
     Key("indexes", list, "Files with the tables of the shards of each process, `<arrays>/<process>.json`."),
-    Key("shards", dict, "Leaf -> list of its blocks; only in format 1 in buckets, and in parts of the fast tier."),
+    Key("shards", dict, "Leaf -> list of its blocks; only in format 1 in buckets."),
     Key("shards.*.start", list, "Start index of the block on each axis."),
     Key("shards.*.shape", list, "Size of the block on each axis."),
     Key("shards.*.pieces", list, "Files that hold the block, in order."),

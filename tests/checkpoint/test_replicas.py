@@ -18,12 +18,20 @@ import jax
 import numpy as np
 import pytest
 
-from runner.checkpoint.fast_tier import FastPart, FastTier, ProcessPlace, Replicas, choose_holders, open_fast_tier
+from runner.checkpoint.fast_tier import (
+    FastPart,
+    FastTier,
+    ProcessPlace,
+    Replicas,
+    choose_holders,
+    make_fetch,
+    open_fast_tier,
+)
 from runner.checkpoint.fingerprint import compute_leaf_digests
 from runner.checkpoint.manifest import Manifest
 from runner.checkpoint.restore import find_limits, restore_newest
 from runner.distributed.agreement import Hosts
-from runner.storage import LocalStore
+from runner.storage import LocalStore, compute_crc32c
 from tests.support.coordinator import MemoryCoordinator
 from tests.support.damage import JSON_DAMAGES, flip_bit, list_damages
 
@@ -56,7 +64,10 @@ def test_copies_are_placed_in_other_failure_domains(places, count, holders):
     assert choose_holders(places, count) == holders
 
 
-FILES = {"part.json": b"{}", "pieces/params.a.0.0": bytes(range(256)) * 9000, "pieces/empty.0": b"", "rows": b"1\n2\n"}
+FILES = {"part.json": b"{}", "arrays/blocks.0.bin": bytes(range(256)) * 9000, "arrays/empty": b"", "rows": b"1\n2\n"}
+
+
+PART_FILES = ("part.json", "arrays/blocks.0.bin", "arrays/blocks.json", "rows")  # of a part by `write_state`
 
 
 def write_part(directory: Path, step: int, files: dict[str, bytes] = FILES) -> None:
@@ -171,9 +182,10 @@ def test_a_part_is_copied_and_comes_back(tmp_path):
         # The host of process 0 comes back empty.
         wait_for_copy(tmp_path, 7, 1, 0)
         (tmp_path / "0" / "7").rename(tmp_path / "lost")
-        assert {name: first.fetch(7, 1, 0, name) for name in FILES} == FILES
+        assert {name: first.fetch(7, 1, 0, name, 0, None) for name in FILES} == FILES
+        assert first.fetch(7, 1, 0, "arrays/blocks.0.bin", 3, 9) == bytes(range(3, 9))
         with pytest.raises(ValueError, match="No such file"):
-            first.fetch(9, 1, 0, "rows")
+            first.fetch(9, 1, 0, "rows", 0, None)
     assert not list(tmp_path.glob("**/*.tmp"))
 
 
@@ -288,7 +300,7 @@ def test_data_parallel_replicas_replace_a_damaged_piece_of_process_0(tmp_path):
     with open_processes(tmp_path, 2, blocks="xx") as found:
         write_state(tmp_path, 0, 7)
         shutil.copytree(tmp_path / "0" / "7", tmp_path / "1" / "7")
-        flip_bit(tmp_path / "0" / "7" / "pieces" / "a.0.0")
+        flip_bit(tmp_path / "0" / "7" / "arrays" / "blocks.0.bin")
         parts = list_parts(found)
         assert find_complete(parts) == {7: []}
         assert read_values(parts, 7) == [70, 70]
@@ -367,9 +379,10 @@ DAMAGES = {
     (place, name): damage
     for place, damages in {
         "part.json": FILE_DAMAGES | JSON_DAMAGES | {"other leaf digest": change_leaf_digest},
-        "pieces/a.0.0": FILE_DAMAGES,
+        "arrays/blocks.0.bin": FILE_DAMAGES,
+        "arrays/blocks.json": FILE_DAMAGES | JSON_DAMAGES,
         "rows": FILE_DAMAGES,
-        "pieces": list_damages(Path(__file__).parent),
+        "arrays": list_damages(Path(__file__).parent),
         "": list_damages(Path(__file__).parent),
     }.items()
     for name, damage in damages.items()
@@ -377,11 +390,11 @@ DAMAGES = {
 }
 # Every place daily, and every kind of damage at one place at least.
 DAILY = {
-    *((place, "delete") for place in ("part.json", "pieces/a.0.0", "rows", "pieces", "")),
-    *((place, "flip bit") for place in ("part.json", "pieces/a.0.0", "rows")),
+    *((place, "delete") for place in (*PART_FILES, "arrays", "")),
+    *((place, "flip bit") for place in PART_FILES),
     ("part.json", "other leaf digest"),
     ("part.json", "torn"),
-    ("pieces/a.0.0", "replace by link loop"),
+    ("arrays/blocks.0.bin", "replace by link loop"),
     ("rows", "change file type"),
 }
 # By the parts and copies of step 7 that are damaged: the restored step, and the processes that read from a replica.
@@ -420,9 +433,9 @@ def test_a_damaged_file_is_read_from_a_replica_if_it_is_intact_there(place, name
         assert [int(each.state["a"][0]) for each in restored] == [10 * step, 10 * step + 1]
         assert [each.attachments for each in restored] == [{"rows": b"1"}] * 2
         # A part without its `part.json` is lost, and one that is lost is not reported.
-        is_listed = place in ("pieces/a.0.0", "rows", "pieces")
+        is_listed = place not in ("part.json", "")
         assert [event["rejected"] for event in events] == [7] * (step == 5 and is_listed)
-        warnings = re.findall(r"process (\d): 1 files of step 7 .* were damaged", capsys.readouterr().err)
+        warnings = re.findall(r"process (\d): [12] files of step 7 .* were damaged", capsys.readouterr().err)
         assert sorted(map(int, warnings)) == fetched * is_listed
 
 
@@ -452,12 +465,12 @@ def test_any_flipped_bit_of_a_part_is_found(tmp_path):
     write_state(tmp_path, 0, 7)
     path = tmp_path / "0" / "7" / "part.json"
     content = path.read_bytes()
-    intact = FastPart(7, [(None, LocalStore(path.parent).read)])
+    intact = FastPart(7, [(None, make_fetch(LocalStore(path.parent)))])
     num_found = 0
     for place in range(len(content)):
         damaged = bytes([*content[:place], content[place] ^ 1, *content[place + 1 :]])
         try:
-            part = FastPart(7, [(None, lambda _, damaged=damaged: damaged)])
+            part = FastPart(7, [(None, lambda *_, damaged=damaged: damaged)])
         except ValueError:
             num_found += 1
         else:
@@ -469,7 +482,16 @@ def test_a_part_of_an_earlier_version_is_read(tmp_path):
     write_state(tmp_path, 0, 7)
     path = tmp_path / "0" / "7" / "part.json"
     record = json.loads(path.read_bytes())
-    del record["digest"], record["files"]["rows"]
+    content = (path.parent / "arrays" / "blocks.0.bin").read_bytes()
+    shutil.rmtree(path.parent / "arrays")
+    pieces = {"pieces/a.0.0": content[:12], "pieces/a.0.1": content[12:]}
+    (path.parent / "pieces").mkdir()
+    for name, piece in pieces.items():
+        (path.parent / name).write_bytes(piece)
+    record["shards"] = {"a": [{"start": [0], "shape": [8], "pieces": list(pieces)}]}
+    record["files"] = {name: [len(piece), compute_crc32c(piece)] for name, piece in pieces.items()}
+    record["format"] = 1
+    del record["digest"], record["indexes"]
     path.write_text(json.dumps(record))
     part = FastTier(tmp_path / "0").list_parts(lambda *_: True, {})[7]
     assert read_values([{7: part}], 7) == [70]
@@ -478,32 +500,37 @@ def test_a_part_of_an_earlier_version_is_read(tmp_path):
 
 @pytest.mark.parametrize("lost", [None, 0, 1])
 def test_a_restore_reads_each_file_once(lost, tmp_path, monkeypatch):
-    files, read, fetch = Counter(), LocalStore.read, Replicas.fetch
+    files, fetch = Counter(), Replicas.fetch
+    read = {name: getattr(LocalStore, name) for name in ("read", "read_range")}
 
-    def count_read(store, name):
-        files[f"{store.root.relative_to(tmp_path)}/{name}"] += 1
-        return read(store, name)
+    def count_read(method):
+        def count(store, name, *arguments):
+            files[f"{store.root.relative_to(tmp_path)}/{name}"] += 1
+            return read[method](store, name, *arguments)
 
-    def count_fetch(replicas, step, holder, owner, name):
+        return count
+
+    def count_fetch(replicas, step, holder, owner, name, *arguments):
         files[f"{holder}/copies/{owner}/{step}/{name} over the network"] += 1
-        return fetch(replicas, step, holder, owner, name)
+        return fetch(replicas, step, holder, owner, name, *arguments)
 
     with open_processes(tmp_path) as found:
         write_states_with_copies(tmp_path)
         for step in (5, 7):
             shutil.rmtree(tmp_path / str(lost) / str(step), ignore_errors=True)
-        monkeypatch.setattr(LocalStore, "read", count_read)
+        for method in read:
+            monkeypatch.setattr(LocalStore, method, count_read(method))
         monkeypatch.setattr(Replicas, "fetch", count_fetch)
         restored, _ = restore(tmp_path, found)
     assert [each.manifest.step for each in restored] == [7, 7]
     assert set(files.values()) == {1}
     for process in (0, 1):
         own = f"{1 - lost}/copies/{lost}/7/{{}} over the network" if process == lost else f"{process}/7/{{}}"
-        assert all(files[own.format(name)] for name in ("part.json", "pieces/a.0.0", "rows"))
+        assert all(files[own.format(name)] for name in PART_FILES)
 
 
 PUT = {"token": "token", "kind": "put", "owner": 0, "step": 3, "generation": 0}
-GET = {"token": "token", "kind": "get", "owner": 1, "step": 3, "file": "a"}
+GET = {"token": "token", "kind": "get", "owner": 1, "step": 3, "file": "a", "begin": 0, "end": None}
 BAD_REQUESTS = (
     {
         "nothing": (b"", "the token is not"),
@@ -521,11 +548,11 @@ BAD_REQUESTS = (
         "a file that is not named": ({key: GET[key] for key in GET if key != "file"}, "file"),
         "a huge part": (PUT | {"files": {"a": 10**18}}, "has no room"),
         "a negative size": (PUT | {"files": {"a": -1}}, "has no room"),
-        "an end in the middle": (PUT | {"files": {"a": 5}}, "was closed in the middle of a"),
+        "an end in the middle": (PUT | {"files": {"a": 5}}, "bytes are missing at the end"),
     }
     | {
         f"{kind} file {name!r}": (request, "cannot contain a file")
-        for name in ("../a", "..", ".", "/a", "pieces/../a", "pieces/..", "a/b/c", "a\x00", "", "pieces/")
+        for name in ("../a", "..", ".", "/a", "arrays/../a", "arrays/..", "a/b/c", "a\x00", "", "arrays/")
         for kind, request in (("put", PUT | {"files": {name: 0}}), ("get", GET | {"file": name}))
     }
     | {f"get file {name!r}": (GET | {"file": name}, "cannot contain a file") for name in (None, 1, ["a"], {})}
@@ -570,6 +597,13 @@ def test_after_a_bad_answer_the_next_holder_is_asked(answer, reason, tmp_path, m
         bad = {0, 2}
         with pytest.raises(ValueError, match=f"process 0: .*{re.escape(reason)}.*; process 2: "):
             parts[1][7].read(ABSTRACT)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(-1, 2), (3, 2), (0, 4), (5, None), (10**30, 10**31), ("x", 2), (0, [])])
+def test_a_range_outside_of_a_file_is_refused(begin, end, tmp_path):
+    write_part(tmp_path / "1" / "copies" / "0", 7, {"rows": b"123"})
+    with open_processes(tmp_path) as (first, _), pytest.raises(ValueError, match="has 3 bytes, not|invalid|int()"):
+        first.fetch(7, 1, 0, "rows", begin, end)
 
 
 @pytest.mark.parametrize(("request_", "reason"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)

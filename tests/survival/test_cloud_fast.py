@@ -58,7 +58,7 @@ def lose_machines(backend: Backend) -> None:
 
         older, newest = list_common_steps(fast, PROCESSES)[-2:]
         part = list_fast_tier_parts(fast, 1)[newest]
-        max((part / "pieces").iterdir(), key=lambda path: path.stat().st_size).unlink()
+        max((part / "arrays").iterdir(), key=lambda path: path.stat().st_size).unlink()
         num_requests = len(backend.proxy.requests)
         attempt = kill_beyond_durable_step(job, fast, job.newest() + 10)
         assert restored_step_and_tier(attempt) == (older, "fast")

@@ -303,7 +303,7 @@ def test_two_of_three_empty_hosts_get_the_state_of_the_third(tmp_path: Path) -> 
     assert job.outcome() == expected()
 
 
-FILES = ((0, "part.json"), (1, "part.json"), (0, "pieces/*"), (1, "pieces/*"))
+FILES = tuple((process, name) for name in ("part.json", "arrays/*.bin", "arrays/*.json") for process in (0, 1))
 DAMAGES = {"flip bit": flip_bit, **list_damages(Path(__file__))}
 
 
@@ -349,7 +349,7 @@ def finish_damaged_run(
 
 @pytest.mark.soak
 def test_damaged_files_of_several_processes_are_read_from_replicas(tmp_path: Path) -> None:
-    files = {(0, "pieces/values*"): "flip bit", (0, "pieces/count*"): "delete", (1, "pieces/total*"): "torn"}
+    files = {(0, "arrays/*.bin"): "flip bit", (0, "arrays/*.json"): "delete", (1, "arrays/*.bin"): "torn"}
     restored, step = finish_damaged_run(tmp_path, COUNTER, (0,), files)
     assert restored == {"step": step, "tier": "fast", "from_replicas": [0, 1]}
 
@@ -367,7 +367,7 @@ def test_a_damaged_file_of_a_part_is_read_from_a_replica(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("damage", ["flip bit", "delete"])
-@pytest.mark.parametrize(("process", "pattern"), [(0, "metrics.jsonl"), (1, "pieces/*")])
+@pytest.mark.parametrize(("process", "pattern"), [(0, "metrics.jsonl"), (1, "arrays/*.bin")])
 def test_a_damaged_file_of_a_trainer_is_read_from_a_replica(
     process: int, pattern: str, damage: str, tmp_path: Path
 ) -> None:
@@ -376,7 +376,7 @@ def test_a_damaged_file_of_a_trainer_is_read_from_a_replica(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("pattern", ["part.json", "pieces/*"])
+@pytest.mark.parametrize("pattern", ["part.json", "arrays/*.bin", "arrays/*.json"])
 def test_without_an_intact_replica_an_older_step_is_restored(pattern: str, tmp_path: Path) -> None:
     # Process 1 has the whole state too.
     files: dict[tuple[object, str], str] = {(place, pattern): "flip bit" for place in ("0", "1", "1/copies/0")}
