@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 
-from runner.checkpoint.fast_tier import validate_replica_count
 from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.checkpoint.fork import (
     open_parent,
@@ -28,6 +27,7 @@ from runner.checkpoint.inspect import keeps_metric, read_document
 from runner.checkpoint.leaves import validate_leaves, validate_memory
 from runner.checkpoint.manifest import Manifest, read_newest_manifest
 from runner.checkpoint.policy import SaveKind
+from runner.checkpoint.replicas import validate_replica_count
 from runner.checkpoint.restore import RestoredState, validate_checkpoints
 from runner.checkpoint.save import Checkpointer, SaveContents
 from runner.console import say, silence

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from runner.checkpoint.fast_tier import FastTier, Replicas
+from runner.checkpoint.parts import PartDirectory
+from runner.checkpoint.replicas import Replicas
 from runner.dashboard import server
 from runner.distributed import rendezvous
 from runner.distributed.rendezvous import Placement, wait_for_peers
@@ -49,7 +50,7 @@ def open_replicas(tmp_path: Path) -> Iterator[tuple[int, Use]]:
     path = tmp_path / "copies" / "1" / "3" / "blocks"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"content")
-    replicas = Replicas(FastTier(tmp_path), hosts, [1], "token")
+    replicas = Replicas(PartDirectory(tmp_path), hosts, [1], "token")
     replicas._addresses = [("127.0.0.1", replicas.port)]
 
     def fetch() -> None:

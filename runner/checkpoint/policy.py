@@ -1,30 +1,19 @@
-"""Policy: when to save, which checkpoints to keep, and which parts of ended runs to delete from the fast tier.
+"""Policy: when to save, and which checkpoints to keep.
 
 Saves are due by steps, by minutes, or at the interval that loses the least time, and at the steps that are kept
 forever. Retention decides by step number, never by time and never by the order of a listing, so every listing gives the
 same answer. Both decisions are pure functions of their arguments; the clock is an argument too.
 """
 
-import contextlib
 import enum
 import math
-import os
-import re
-import shutil
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
-from runner.checkpoint.fast_tier import COPIES
 from runner.checkpoint.manifest import CHECKPOINTS, Manifest, is_committed, read_committed, remove_files, uncommit
-from runner.console import say, warn
-from runner.errors import ResumeError, RunnerError
-from runner.process import read_creation_ticks, read_machine_id
+from runner.console import warn
 from runner.run.attempt import Attempt
-from runner.run.layout import read_owner, read_result
 from runner.spec import CheckpointConfig
 from runner.storage import (
     DeadlineError,
@@ -32,9 +21,6 @@ from runner.storage import (
     LocalStore,
     Store,
     encode_json,
-    make_store,
-    parse_json,
-    parse_number,
     read_json,
     validate_record,
 )
@@ -315,174 +301,3 @@ class Retention:
                 self._undeleted.remove(step)
             else:
                 del self._steps[step]
-
-
-# Which parts of other runs to delete from the disk of a host.
-
-
-_RUN_FILE = "run.json"
-_REMOVED_SUFFIX = ".removed"  # of a run's name here while its parts are being deleted
-_RUN_NAME = re.compile(rf"[0-9a-f]{{12}}({re.escape(_REMOVED_SUFFIX)})?")
-_MAX_RUNS = 100  # that a start looks at
-_MAX_SIBLINGS = 1000  # among which a renamed run is looked for
-_LOOK_SECONDS = 20.0  # for which a start waits; the directories of other runs may hang
-_QUIET_SECONDS = 3600.0
-_RUN_KEYS = (
-    Key("directory", str, "Path or URL of the run's directory."),
-    Key("ancestors", dict, "Inode of each directory above, by path, that is on the disk of the run's directory."),
-    Key("id", str, "Id of the run."),
-    Key("machine", str, "Boot and process numbering of the machine; empty if the system does not tell."),
-    Key("process", int, "Id of the process."),
-    Key("created", int | None, "When it was created, in ticks since boot."),
-)
-
-
-@dataclass(frozen=True)
-class RunFile:
-    """Content of `run.json` in the fast tier of a process; the fields are `_RUN_KEYS`."""
-
-    directory: str
-    ancestors: Mapping[str, int]
-    id: str
-    machine: str
-    process: int
-    created: int | None
-
-    @classmethod
-    def create(cls, store: Store, run_id: str) -> Self:
-        """Return the record of this process. Raises `OSError`."""
-        ancestors = {}
-        if store.root is not None:
-            device = store.root.stat().st_dev
-            found = {str(each): each.stat() for each in store.root.parents}
-            # What is above the mount point tells nothing of the disk.
-            ancestors = {path: status.st_ino for path, status in found.items() if status.st_dev == device}
-        process = os.getpid()
-        return cls(store.url, ancestors, run_id, read_machine_id(), process, read_creation_ticks(process))
-
-    @classmethod
-    def read(cls, directory: Path) -> Self:
-        """Return the record in the fast tier of a process. Raises `OSError` or `ValueError`."""
-        record = parse_json(LocalStore(directory).read(_RUN_FILE))
-        validate_record(record, _RUN_KEYS, [key.name for key in _RUN_KEYS])
-        return cls(**{key.name: record[key.name] for key in _RUN_KEYS})
-
-    def is_quiet(self, directory: Path) -> bool:
-        """Return True if the process has ended; where that cannot be told, if it has written nothing lately."""
-        if self.machine and self.machine == read_machine_id():
-            return self.created != read_creation_ticks(self.process)
-        times = [entry.stat().st_mtime for entry in os.scandir(directory)]
-        return time.time() - max(times, default=0.0) >= _QUIET_SECONDS
-
-
-class OtherRun:
-    """Fast tiers of another run on this host, and the decision whether it can ever resume from them.
-
-    It cannot in two cases:
-
-    - The run is done: it has a `result.json`, and no part is of a later step, as those of a run that was extended are.
-    - The run was deleted: its directory is missing, or belongs to another run. A disk that is not mounted now looks
-      alike, so the nearest directory above that exists must be one of the run's own disk, by its inode. A run that was
-      renamed is found below that directory by the id in its `job.json`.
-
-    What cannot be decided is kept: directories that cannot be read, and parts without `run.json`. A run is also kept
-    while one of its processes lives on this machine, or, where this cannot be told, for `_QUIET_SECONDS`.
-    """
-
-    def __init__(self, path: Path):
-        self.path, self.run_id = path, path.name
-
-    def find_end(self) -> str | None:
-        """Return why no process of the run will ever read its parts here, or None if one may.
-
-        Raises:
-            OSError, ValueError, RunnerError: this cannot be told.
-        """
-        processes = [each for each in self.path.iterdir() if parse_number(each.name) is not None]
-        records = {each: RunFile.read(each) for each in processes}
-        if not records or not all(
-            record.id == self.run_id and record.is_quiet(each) for each, record in records.items()
-        ):
-            return None
-        places = [place for each in processes for place in (each, *(each / COPIES).glob("*")) if place.is_dir()]
-        steps = [step for place in places for path in place.iterdir() if (step := parse_number(path.name)) is not None]
-        # The processes may have begun at different times, with the run in different places.
-        ends = [
-            self.find_end_in(make_store(directory), ancestors, max(steps, default=0))
-            for directory, ancestors in {record.directory: record.ancestors for record in records.values()}.items()
-        ]
-        return None if None in ends else ends[0]
-
-    def find_end_in(self, store: Store, ancestors: Mapping[str, int], last_step: int) -> str | None:
-        """Return what `find_end` does, for one place of the run's directory."""
-        owner = read_owner(store)
-        if owner is not None and owner.id == self.run_id:
-            result = read_result(store)
-            return None if result is None or last_step > result.step else f"the run in {store.url} is done"
-        deleted = f"the run in {store.url} was deleted"
-        if store.root is None:
-            return deleted if owner is not None or not store.list_names("") else None
-        if owner is None and os.path.lexists(store.root):  # it may be about to be filled again
-            return None
-        nearest = next(each for each in store.root.parents if os.path.lexists(each))
-        if ancestors.get(str(nearest)) != nearest.stat().st_ino:
-            return None
-        return None if self.may_be_below(nearest, len(store.root.relative_to(nearest).parts)) else deleted
-
-    def may_be_below(self, top: Path, depth: int) -> bool:
-        """Return True if the run is at this depth below a directory, or if there are too many directories to tell."""
-        tops, num_seen = [top], 0
-        for _ in range(depth):
-            below: list[Path] = []
-            for each in tops:
-                with contextlib.suppress(PermissionError):  # of another user, as the run is not
-                    below += [Path(entry) for entry in os.scandir(each) if entry.is_dir()]
-                if num_seen + len(below) > _MAX_SIBLINGS:
-                    return True
-            tops, num_seen = below, num_seen + len(below)
-        for each in tops:
-            with contextlib.suppress(PermissionError, ResumeError):  # no run can continue there
-                owner = read_owner(LocalStore(each))
-                if owner is not None and owner.id == self.run_id:
-                    return True
-        return False
-
-
-def write_run_file(directory: Path, store: Store, run_id: str) -> None:
-    """Name the run and this process in the fast tier of this process. Raises `OSError`."""
-    LocalStore(directory).write(_RUN_FILE, encode_json(asdict(RunFile.create(store, run_id))))
-
-
-def remove_parts(directory: Path) -> None:
-    """Delete the fast tier of this process, whose run is done. What cannot be deleted is left for other runs."""
-    shutil.rmtree(directory, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        directory.parent.rmdir()  # by the last process of this host
-
-
-def remove_ended_runs(local_directory: Path, own_id: str) -> None:
-    """Delete the parts of other runs that can never resume from them. Called at the start, on every process.
-
-    Waits for `_LOOK_SECONDS` at most; the rest is done in the background. Never raises, because a run must not depend
-    on others.
-    """
-
-    def work() -> None:
-        with contextlib.suppress(OSError):
-            names = sorted(name for name in os.listdir(local_directory) if _RUN_NAME.fullmatch(name))
-            for path in [local_directory / name for name in names if name != own_id][:_MAX_RUNS]:
-                # Another process may do the same now, and the directories of other runs may be in any state.
-                with contextlib.suppress(OSError, ValueError, RunnerError):
-                    removed = path
-                    if not path.name.endswith(_REMOVED_SUFFIX):
-                        reason = OtherRun(path).find_end()
-                        if reason is None:
-                            continue
-                        # Renamed first, so that a process which comes back meanwhile has an empty directory.
-                        removed = path.rename(f"{path}{_REMOVED_SUFFIX}")
-                        say(f"removed the parts of run {path.name} in {local_directory}: {reason}")
-                    shutil.rmtree(removed, ignore_errors=True)
-
-    thread = threading.Thread(target=work, name="ended runs", daemon=True)
-    thread.start()
-    thread.join(_LOOK_SECONDS)

@@ -26,7 +26,7 @@ import numpy as np
 
 from runner.checkpoint import arrays as readers
 from runner.checkpoint import fingerprint
-from runner.checkpoint.fast_tier import FastPart, FastTier, Replicas
+from runner.checkpoint.fast_tier import FastTier
 from runner.checkpoint.leaves import (
     Leaves,
     decode_leaves,
@@ -52,6 +52,7 @@ from runner.checkpoint.manifest import (
     read_newest_manifest,
     retire_uncommitted,
 )
+from runner.checkpoint.parts import FastPart
 from runner.console import warn
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, NewerFormatError, ResumeError, StorageError
@@ -125,7 +126,6 @@ def restore_newest(
     abstract: Any,
     is_own: Callable[[Trajectory, int], bool],
     find_attachment_problem: AttachmentCheck = lambda _: None,
-    replicas: Replicas | None = None,
 ) -> RestoredState | None:
     """Return the newest state that passes every check; None if nothing was ever committed.
 
@@ -138,7 +138,6 @@ def restore_newest(
         is_own: returns True for a trajectory, saved at a step, that this run continues; parts of another one in the
             fast tier are ignored.
         find_attachment_problem: called on process 0 with the attachments of a state in the fast tier.
-        replicas: copies of the parts of the fast tier on other hosts, if the run has them.
 
     Raises:
         ResumeError: checkpoints exist and none can be restored; nothing was touched.
@@ -153,11 +152,7 @@ def restore_newest(
     parts: dict[int, FastPart] = {}
     if fast_tier is not None:
         limits, newest = hosts.agree(find_limits(store, durable_steps) if hosts.is_main else None)
-        last_steps = dict(limits)
-        if replicas is None:
-            parts = fast_tier.list_parts(is_own, last_steps)
-        else:
-            parts = replicas.list_parts(is_own, last_steps, newest)
+        parts = fast_tier.list_parts(is_own, dict(limits), newest)
     listed = hosts.gather([(step, part.manifest.fingerprint) for step, part in parts.items()])
     # Parts of one step with other bits are not parts of one state.
     fast_steps = dict(set.intersection(*({(step, bits) for step, bits in own} for own in listed)))
@@ -185,7 +180,7 @@ def restore_newest(
         else:
             found = _try_durable(hosts, store, str(step), abstract)
         if isinstance(found, RestoredState):
-            _set_aside(attempt, fast_tier, replicas, rejected, step)
+            _set_aside(attempt, fast_tier, rejected, step)
             return replace(found, is_committed=same.get(step, False)) if is_fast else found
         rejected.append(found)
     # Nothing was restored. The job may start from step 0 only if nothing was ever committed. The event ledger tells,
@@ -200,7 +195,7 @@ def restore_newest(
             f"{store.url}: checkpoints were committed here and none can be restored; nothing was touched. "
             f"Repair one, or use another directory to start over{reasons or chr(10) + '  all are missing'}"
         )
-    _set_aside(attempt, fast_tier, replicas, rejected, None)
+    _set_aside(attempt, fast_tier, rejected, None)
     return None
 
 
@@ -369,16 +364,14 @@ def _find_bits_problem(state: Any, manifest: Manifest) -> str | None:
 def _set_aside(
     attempt: Attempt,
     fast_tier: FastTier | None,
-    replicas: Replicas | None,
     rejected: list[RejectedCheckpoint],
     restored: int | None,
 ) -> None:
     """Quarantine committed checkpoints that are bad, delete uncommitted ones, and record both."""
-    for tier in (fast_tier, replicas):
-        if tier is not None:
-            # A newer attempt on this host may have saved later states while this one read, or was suspended.
-            attempt.fence.check()
-            tier.delete_after(-1 if restored is None else restored)
+    if fast_tier is not None:
+        # A newer attempt on this host may have saved later states while this one read, or was suspended.
+        attempt.fence.check()
+        fast_tier.delete_after(-1 if restored is None else restored)
     if not attempt.hosts.is_main:
         return
     store = attempt.store

@@ -28,7 +28,6 @@ reported and training continues. If `max_unsaved_minutes` pass after the start o
 ends with exit code 76.
 """
 
-import contextlib
 import functools
 import re
 import time
@@ -43,7 +42,7 @@ import jax.numpy as jnp
 from runner.checkpoint import fingerprint
 from runner.checkpoint.arrays import WRITE_ERRORS, ArrayWriter, FinishWrite, make_bits_check, make_writer
 from runner.checkpoint.blocks import Blocks, copy_to_host
-from runner.checkpoint.fast_tier import FastTier, Replicas, UnusableTierError, open_fast_tier
+from runner.checkpoint.fast_tier import FastTier, UnusableTierError, open_fast_tier
 from runner.checkpoint.leaves import (
     Leaves,
     copy_offloaded,
@@ -65,9 +64,6 @@ from runner.checkpoint.policy import (
     SaveKind,
     SavePolicy,
     compute_best_interval_seconds,
-    remove_ended_runs,
-    remove_parts,
-    write_run_file,
 )
 from runner.checkpoint.restore import AttachmentCheck, RestoredState, load_checkpoint, quarantine, restore_newest
 from runner.console import warn
@@ -75,7 +71,7 @@ from runner.distributed.clock import SAVE
 from runner.errors import FencedError, InvalidError, RemovedError, StorageError, format_error
 from runner.run.attempt import Attempt
 from runner.spec import CheckpointConfig, Trajectory
-from runner.storage import JsonObject, local_directory, parse_number
+from runner.storage import JsonObject, parse_number
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -211,28 +207,16 @@ class Checkpointer:
         self._is_own = is_own or (lambda saved, step: saved == identity)
         self._attempt, self._config, self._identity, self._abstract = attempt, config, identity, abstract
         self._fast_tier: FastTier | None = None
-        self._replicas: Replicas | None = None
         self._tier_problem: str | None = None  # why this attempt has no fast tier although the spec has
-        if config.local_directory is not None:
-            tier_directory = local_directory(config.local_directory)
-            own_directory = tier_directory / attempt.run_id / str(attempt.hosts.process_id)
-            # First, because they may take the room that this run needs.
-            remove_ended_runs(tier_directory, attempt.run_id)
-            leaves = encode_leaves(flatten_with_names(abstract))
-            try:
-                self._fast_tier, self._replicas = open_fast_tier(
-                    own_directory, attempt.hosts, leaves, config.local_replicas
-                )
-            except UnusableTierError as error:  # on every host
-                # A disk that became full or read-only must not keep a run from going on: without it preemptions only
-                # cost more. A run that has saved nothing is refused: its spec may be wrong, or its only states may be
-                # in the fast tier.
-                if not attempt.hosts.run_on_main(lambda: read_newest_manifest(attempt.store) is not None):
-                    raise
-                self._tier_problem = str(error)
-            else:
-                with contextlib.suppress(OSError):  # then the parts stay until somebody deletes them
-                    write_run_file(own_directory, attempt.store, attempt.run_id)
+        try:
+            self._fast_tier = open_fast_tier(attempt, config, encode_leaves(flatten_with_names(abstract)))
+        except UnusableTierError as error:  # on every host
+            # A disk that became full or read-only must not keep a run from going on: without it preemptions only cost
+            # more. A run that has saved nothing is refused: its spec may be wrong, or its only states may be in the
+            # fast tier.
+            if not attempt.hosts.run_on_main(lambda: read_newest_manifest(attempt.store) is not None):
+                raise
+            self._tier_problem = str(error)
         self._writer = writer or make_writer(attempt.store, attempt.hosts, attempt.run_id)
         self._policy = SavePolicy(config, logging_every_steps, attempt.hosts.agree)
         best = None if config.keep_best is None else config.keep_best.mode
@@ -281,9 +265,7 @@ class Checkpointer:
             if self._attempt.hosts.is_main:
                 warn(f"checkpoint.local_directory: {self._tier_problem}; this attempt continues without the fast tier")
             self._attempt.record("fast_tier_off", None, reason=self._tier_problem)
-        found = restore_newest(
-            self._attempt, self._fast_tier, self._abstract, self._is_own, find_attachment_problem, self._replicas
-        )
+        found = restore_newest(self._attempt, self._fast_tier, self._abstract, self._is_own, find_attachment_problem)
         self._has_committed = found is not None
         if found is not None:
             step = found.manifest.step
@@ -336,7 +318,8 @@ class Checkpointer:
             )
             state = self.save(state, step, contents, SaveKind.REQUIRED)
             self.wait_until_committed(step)
-        self._delete_fast_after(step)
+        if self._fast_tier is not None:
+            self._fast_tier.withdraw_after(step)
         if hosts.is_main:
             for other in later:
                 quarantine(self._attempt, other, f"checkpoint {found.manifest.name}, of step {step}, was loaded")
@@ -358,26 +341,14 @@ class Checkpointer:
         steps = attempt.hosts.run_on_main(lambda: sorted(read_committed(attempt.store)))
         if all(each > step for each in steps):
             return False
-        self._delete_fast_after(step)
+        if self._fast_tier is not None:
+            self._fast_tier.withdraw_after(step)
         if attempt.hosts.is_main:
             for each in steps:
                 if each > step:
                     quarantine(attempt, each, reason)
         attempt.hosts.barrier()
         return True
-
-    def _delete_fast_after(self, step: int) -> None:
-        """Delete states of the fast tier, and copies of them, of steps after `step`. Called on every host."""
-        if self._replicas is not None:
-            # A copy that arrived after the deletion would outlive it.
-            self._replicas.begin_generation()
-            self._attempt.hosts.barrier()
-            self._replicas.delete_after(step)
-        if self._fast_tier is not None:
-            self._fast_tier.delete_after(step)
-        if self._replicas is not None:
-            # A host with copies must have deleted them before durable checkpoints are discarded.
-            self._attempt.hosts.barrier()
 
     def _wait_for_fast_save(self) -> None:
         if self._pending_fast is not None:
@@ -631,8 +602,7 @@ class Checkpointer:
             self._report_fast_failure(manifest.step, failure)
             return
         self._attempt.record("commit", manifest.step, tier="fast", seconds_to_durable=save.seconds)
-        if self._replicas is not None:
-            self._replicas.send(manifest.step)
+        self._fast_tier.send(manifest.step)
 
     def _report_fast_failure(self, step: int, failure: Exception) -> None:
         warn(f"step {step} is not in the fast tier: {format_error(failure)}")
@@ -715,8 +685,8 @@ class Checkpointer:
 
     def close(self) -> None:
         """Stop the background threads. Call `wait_until_finished` first."""
-        if self._replicas is not None:
-            self._replicas.close()
+        if self._fast_tier is not None:
+            self._fast_tier.close()
         self._fast_worker.shutdown()
         self._worker.shutdown()
         self._writer.close()
@@ -724,7 +694,7 @@ class Checkpointer:
     def remove_fast_tier(self) -> None:
         """Delete the fast tier of this process, because the run is done. Call `close` first."""
         if self._fast_tier is not None:
-            remove_parts(self._fast_tier.directory)
+            self._fast_tier.remove()
 
     def _warn_of_grace(self, save_seconds: float, step: int) -> None:
         """Warn, once, if a save takes longer than the scheduler gives after SIGTERM."""

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from runner.checkpoint import arrays, blocks, fingerprint
-from runner.checkpoint.fast_tier import FastTier
 from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.parts import PartDirectory
 from runner.distributed.agreement import Hosts
 from runner.spec import CheckpointConfig
 from runner.storage import Store, open_store
@@ -171,7 +171,7 @@ def measure_tiers(backend: Backend, rounds: int) -> None:
     }
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        fast = FastTier(directory / "fast")
+        fast = PartDirectory(directory / "fast")
         manifest = Manifest(name="1", step=1, job="benchmark", identity={}, arrays="arrays")
         fast.write(manifest, blocks.copy_to_host(leaves, "all"), {})
         store = open_store(backend.url("tiers"))

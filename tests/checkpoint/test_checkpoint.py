@@ -20,6 +20,7 @@ from runner.checkpoint.arrays import ArrayWriter
 from runner.checkpoint.fast_tier import FastTier
 from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.checkpoint.manifest import read_committed
+from runner.checkpoint.parts import PartDirectory
 from runner.checkpoint.policy import Retention, SaveKind, delete_step, read_step_metric
 from runner.checkpoint.restore import load_checkpoint, load_weights, restore_newest
 from runner.checkpoint.save import Checkpointer, DoubleBuffer, SaveContents
@@ -476,7 +477,8 @@ def test_an_unusable_fast_tier_state_falls_back_to_the_durable_one(tmp_path):
     saver.close()
 
     again, asked = first.again(), []
-    fast = FastTier(tmp_path / "fast" / again.attempt.run_id / "0")
+    parts = PartDirectory(tmp_path / "fast" / again.attempt.run_id / "0")
+    fast = FastTier(parts, again.attempt.hosts)
 
     def restore(problem):
         def find_problem(attachments):
@@ -493,7 +495,7 @@ def test_an_unusable_fast_tier_state_falls_back_to_the_durable_one(tmp_path):
     assert (found.manifest.step, found.tier) == (1, "durable")
     assert asked == [{"rows": b"1"}] * 2
     assert "its rows are gone" in again.events("fallback")[0]["reason"]
-    assert fast.list_parts(lambda identity, step: identity == {}, {}) == {}
+    assert parts.list_parts(lambda identity, step: identity == {}, {}) == {}
 
 
 def test_a_zombie_deletes_no_state_of_the_fast_tier(tmp_path):
@@ -503,14 +505,15 @@ def test_a_zombie_deletes_no_state_of_the_fast_tier(tmp_path):
     saver = newer.make_saver(make_state(), local_directory=str(tmp_path / "fast"), local_every_steps=1)
     saver.save(make_state(2), 2, SaveContents(), SaveKind.FAST)
     saver.close()
-    fast = FastTier(tmp_path / "fast" / newer.attempt.run_id / "0")
+    parts = PartDirectory(tmp_path / "fast" / newer.attempt.run_id / "0")
+    fast = FastTier(parts, newer.attempt.hosts)
 
     def is_own(identity, step):
         return identity == {}
 
     with pytest.raises(FencedError):
         restore_newest(zombie.attempt, fast, make_abstract(make_state()), is_own, lambda _: "is older than the state")
-    assert [*fast.list_parts(is_own, {})] == [2]
+    assert [*parts.list_parts(is_own, {})] == [2]
 
 
 def leave(checkpoint):

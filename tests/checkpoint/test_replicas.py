@@ -18,17 +18,11 @@ import jax
 import numpy as np
 import pytest
 
-from runner.checkpoint.fast_tier import (
-    FastPart,
-    FastTier,
-    ProcessPlace,
-    Replicas,
-    choose_holders,
-    make_fetch,
-    open_fast_tier,
-)
+from runner.checkpoint.fast_tier import FastTier, make_fast_tier
 from runner.checkpoint.fingerprint import compute_leaf_digests
 from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.parts import FastPart, PartDirectory, make_fetch
+from runner.checkpoint.replicas import ProcessPlace, Replicas, choose_holders
 from runner.checkpoint.restore import find_limits, restore_newest
 from runner.distributed.agreement import Hosts
 from runner.storage import LocalStore, compute_crc32c
@@ -91,7 +85,7 @@ def open_processes(tmp_path: Path, num_processes: int = 2, blocks=None):
     holders = choose_holders(places, 1)
     found = [
         Replicas(
-            FastTier(tmp_path / str(process)),
+            PartDirectory(tmp_path / str(process)),
             hosts[process],
             [owner for owner, own in enumerate(holders) if process in own],
             "token",
@@ -119,7 +113,7 @@ def write_state(
     block = block + is_corrupt
     leaves = {"a": {"shape": [8], "dtype": "int32", "digest": digest}}
     manifest = Manifest(step=step, name=str(step), attempt=attempt, fingerprint=fingerprint, leaves=leaves)
-    FastTier(tmp_path / str(process)).write(manifest, {"a": [([0], block)]}, {"rows": b"1"})
+    PartDirectory(tmp_path / str(process)).write(manifest, {"a": [([0], block)]}, {"rows": b"1"})
 
 
 def wait_for_copy(tmp_path: Path, step: int, owner: int = 0, holder: int = 1) -> Path:
@@ -166,8 +160,8 @@ def restore(tmp_path: Path, found: list[Replicas], with_replicas: bool = True) -
             fence=SimpleNamespace(check=lambda: None),
             events=SimpleNamespace(append=append),
         )
-        copies = replicas if with_replicas else None
-        return restore_newest(attempt, replicas._fast_tier, ABSTRACT, lambda *_: True, lambda _: None, copies)
+        fast_tier = FastTier(replicas._parts, replicas._hosts, replicas if with_replicas else None)
+        return restore_newest(attempt, fast_tier, ABSTRACT, lambda *_: True)
 
     with ThreadPoolExecutor(len(found)) as pool:
         return list(pool.map(restore_one, found)), events
@@ -203,7 +197,7 @@ def test_a_slow_network_has_copies_of_the_same_steps_everywhere(tmp_path, monkey
     with open_processes(tmp_path, 3) as found:
         for step in range(1, 30):
             for process in (2, 0, 1):
-                found[process]._fast_tier.write(Manifest(step=step, name=str(step)), {}, {})
+                found[process]._parts.write(Manifest(step=step, name=str(step)), {}, {})
                 found[process].send(step)
                 time.sleep(0.02)
             written_steps.append(step)
@@ -493,7 +487,7 @@ def test_a_part_of_an_earlier_version_is_read(tmp_path):
     record["format"] = 1
     del record["digest"], record["indexes"]
     path.write_text(json.dumps(record))
-    part = FastTier(tmp_path / "0").list_parts(lambda *_: True, {})[7]
+    part = PartDirectory(tmp_path / "0").list_parts(lambda *_: True, {})[7]
     assert read_values([{7: part}], 7) == [70]
     assert part.read_attachments() == {"rows": b"1"}
 
@@ -602,7 +596,7 @@ def test_after_a_bad_answer_the_next_holder_is_asked(answer, reason, tmp_path, m
 @pytest.mark.parametrize(("begin", "end"), [(-1, 2), (3, 2), (0, 4), (5, None), (10**30, 10**31), ("x", 2), (0, [])])
 def test_a_range_outside_of_a_file_is_refused(begin, end, tmp_path):
     write_part(tmp_path / "1" / "copies" / "0", 7, {"rows": b"123"})
-    with open_processes(tmp_path) as (first, _), pytest.raises(ValueError, match="has 3 bytes, not|invalid|int()"):
+    with open_processes(tmp_path) as (first, _), pytest.raises(ValueError, match=r"has 3 bytes, not|invalid|int\(\)"):
         first.fetch(7, 1, 0, "rows", begin, end)
 
 
@@ -630,13 +624,13 @@ def test_a_host_offers_the_parts_that_it_had_under_another_number(tmp_path):
     write_part(tmp_path / "0" / "copies" / "1", 6, {"part.json": b"kept"})
     write_part(tmp_path / "3", 6)
     (tmp_path / "3" / "host").write_text("another host on the same disk")
-    open_fast_tier(tmp_path / "0", Hosts.single_process(num_missing=1), {}, num_replicas=1)
+    make_fast_tier(tmp_path / "0", Hosts.single_process(num_missing=1), {}, num_replicas=1)
     copies = tmp_path / "0" / "copies"
     assert read_part(copies / "2", 6) == read_part(copies / "0", 5) == FILES
     assert read_part(copies / "1", 6) == {"part.json": b"kept"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "3"]
     # Without replicas copies would only take space.
-    open_fast_tier(tmp_path / "0", Hosts.single_process(), {})
+    make_fast_tier(tmp_path / "0", Hosts.single_process(), {})
     assert not copies.exists()
 
 
@@ -645,7 +639,7 @@ def test_a_pipe_in_the_place_of_the_file_with_the_host_keeps_no_start_waiting(tm
         (tmp_path / process).mkdir()
         os.mkfifo(tmp_path / process / "host")
     arguments = (tmp_path / "0", Hosts.single_process(), {})
-    thread = threading.Thread(target=open_fast_tier, args=arguments, daemon=True)
+    thread = threading.Thread(target=make_fast_tier, args=arguments, daemon=True)
     thread.start()
     thread.join(20)
     assert not thread.is_alive()

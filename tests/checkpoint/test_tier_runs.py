@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from experiments.counter import Counter
-from runner.checkpoint import policy
-from runner.checkpoint.fast_tier import FastTier
-from runner.checkpoint.policy import remove_ended_runs, write_run_file
+from runner.checkpoint import fast_tier
+from runner.checkpoint.fast_tier import remove_ended_runs, write_run_file
+from runner.checkpoint.parts import PartDirectory
 from runner.cli.app import run_command
 from runner.errors import InvalidError, StorageError
 from runner.run.layout import Owner, write_owner
@@ -41,7 +41,7 @@ def make_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(FastTier, "find_space_problem", refuse)
+    monkeypatch.setattr(PartDirectory, "find_space_problem", refuse)
 
 
 def break_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,13 +95,13 @@ def test_a_run_that_has_no_checkpoint_is_refused_without_its_fast_tier(disk, has
 
 
 def test_a_run_that_was_stopped_writes_no_more(tmp_path, monkeypatch):
-    delete_old = FastTier.delete_old
+    delete_old = PartDirectory.delete_old
 
-    def delete_late(fast_tier: FastTier) -> None:
+    def delete_late(parts: PartDirectory) -> None:
         time.sleep(0.3)
-        delete_old(fast_tier)
+        delete_old(parts)
 
-    monkeypatch.setattr(FastTier, "delete_old", delete_late)
+    monkeypatch.setattr(PartDirectory, "delete_old", delete_late)
     stop_after(make_job(tmp_path), 6)
     assert list_parts(tmp_path) == [4, 6]
 
@@ -183,7 +183,7 @@ def finish_and_extend(base: Path) -> None:
 
 def delete_beside_a_living_process(base: Path) -> None:
     delete(base)
-    edit_record(base, process=os.getpid(), created=policy.read_creation_ticks(os.getpid()))
+    edit_record(base, process=os.getpid(), created=fast_tier.read_creation_ticks(os.getpid()))
 
 
 def delete_while_another_container_may_live(base: Path) -> None:
@@ -312,6 +312,6 @@ def test_parts_of_a_run_in_a_bucket_are_deleted_with_the_bucket_alone(fill, is_d
         path.write_text(json.dumps(json.loads(path.read_text()) | {"created": -1}))
     if fill is not None:
         fill(store, run_id)
-    monkeypatch.setattr(policy, "make_store", lambda url: store)
+    monkeypatch.setattr(fast_tier, "make_store", lambda url: store)
     remove_ended_runs(tmp_path, "0" * 12)
     assert directory.exists() != is_deleted
