@@ -6,10 +6,10 @@ while devices are busy. Every wait has a deadline, and its error names the missi
 1. The training threads of all processes make the same calls in the same order. Each process counts its calls, so
    call n is the same call everywhere.
 2. `agree`: process 0 writes its decision and continues. The others block until they can read it.
-3. `gather`: every process writes its value, waits at a barrier, and reads all values.
+3. `gather`: every process writes its value and waits at a barrier. Process 0 then reads all values and publishes them,
+   equal ones of successive processes once, so that the others read one key each.
 4. A process that reached the barrier of call n has read everything of earlier calls. After the barrier process 0
-   therefore deletes the decisions of those calls and the values of the previous gather. The values of this gather stay
-   until the next one, because other processes may still read them.
+   therefore deletes the decisions of those calls, and what it published in the previous gather.
 5. A loop that only calls `agree` would reach no barrier, so `agree` gathers first after `MAX_DECISIONS` decisions.
 
 **Liveness** distinguishes processes that crashed from processes that exited cleanly.
@@ -25,6 +25,7 @@ while devices are busy. Every wait has a deadline, and its error names the missi
 import contextlib
 import ctypes
 import ipaddress
+import itertools
 import select
 import signal
 import socket
@@ -184,7 +185,7 @@ class Hosts:
         self._deadline_seconds = deadline_seconds
         self._num_calls = 0
         self._num_decisions = 0  # since the last gather
-        self._last_gather: str | None = None
+        self._published: str | None = None  # key of the values of the last gather
         self._abandoned: list[str] = []
 
     @classmethod
@@ -230,6 +231,33 @@ class Hosts:
         if self.num_processes == 1:
             return [value]
         deadline_seconds = self._deadline_seconds if deadline_seconds is None else deadline_seconds
+        folder = self._meet(value, deadline_seconds)
+        key = self._published = key_value.gathered_key(self._num_calls)
+        if not self.is_main:
+            runs = self.store.get(key, deadline_seconds, "the values that process 0 has gathered")
+            return [value for count, value in runs for _ in range(count)]
+        by_process = self.store.list_values(folder)
+        values = [by_process[process] for process in range(self.num_processes)]
+        self.store.set(key, [[len([*run]), each] for each, run in itertools.groupby(values)])
+        self.store.delete(folder)
+        return values
+
+    def barrier(self) -> None:
+        """Block until every process calls this. Called on every process, by the training thread.
+
+        Raises:
+            PeerLostError: the deadline passed; the message names the missing processes.
+        """
+        if self.num_processes > 1:
+            folder = self._meet(None, self._deadline_seconds)
+            if self.is_main:
+                self.store.delete(folder)
+
+    def _meet(self, value: Any, deadline_seconds: float) -> str:
+        """Write the value of this process, and wait until every process has done so; return the folder of the values.
+
+        Process 0 deletes it. Raises `PeerLostError`.
+        """
         self._num_calls += 1
         folder = key_value.gather_folder(self._num_calls)
         self.store.set(process_key(folder, self.process_id), value)
@@ -245,19 +273,10 @@ class Hosts:
         # Every process has reached the barrier, so none still reads earlier decisions or the previous gather.
         if self.is_main:
             self.store.delete(key_value.DECISIONS)
-            if self._last_gather is not None:
-                self.store.delete(self._last_gather)
-        self._last_gather, self._num_decisions = folder, 0
-        values = self.store.list_values(folder)
-        return [values[process] for process in range(self.num_processes)]
-
-    def barrier(self) -> None:
-        """Block until every process calls this. Called on every process, by the training thread.
-
-        Raises:
-            PeerLostError: the deadline passed; the message names the missing processes.
-        """
-        self.gather(None)
+            if self._published is not None:
+                self.store.delete(self._published)
+        self._published, self._num_decisions = None, 0
+        return folder
 
     def run_on_main(self, function: Callable[[], Any]) -> Any:
         """Run `function` on process 0, and return its JSON result on every process.
@@ -318,23 +337,23 @@ class Hosts:
         """Block until any process has announced a stop. Needs a thread of its own."""
         self.store.get(key_value.STOP_REQUEST, _FOREVER_SECONDS, "the end of the job")
 
-    def exchange_ticks(self, tick: int) -> list[int]:
-        """Publish the tick of this process and return the ticks of all, in order of process.
+    def agree_on_tick(self, tick: int) -> int:
+        """Return the highest of the ticks of all processes.
 
-        Called once on every process. Blocks until all processes have published theirs.
+        Called once on every process. Blocks until all processes have called it.
 
         Raises:
             PeerLostError: the deadline passed; the message names the missing process.
         """
-        self.store.set(process_key(key_value.STOP_TICKS, self.process_id), tick)
-        return [
-            self.store.get(
-                process_key(key_value.STOP_TICKS, process),
-                self._deadline_seconds,
-                f"the answer of process {process} to a stop",
-            )
-            for process in range(self.num_processes)
-        ]
+        store, deadline_seconds = self.store, self._deadline_seconds
+        if self.is_main:
+            for process in range(1, self.num_processes):
+                key = process_key(key_value.STOP_TICKS, process)
+                tick = max(tick, store.get(key, deadline_seconds, f"the answer of process {process} to a stop"))
+            store.set(key_value.STOP_TICK, tick)
+            return tick
+        store.set(process_key(key_value.STOP_TICKS, self.process_id), tick)
+        return int(store.get(key_value.STOP_TICK, deadline_seconds, "the tick at which all processes stop"))
 
     def leave(self, code: int) -> None:
         """Announce that this process is about to exit with `code`, see `Liveness.leave`. The last call of a process."""

@@ -21,6 +21,10 @@ MAX_DECISIONS = 64
 # Written by a process that was asked to stop, once per job. Never deleted: 1 key.
 STOP_REQUEST = "runner/stop/request"
 
+# The tick of each process except 0 when the stop was requested (preemption), and the highest of all, which process 0
+# publishes. Never deleted: P keys.
+STOP_TICKS, STOP_TICK = "runner/stop/ticks", "runner/stop/tick"
+
 # Written by the watchdog of process 0: a warning when something failed on one process alone, and the diagnosis before
 # the job ends. Each overwrites the previous one. Never deleted: 1 key.
 DIAGNOSIS = "runner/diagnosis"
@@ -35,7 +39,6 @@ REPLICA_ROUNDS = "runner/replica/round"
 # Folders with one key per process, which that process overwrites. Never deleted: P keys each.
 HEARTBEATS = "runner/beat"  # its last heartbeat (watchdog)
 ARRIVALS = "runner/arrival"  # the last round in which it reported its arrival (straggler detection)
-STOP_TICKS = "runner/stop/tick"  # its tick when the stop was requested (preemption)
 DEPARTURES = "runner/departure"  # its exit code, announced before a clean exit (liveness)
 
 # One name for all barriers: the service counts how often a name was passed, but would keep each new name forever.
@@ -53,9 +56,17 @@ def decision_key(call: int) -> str:
 
 
 def gather_folder(call: int) -> str:
-    """Return the folder of the values of one gather, one key per process.
+    """Return the folder of the values of one gather or barrier, one key per process.
 
-    Process 0 deletes it in the next gather, when other processes may already be in the one after: at most 3 P keys.
+    Process 0 deletes it when it has read them, when other processes may already be in the next one: at most 2 P keys.
+    """
+    return f"runner/gathering/{call}"
+
+
+def gathered_key(call: int) -> str:
+    """Return the key in which process 0 publishes the values of one gather, as a list of [number of processes, value].
+
+    Process 0 deletes it at the next barrier or gather: at most 2 keys.
     """
     return f"runner/gathered/{call}"
 

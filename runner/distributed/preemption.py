@@ -59,8 +59,8 @@ class StopPeers(Protocol):
     def await_stop(self) -> None:
         """Block until any process has announced a stop."""
 
-    def exchange_ticks(self, tick: int) -> list[int]:
-        """Publish the tick of this process and return the ticks of all processes."""
+    def agree_on_tick(self, tick: int) -> int:
+        """Return the highest of the ticks of all processes, each of which calls this once."""
 
     def leave(self, code: int) -> None:
         """Announce that this process is about to exit with `code`, so that its exit does not count as a crash."""
@@ -200,7 +200,7 @@ class StopNotice:
         peers = self._peers
         if peers is None:
             with self._lock:
-                self._set_stop_tick([self._encode_tick()])
+                self._set_stop_tick(self._encode_tick())
             return
         try:
             peers.announce_stop()
@@ -210,13 +210,13 @@ class StopNotice:
     def _await_announcement(self, peers: StopPeers) -> None:
         try:
             peers.await_stop()
-            # `poll` must not count while the ticks are exchanged: this process could pass the agreed tick.
+            # `poll` must not count meanwhile: this process could pass the agreed tick.
             with self._lock:
-                ticks = peers.exchange_ticks(self._encode_tick())
+                tick = peers.agree_on_tick(self._encode_tick())
                 # All processes are about to exit; an exit without this announcement would be taken for a crash.
-                if max(ticks) % 2:
+                if tick % 2:
                     peers.leave(EXIT_PREEMPTED)
-                self._set_stop_tick(ticks)
+                self._set_stop_tick(tick)
         except ConnectionError as error:
             self._end_after_lost_peer(error)
 
@@ -224,12 +224,11 @@ class StopNotice:
         """Return a number that grows with the tick, and is odd if the job has not counted one yet."""
         return 2 * self._tick + (self._tick == self._idle_tick)
 
-    def _set_stop_tick(self, ticks: list[int]) -> None:
-        """Set the tick of the stop from the encoded ticks of all processes, or end the process if the job is idle."""
+    def _set_stop_tick(self, farthest: int) -> None:
+        """Set the tick of the stop from the highest encoded one of all, or end the process if all are idle."""
         if self._stop_tick is not None:
             return
         # If any process has begun the job, it has begun for all.
-        farthest = max(ticks)
         if farthest % 2 == 0:
             self._stop_tick = farthest // 2 + 1
             return

@@ -65,7 +65,7 @@ try:
 except InvalidError as error:
     result["refused"] = str(error)
 hosts.barrier()
-result["ticks"] = hosts.exchange_ticks(10 + me)
+result["tick"] = hosts.agree_on_tick(10 + me)
 result["many"] = [hosts.agree(number + me) for number in range(300)] == list(range(300))
 result["num_keys"] = len(hosts.store._client.key_value_dir_get("runner"))
 result["after"] = hosts.agree("still in step")
@@ -109,7 +109,7 @@ def test_agree_broadcasts_the_value_of_process_0(outputs_of_two):
 def test_gather_returns_every_value_in_order_of_process(outputs_of_two):
     for host in outputs_of_two:
         assert host["gather"] == [[0, None], [1, None]]
-        assert host["ticks"] == [10, 11]
+        assert host["tick"] == 11
 
 
 def test_hundreds_of_decisions_leave_few_keys(outputs_of_two):
