@@ -1,0 +1,270 @@
+"""Cost at process 0, in the coordinator and in the bucket, by number of hosts, of what all hosts do together.
+
+The hosts are threads of this process. They run the runner's own agreement, saves and restores over a coordinator and a
+bucket in memory, which count: calls and bytes of the coordinator, requests to the bucket, bytes of the manifest, and
+the CPU time of process 0. Hosts hold the shards of `--chips` chips of a state of `--leaves` leaves. Exponents are those of
+the growth from the number of hosts before: 1 is linear, 2 quadratic.
+
+    python -m tests.benchmarks.scale [--hosts 16 64 256] [--chips 8] [--leaves 60]
+"""
+
+import argparse
+import collections
+import math
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+
+from runner.checkpoint.arrays import ArrayReader, ArrayWriter, open_arrays
+from runner.checkpoint.manifest import Manifest, read_manifest
+from runner.distributed.agreement import Hosts, Liveness
+from runner.distributed.key_value import KeyValueStore
+from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
+
+SHARD_ELEMENTS = 8  # of float32, in each shard: the size of arrays is not measured
+DEADLINE_SECONDS = 3600.0
+TARGET = "checkpoints/1/arrays.1"
+DOLLARS = {"put": 5e-6, "list": 5e-6, "get": 4e-7, "delete": 0.0}  # of a request to S3 Standard
+
+
+class CountingCoordinator:
+    """`key_value.CoordinatorClient` in memory, which wakes only those who wait for a key, and counts."""
+
+    def __init__(self, num_processes: int):
+        self.num_calls = self.num_bytes = 0
+        self._num_processes = num_processes
+        self._folders: dict[str, dict[str, str]] = collections.defaultdict(dict)
+        self._waits: dict[str, threading.Event] = {}
+        self._changed = threading.Condition()
+        self._num_arrived = 0
+
+    def _count(self, num_bytes: int = 0) -> None:
+        self.num_calls, self.num_bytes = self.num_calls + 1, self.num_bytes + num_bytes
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool) -> None:
+        assert allow_overwrite
+        with self._changed:
+            self._count()
+            self._folders[key.rpartition("/")[0]][key] = value
+            if key in self._waits:
+                self._waits.pop(key).set()
+
+    def key_value_try_get(self, key: str) -> str:
+        with self._changed:
+            found = self._folders[key.rpartition("/")[0]].get(key)
+            self._count(len(found or ""))
+        if found is None:
+            raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
+        return found
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        with self._changed:
+            found = [*self._folders[key].items()]
+            self._count(sum(len(name) + len(value) for name, value in found))
+        return found
+
+    def key_value_delete(self, key: str) -> None:
+        with self._changed:
+            self._count()
+            self._folders[key.rpartition("/")[0]].pop(key, None)
+            for folder in [name for name in self._folders if name == key or name.startswith(f"{key}/")]:
+                del self._folders[folder]
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        with self._changed:
+            found = self._folders[key.rpartition("/")[0]].get(key)
+            wait = None if found is not None else self._waits.setdefault(key, threading.Event())
+        if wait is not None:
+            if not wait.wait(timeout_in_ms / 1000):
+                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key}")
+            with self._changed:
+                found = self._folders[key.rpartition("/")[0]][key]
+        assert found is not None, "the key was set"
+        with self._changed:
+            self._count(len(found))
+        return found
+
+    def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None:
+        with self._changed:
+            self._count()
+            needed = (self._num_arrived // self._num_processes + 1) * self._num_processes
+            self._num_arrived += 1
+            if self._num_arrived == needed:
+                self._changed.notify_all()
+            if not self._changed.wait_for(lambda: self._num_arrived >= needed, timeout_in_ms / 1000):
+                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {barrier_id}")
+
+    def make_hosts(self) -> list[Hosts]:
+        """Return the `Hosts` of each process."""
+        store, number = KeyValueStore(self), self._num_processes
+        return [
+            Hosts(process, number, store, Liveness(store, process, number, {}), DEADLINE_SECONDS)
+            for process in range(number)
+        ]
+
+
+@dataclass
+class Pod:
+    """Hosts that run in threads, with their coordinator and bucket."""
+
+    num_hosts: int
+    num_chips: int
+    num_leaves: int
+    scratch: Path
+    requests: "collections.Counter[str]" = field(default_factory=collections.Counter)
+
+    def __post_init__(self) -> None:
+        self.coordinator = CountingCoordinator(self.num_hosts)
+        self.hosts = self.coordinator.make_hosts()
+        driver = MemoryDriver()
+        driver.before = lambda verb, key: self.requests.update([verb])
+        self.bucket = make_memory_bucket(driver)
+        self.manifest = Manifest(name="1", step=1, arrays="arrays.1")
+
+    def run_on_all(self, act: Callable[[Hosts], Any]) -> tuple[list[Any], float]:
+        """Call `act` on all hosts at once; return the results, and the CPU seconds of process 0."""
+        results: list[Any] = [None] * self.num_hosts
+        seconds = [0.0]
+
+        def run(hosts: Hosts) -> None:
+            began = time.thread_time()
+            results[hosts.process_id] = act(hosts)
+            if hosts.is_main:
+                seconds[0] = time.thread_time() - began
+
+        threads = [threading.Thread(target=run, args=(hosts,)) for hosts in self.hosts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results, seconds[0]
+
+    def make_leaves(self, process: int) -> dict[str, Any]:
+        """Return what a writer uses of the arrays of one process, each split over all chips along its first axis."""
+        rows = range(process * self.num_chips, (process + 1) * self.num_chips)
+        found = {}
+        for number in range(self.num_leaves):
+            shards = [
+                SimpleNamespace(
+                    replica_id=0,
+                    index=(slice(row, row + 1), slice(0, SHARD_ELEMENTS)),
+                    data=np.full((1, SHARD_ELEMENTS), row + number, np.float32).view(_HostArray),
+                )
+                for row in rows
+            ]
+            shape = self.num_hosts * self.num_chips, SHARD_ELEMENTS
+            found[f"params.layer{number:03}.kernel"] = SimpleNamespace(
+                addressable_shards=shards, shape=shape, size=math.prod(shape), dtype=np.dtype(np.float32)
+            )
+        return found
+
+    # What is measured.
+
+    def start(self) -> float:
+        """Gather what differs little, as twelve times in a start, and make one decision."""
+        return self.run_on_all(lambda hosts: (hosts.gather(["mesh", 8, "a" * 64]), hosts.agree({"step": 3})))[1]
+
+    def gather_names(self) -> float:
+        """Gather a value of each host that no other has."""
+        return self.run_on_all(lambda hosts: hosts.gather(f"host-{hosts.process_id}.cluster.example.com"))[1]
+
+    def stop(self) -> float:
+        """Agree on the step of a stop."""
+        return self.run_on_all(lambda hosts: hosts.agree_on_tick(8))[1]
+
+    def save(self) -> float:
+        """Write the arrays into the bucket, read them back as a later save of an attempt does, and commit."""
+
+        def save(hosts: Hosts) -> Any:
+            writer = ArrayWriter(self.bucket, hosts, self.scratch / str(hosts.process_id))
+            written = writer.start(TARGET, self.make_leaves(hosts.process_id))(DEADLINE_SECONDS)
+            if hosts.is_main:
+                self.manifest = Manifest(
+                    name="1", step=1, arrays="arrays.1", files=written.files, indexes=written.indexes
+                )
+                self.bucket.write("checkpoints/1/manifest.json", self.manifest.encode())
+
+        return self.run_on_all(save)[1]
+
+    def restore_one(self) -> float:
+        """Read the blocks of one host, on the mesh that saved them; the other hosts do the same."""
+        began, process = time.thread_time(), self.num_hosts // 2
+        manifest = read_manifest(self.bucket, "checkpoints/1")
+        with open_arrays(self.bucket, "checkpoints/1", manifest) as reader:
+            assert isinstance(reader, ArrayReader)
+            for name, leaf in self.make_leaves(process).items():
+                for shard in leaf.addressable_shards:
+                    assert np.array_equal(reader.read_block(name, leaf, shard.index), shard.data)
+        return time.thread_time() - began
+
+    def delete(self) -> float:
+        """Delete the checkpoint, as retention does."""
+        began = time.thread_time()
+        self.bucket.remove_tree("checkpoints/1")
+        return time.thread_time() - began
+
+
+class _HostArray(np.ndarray):  # type: ignore[type-arg]
+    """Shard in the memory of a host."""
+
+    def copy_to_host_async(self) -> None:
+        """Do nothing."""
+
+
+ACTS = ("start", "gather_names", "stop", "save", "restore_one", "delete")
+
+
+def measure(num_hosts: int, num_chips: int, num_leaves: int) -> dict[str, dict[str, float]]:
+    """Return the figures of each act."""
+    found = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        pod = Pod(num_hosts, num_chips, num_leaves, Path(scratch))
+        for name in ACTS:
+            coordinator, pod.requests = pod.coordinator, collections.Counter()
+            coordinator.num_calls = coordinator.num_bytes = 0
+            cpu_seconds = getattr(pod, name)()
+            dollars = sum(DOLLARS[verb] * count for verb, count in pod.requests.items())
+            found[name] = {
+                "calls": coordinator.num_calls,
+                "MB out of the coordinator": coordinator.num_bytes / 1e6,
+                "CPU seconds of process 0": cpu_seconds,
+                **{f"bucket {verb}s": float(count) for verb, count in sorted(pod.requests.items())},
+                **({"dollars": dollars} if dollars else {}),
+                **({"MB of manifest": len(pod.manifest.encode()) / 1e6} if name == "save" else {}),
+            }
+    return found
+
+
+def main() -> None:
+    """Print the figures, with their growth."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--chips", type=int, default=8)
+    parser.add_argument("--leaves", type=int, default=60)
+    parsed = parser.parse_args()
+    threading.stack_size(512 << 10)
+    before: tuple[int, dict[str, dict[str, float]]] | None = None
+    for num_hosts in parsed.hosts:
+        found = measure(num_hosts, parsed.chips, parsed.leaves)
+        for act, figures in found.items():
+            texts = []
+            for name, value in figures.items():
+                earlier = 0.0 if before is None else before[1][act].get(name, 0.0)
+                growth = ""
+                if before is not None and value > 0 and earlier > 0:
+                    growth = f" (exponent {math.log(value / earlier) / math.log(num_hosts / before[0]):.1f})"
+                texts.append(f"{name} {value:,.4g}{growth}")
+            print(f"{num_hosts} hosts, {act}: {', '.join(texts)}", flush=True)
+        before = num_hosts, found
+
+
+if __name__ == "__main__":
+    main()
