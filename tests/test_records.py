@@ -14,12 +14,14 @@ from runner.metrics.rows import ROW_KEYS
 from runner.run.events import EVENT_KEYS, EVENTS
 from runner.run.layout import RESULT_KEYS
 from runner.storage import Key, parse_lines, url
+from tests.benchmarks.scale import Pod
 from tests.support.memory_bucket import MemoryDriver
 from tests.support.tiny_jobs import ROOT, make_counter, make_gpt, stop_after
 
 # Result keys of runs that a hook ends or extends: tests/hook/test_run.py.
 HOOK_KEYS = {"stopped_by", "stopped_because", "stopped_rule", "best_step", "best_value", "<name>"}
 TABLES = {"row": ROW_KEYS, "event": EVENT_KEYS, "result": RESULT_KEYS, "manifest": MANIFEST_KEYS, "index": INDEX_KEYS}
+OWNER_KEYS = {"owners", "owners.*.leaves", "owners.*.grid", "owners.*.runs"}  # of several processes
 PIECE_KEYS = {"shards", "shards.*.start", "shards.*.shape", "shards.*.pieces"}
 CHECKOUT_KEYS = {"environment.commit", "environment.dirty"}
 ACCELERATOR_KEYS = {"perf/mfu", "perf/peak_bytes"}  # unknown for CPUs
@@ -127,7 +129,10 @@ def test_a_result_has_the_keys_of_the_table(trained_run: Path, counter_run: Path
 
 def test_a_manifest_has_the_keys_of_the_table(trained_run: Path, counter_run: Path) -> None:
     written = collect_keys(MANIFEST_KEYS, manifests(trained_run)) | CHECKOUT_KEYS
-    assert written == list_names(MANIFEST_KEYS) - PIECE_KEYS - ZOMBIE_KEYS - FORK_KEYS - FEATURE_KEYS - END_KEYS
+    assert (
+        written
+        == list_names(MANIFEST_KEYS) - PIECE_KEYS - OWNER_KEYS - ZOMBIE_KEYS - FORK_KEYS - FEATURE_KEYS - END_KEYS
+    )
     of_trainers = {key.name for key in MANIFEST_KEYS if key.name.startswith(("topology", "carry", "metric"))}
     assert collect_keys(MANIFEST_KEYS, manifests(counter_run)) | CHECKOUT_KEYS == written - of_trainers
 
@@ -156,6 +161,12 @@ def test_a_manifest_in_a_bucket_has_the_keys_of_the_table(trained_run: Path, mon
 def test_manifests_with_a_file_for_each_piece_have_the_keys_of_the_table() -> None:
     paths = (ROOT / "tests/data/format_1/bucket").glob("checkpoints/*/manifest.json")
     assert collect_keys(MANIFEST_KEYS, [json.loads(path.read_text()) for path in paths]) >= PIECE_KEYS
+
+
+def test_manifests_of_several_processes_have_the_keys_of_the_table(tmp_path: Path) -> None:
+    pod = Pod(3, 2, 2, tmp_path)
+    pod.save()
+    assert collect_keys(MANIFEST_KEYS, [pod.manifest.to_json()]) >= OWNER_KEYS
 
 
 def test_parts_of_the_fast_tier_have_the_keys_of_the_tables(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ as one file for each piece of a shard. Both are still read. Readers claim no att
 import contextlib
 import shutil
 import tempfile
+import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,9 +33,18 @@ import tensorstore
 from jax.sharding import SingleDeviceSharding
 
 from runner.checkpoint import blocks, fingerprint
-from runner.checkpoint.blocks import Blocks, BlockTable, Index, Shards, copy_to_host, write_packs
+from runner.checkpoint.blocks import Blocks, BlockTable, Index, Owners, Shards, copy_to_host, write_packs
 from runner.checkpoint.leaves import Leaves, decode_leaves, encode_leaves, parse_dtype
-from runner.checkpoint.manifest import FORMAT, INDEX_KEYS, Files, Manifest, parse_manifest, seal, validate_files
+from runner.checkpoint.manifest import (
+    FORMAT,
+    INDEX_KEYS,
+    Files,
+    Manifest,
+    OwnersRecord,
+    parse_manifest,
+    seal,
+    validate_files,
+)
 from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
 from runner.errors import NewerFormatError, PeerLostError, format_error
@@ -65,6 +75,7 @@ class WriteResult:
 
     files: Files = field(default_factory=dict)
     indexes: list[str] = field(default_factory=list)
+    owners: dict[str, OwnersRecord] = field(default_factory=dict)
     read_back: bool = False
 
 
@@ -96,6 +107,7 @@ class ArrayWriter:
     def __init__(self, store: Store, hosts: Hosts, staging: Path):
         self._store, self._hosts, self._staging = store, hosts, staging
         self._num_saves = 0
+        self._owners: dict[Any, Owners | None] = {}  # by sharding and shape
         self._failed: set[str] = set()  # targets of failed writes that were not written since
 
     def start(self, target: str, leaves: dict[str, jax.Array], error: Exception | None = None) -> FinishWrite:
@@ -118,11 +130,14 @@ class ArrayWriter:
         except WRITE_ERRORS as caught:
             error = caught
         sizes = {name: leaf.size for name, leaf in leaves.items()}
+        shardings = {name: (leaf.sharding, leaf.shape) for name, leaf in leaves.items()}
 
         def finish(deadline_seconds: float, check: BitsCheck | None = None) -> WriteResult:
             deadline = time.monotonic() + deadline_seconds
             parts = self.finish_part(number, target, blocks, sizes, deadline, error)
-            return self.read_back(number, target, parts, deadline, check)
+            # In the first save of an attempt every process reads what it would need for a restore.
+            owners = self._find_owners(shardings) if self._hosts.is_main or check is not None else {}
+            return self.read_back(number, target, parts, deadline, check, owners)
 
         return finish
 
@@ -161,6 +176,20 @@ class ArrayWriter:
         if error is not None:
             raise error
         return parts
+
+    def _find_owners(self, shardings: Mapping[str, tuple[jax.sharding.Sharding, Any]]) -> dict[str, OwnersRecord]:
+        """Return the processes that write the blocks of each leaf, as the manifest has them; empty for one process."""
+        if self._hosts.num_processes == 1:
+            return {}
+        found: dict[str, OwnersRecord] = {}
+        for name, place in shardings.items():
+            if place not in self._owners:
+                self._owners[place] = Owners.from_sharding(*place)
+            owners = self._owners[place]
+            if owners is not None:
+                record = OwnersRecord(leaves=[], grid=owners.grid, runs=owners.runs)
+                found.setdefault(repr(owners), record)["leaves"].append(name)
+        return {str(number): record for number, record in enumerate(found.values())}
 
     def _announce(self, number: int, reason: str | None, deadline: float) -> str | None:
         """Return on every process the reason of process 0 why a save has failed; None if it goes on."""
@@ -207,7 +236,13 @@ class ArrayWriter:
         return {"files": table.files, "elements": elements}
 
     def read_back(
-        self, number: int, target: str, parts: list[JsonObject], deadline: float, check: BitsCheck | None
+        self,
+        number: int,
+        target: str,
+        parts: list[JsonObject],
+        deadline: float,
+        check: BitsCheck | None,
+        owners: dict[str, OwnersRecord],
     ) -> WriteResult:
         """Read the files of another process back, and on process 0 wait until all processes have done so."""
         hosts, (directory, _, arrays) = self._hosts, target.rpartition("/")
@@ -222,12 +257,12 @@ class ArrayWriter:
                 shared = "" if not hint or self._store.root is None else "; all hosts must share `directory`"
                 raise OSError(f"process {hosts.process_id} cannot read back {problem}{hint}{shared}")
             if check is not None:
-                check(ArrayReader(self._store, directory, indexes))
+                check(ArrayReader(self._store, directory, indexes, owners=owners))
         except WRITE_ERRORS as caught:
             error = caught
         _collect(hosts, key_value.save_folder(number, "read"), {}, error, deadline)
         files = {name: entry for part in parts for name, entry in part.get("files", {}).items()}
-        return WriteResult(files, indexes, is_full)
+        return WriteResult(files, indexes, owners, is_full)
 
     def discard(self, target: str) -> None:
         """Delete what a failed write has left of this process. Uploaded files stay until the next attempt."""
@@ -416,7 +451,7 @@ def make_bits_check(layout: fingerprint.LeafLayout, digests: list[jax.Array], le
 
 
 class ArrayReader:
-    """Reader of the arrays of one checkpoint, whose tables have been read. Any thread.
+    """Reader of the arrays of one checkpoint. Any thread. A table is read when an array needs it.
 
     Args:
         store: the run's directory.
@@ -424,40 +459,75 @@ class ArrayReader:
         indexes: names of the tables of all processes.
         files: size and CRC-32C of each file, if the checkpoint is committed.
         shards: the blocks of each array instead, if there are no such tables.
-
-    Raises:
-        ValueError: a table is missing or damaged.
-        OSError: the store could not read it.
+        owners: processes that have written the blocks of each leaf; leaves without them may need any table.
     """
 
     def __init__(
         self,
         store: Store,
         directory: str,
-        indexes: Iterable[str] = (),
+        indexes: Sequence[str] = (),
         files: Files | None = None,
         shards: Shards | None = None,
+        owners: Mapping[str, OwnersRecord] | None = None,
     ):
-        self._store, self._directory = store, directory
+        self._store, self._directory, self._indexes, self._files = store, directory, indexes, files
         self._shards: Shards = dict(shards or {})
-        known = dict(files or {})
+        self._owners = {
+            name: Owners(each["grid"], each["runs"]) for each in (owners or {}).values() for name in each["leaves"]
+        }
+        self._lock = threading.Lock()  # over the tables
+        self._tables: set[int] = set()  # processes whose tables were read
+        if shards is not None:
+            self._validate_sizes("", files or {})
 
-        def read(name: str) -> BlockTable:
-            return read_index(store, directory, name, None if files is None else list(files[name]))
+    def _find_tables(self, name: str, shape: Sequence[int], indices: Iterable[Index]) -> set[int]:
+        """Return the processes whose tables may hold some blocks of an array."""
+        owners, found = self._owners.get(name), set[int]()
+        for index in indices:
+            start, extent = blocks.get_start(index, shape), blocks.get_extent(index, shape)
+            own = None if owners is None else owners.find(shape, start, extent)
+            if own is None:
+                return set(range(len(self._indexes)))
+            found |= own
+        return found
 
-        with ThreadPoolExecutor(blocks.NUM_READERS, thread_name_prefix="read") as pool:
-            for table in pool.map(read, indexes):
-                known |= table.files
+    def _read_tables(self, processes: set[int]) -> None:
+        """Read the tables of these processes that were not read yet.
+
+        Raises:
+            ValueError: a table is missing or damaged.
+            OSError: the store could not read it.
+        """
+
+        def read(process: int) -> BlockTable:
+            name = self._indexes[process]
+            table = read_index(
+                self._store, self._directory, name, None if self._files is None else list(self._files[name])
+            )
+            # The files of a table begin like it.
+            self._validate_sizes(name.removesuffix(INDEX_SUFFIX) + ".", table.files)
+            return table
+
+        with self._lock, ThreadPoolExecutor(blocks.NUM_READERS, thread_name_prefix="read") as pool:
+            missing = sorted(processes - self._tables)
+            for table in pool.map(read, missing):
                 for leaf, own in table.shards.items():
                     self._shards.setdefault(leaf, []).extend(own)
-        if store.root is None:
-            # A range that a bucket answers with fewer bytes is asked for again, as after a broken connection, so an
-            # object that is too short must be found before.
-            sizes = store.list_sizes(directory)
-            for name, (size, _) in known.items():
-                if sizes.get(name) != size:
-                    has = f"has {sizes[name]} bytes, the manifest says {size}" if name in sizes else "is missing"
-                    raise blocks.DamagedBlockError(f"{name} {has}")
+            self._tables |= processes
+
+    def _validate_sizes(self, start: str, files: Files) -> None:
+        """Check the sizes of files of a bucket, whose names begin with `start`. Raises as `_read_tables` does."""
+        if self._store.root is not None:
+            return
+        # A range that a bucket answers with fewer bytes is asked for again, as after a broken connection, so an object
+        # that is too short must be found before.
+        top = f"{self._directory}/"
+        sizes = {name[len(top) :]: info.size_bytes for name, info in self._store.list_files(top + start).items()}
+        for name, (size, _) in files.items():
+            if sizes.get(name) != size:
+                has = f"has {sizes[name]} bytes, the manifest says {size}" if name in sizes else "is missing"
+                raise blocks.DamagedBlockError(f"{name} {has}")
 
     def _fetch(self, run: list[blocks.Piece]) -> dict[blocks.Piece, np.ndarray]:
         def read(name: str, begin: int, end: int) -> bytes:
@@ -472,10 +542,16 @@ class ArrayReader:
             ValueError: bytes are missing or wrong.
             OSError: the store could not read them.
         """
+        needed: set[int] = set()
+        for name, leaf in leaves.items():
+            indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+            needed |= self._find_tables(name, leaf.shape, indices)
+        self._read_tables(needed)
         return blocks.read_blocks(self._fetch, self._shards, leaves)
 
     def read_block(self, name: str, leaf: Any, index: Index) -> np.ndarray:
         """Return one block of the array `name`, which `leaf` describes, in host memory. Raises as `read` does."""
+        self._read_tables(self._find_tables(name, leaf.shape, [index]))
         return blocks.read_block(self._fetch, self._shards.get(name, []), leaf.dtype, index, leaf.shape)
 
 
@@ -533,9 +609,11 @@ def open_arrays(store: Store, directory: str, manifest: Manifest) -> Iterator[Ar
         OSError: the store could not read it.
     """
     if manifest.indexes is not None:
-        yield ArrayReader(store, directory, manifest.indexes, manifest.files)
+        yield ArrayReader(store, directory, manifest.indexes, manifest.files, owners=manifest.owners)
     elif manifest.shards is not None:
-        yield ArrayReader(store, directory, shards=blocks.parse_records(manifest.shards, manifest.files))
+        yield ArrayReader(
+            store, directory, files=manifest.files, shards=blocks.parse_records(manifest.shards, manifest.files)
+        )
     elif store.root is not None:
         yield OrbaxReader(store.root / directory / manifest.arrays)
     else:

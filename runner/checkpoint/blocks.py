@@ -9,7 +9,10 @@ A checkpoint has few files: each process writes its pieces one after another int
 its part of the table beside them (`write_packs`). A checkpoint in a bucket before format 2 has one file for each piece.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +31,7 @@ PIECE_BYTES = 64 << 20
 PACK_BYTES = 1 << 30  # one object of a bucket; several are uploaded side by side
 NUM_READERS = 8
 _BUFFER_BYTES = 1 << 20
+_MAX_OVERLAPS = 1 << 16  # blocks of which a reader looks for the owners; for more it reads all tables
 _DIGEST_BYTES = 4 << 20  # digested at a time, because the training thread waits for the interpreter meanwhile
 
 Index = tuple[slice, ...]
@@ -74,6 +78,53 @@ class BlockTable:
 
     files: Files = field(default_factory=dict)
     shards: Shards = field(default_factory=dict)
+
+
+class Owners(NamedTuple):
+    """Processes that have written the blocks of arrays, so that a reader opens only the tables that it needs.
+
+    Attributes:
+        grid: number of blocks on each axis; all have the same size.
+        runs: [number of blocks, process], for the blocks in C order.
+    """
+
+    grid: list[int]
+    runs: list[list[int]]
+
+    @classmethod
+    def from_sharding(cls, sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> "Owners | None":
+        """Return the owners of the blocks of an array that `copy_to_host` gives as `own`; None for unequal blocks."""
+        # As for `replica_id`, the first device of those with one block counts.
+        owner_of: dict[tuple[int, ...], int] = {}
+        devices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+        for device, index in devices.items():
+            owner_of.setdefault(tuple(get_start(index, shape)), device.process_index)
+        grid = [len(set(starts)) for starts in zip(*owner_of, strict=True)]
+        if len(owner_of) != math.prod(grid) or any(size % count for size, count in zip(shape, grid, strict=True)):
+            return None
+        in_order = (owner_of[start] for start in sorted(owner_of))
+        return cls(grid, [[len([*run]), process] for process, run in itertools.groupby(in_order)])
+
+    def find(self, shape: Sequence[int], start: Sequence[int], extent: Sequence[int]) -> set[int] | None:
+        """Return the processes that have elements of a block of an array of this shape; None if it may be any."""
+        if 0 in extent:
+            return set()
+        if len(self.grid) != len(shape):
+            return None
+        ranges, ends = [], list(itertools.accumulate(count for count, _ in self.runs))
+        for size, count, begin, length in zip(shape, self.grid, start, extent, strict=True):
+            if count < 1 or size % count:
+                return None
+            ranges.append(range(begin // (size // count), -(-(begin + length) // (size // count))))
+        if math.prod(map(len, ranges)) > _MAX_OVERLAPS or not ends or ends[-1] != math.prod(self.grid):
+            return None
+        found = set()
+        for place in itertools.product(*ranges):
+            number = 0
+            for count, own in zip(self.grid, place, strict=True):
+                number = number * count + own
+            found.add(self.runs[bisect.bisect_right(ends, number)][1])
+        return found
 
 
 def parse_records(records: dict[str, list[ShardRecord]], files: Files) -> Shards:
@@ -136,7 +187,7 @@ def copy_to_host(leaves: dict[str, jax.Array], share: Literal["own", "all"] = "o
             shard.data.copy_to_host_async()
         shards_of[name] = shards
     return {
-        name: [(_get_start(shard.index, leaves[name].shape), np.asarray(shard.data)) for shard in shards]
+        name: [(get_start(shard.index, leaves[name].shape), np.asarray(shard.data)) for shard in shards]
         for name, shards in shards_of.items()
     }
 
@@ -273,7 +324,7 @@ def read_blocks(fetch: Fetch, shards: Shards, leaves: dict[str, Any]) -> dict[st
             needed = {}
             for name, leaf in leaves.items():
                 indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-                blocks = [(_get_start(index, leaf.shape), _get_extent(index, leaf.shape)) for index in indices]
+                blocks = [(get_start(index, leaf.shape), get_extent(index, leaf.shape)) for index in indices]
                 needed[name] = [
                     shard
                     for shard in shards.get(name, [])
@@ -307,7 +358,7 @@ def read_block(
     Raises:
         DamagedBlockError: as in `read_blocks`.
     """
-    start, extent = _get_start(index, shape), _get_extent(index, shape)
+    start, extent = get_start(index, shape), get_extent(index, shape)
     blocks = []
     for shard in shards:
         if _find_overlap(shard, start, extent) is not None:
@@ -318,11 +369,13 @@ def read_block(
     return _fill(blocks, dtype, start, extent)
 
 
-def _get_start(index: Index, shape: tuple[int, ...]) -> list[int]:
+def get_start(index: Index, shape: Sequence[int]) -> list[int]:
+    """Return the offset of a block on each axis."""
     return [part.indices(size)[0] for part, size in zip(index, shape, strict=True)]
 
 
-def _get_extent(index: Index, shape: tuple[int, ...]) -> list[int]:
+def get_extent(index: Index, shape: Sequence[int]) -> list[int]:
+    """Return the size of a block on each axis."""
     bounds = [part.indices(size) for part, size in zip(index, shape, strict=True)]
     return [stop - start for start, stop, _ in bounds]
 
@@ -352,7 +405,7 @@ def _assemble(leaf: Any, shards: list[Shard], futures: dict[Piece, Future[dict[P
 
     def get_block(index: Index | None) -> np.ndarray:
         assert index is not None, "every device has an index"
-        return _fill(blocks, leaf.dtype, _get_start(index, leaf.shape), _get_extent(index, leaf.shape))
+        return _fill(blocks, leaf.dtype, get_start(index, leaf.shape), get_extent(index, leaf.shape))
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, get_block)
 

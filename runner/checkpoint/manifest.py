@@ -119,6 +119,10 @@ MANIFEST_KEYS = (
     Key("fingerprint", str, "Digest over all leaves, 32 hexadecimal digits."),
     Key("files", dict, "File -> [size in bytes, CRC-32C], for every file except the manifest."),
     Key("indexes", list, "Files with the tables of the shards of each process, `<arrays>/<process>.json`."),
+    Key("owners", dict, "Processes that have written the blocks of the leaves; the keys are numbers."),
+    Key("owners.*.leaves", list, "Names of leaves with this grid."),
+    Key("owners.*.grid", list, "Number of blocks on each axis; all have the same size."),
+    Key("owners.*.runs", list, "[number of blocks, process] for the blocks in C order."),
     Key("shards", dict, "Leaf -> list of its blocks; only in format 1 in buckets."),
     Key("shards.*.start", list, "Start index of the block on each axis."),
     Key("shards.*.shape", list, "Size of the block on each axis."),
@@ -172,6 +176,14 @@ class ShardRecord(TypedDict):
     pieces: list[str]
 
 
+class OwnersRecord(TypedDict):
+    """Processes that have written the blocks of some leaves, as JSON; see `blocks.Owners`."""
+
+    leaves: list[str]
+    grid: list[int]
+    runs: list[list[int]]
+
+
 class NotCommittedError(FileNotFoundError):
     """Error for a directory without a checkpoint: its save was never committed, or it was retired."""
 
@@ -206,6 +218,7 @@ class Manifest:
     environment: JsonObject | None = None
     files: Files = field(default_factory=dict)
     indexes: list[str] | None = None
+    owners: dict[str, OwnersRecord] | None = None
     shards: dict[str, list[ShardRecord]] | None = None
     read_back: bool = False
     seconds: float = 0.0
@@ -253,6 +266,17 @@ class Manifest:
         validate_files(manifest.files)
         if not all(isinstance(name, str) and name in manifest.files for name in manifest.indexes or ()):
             raise ValueError("indexes has a name that is not among the files")
+        for owners in (manifest.owners or {}).values():
+            numbers = [owners["grid"], *owners["runs"]]
+            if not all(
+                isinstance(each, list) and all(type(number) is int and 0 <= number <= INT_MAX for number in each)
+                for each in numbers
+            ):
+                raise ValueError("owners has something that is not a list of whole numbers")
+            if not all(len(run) == 2 and run[1] < len(manifest.indexes or ()) for run in owners["runs"]):
+                raise ValueError("owners has a run that is not [number of blocks, process with a table]")
+            if not all(isinstance(name, str) for name in owners["leaves"]):
+                raise ValueError("owners has a leaf that is no name")
         shapes = [leaf["shape"] for leaf in manifest.leaves.values()]
         for shard in (shard for shards in (manifest.shards or {}).values() for shard in shards):
             shapes += [shard["start"], shard["shape"]]

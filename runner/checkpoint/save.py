@@ -554,6 +554,7 @@ class Checkpointer:
                     manifest,
                     files=written.files,
                     indexes=written.indexes,
+                    owners=written.owners or None,
                     read_back=written.read_back,
                     seconds=save.seconds,
                 )

@@ -2,8 +2,8 @@
 
 The hosts are threads of this process. They run the runner's own agreement, saves and restores over a coordinator and a
 bucket in memory, which count: calls and bytes of the coordinator, requests to the bucket, bytes of the manifest, and
-the CPU time of process 0. Hosts hold the shards of `--chips` chips of a state of `--leaves` leaves. Exponents are those of
-the growth from the number of hosts before: 1 is linear, 2 quadratic.
+the CPU time of process 0. Hosts hold the shards of `--chips` chips of a state of `--leaves` leaves. Exponents are those
+of the growth from the number of hosts before: 1 is linear, 2 quadratic.
 
     python -m tests.benchmarks.scale [--hosts 16 64 256] [--chips 8] [--leaves 60]
 """
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -128,6 +128,7 @@ class Pod:
         driver.before = lambda verb, key: self.requests.update([verb])
         self.bucket = make_memory_bucket(driver)
         self.manifest = Manifest(name="1", step=1, arrays="arrays.1")
+        self.sharding = _FirstAxis(self.num_hosts, self.num_chips)
 
     def run_on_all(self, act: Callable[[Hosts], Any]) -> tuple[list[Any], float]:
         """Call `act` on all hosts at once; return the results, and the CPU seconds of process 0."""
@@ -162,7 +163,11 @@ class Pod:
             ]
             shape = self.num_hosts * self.num_chips, SHARD_ELEMENTS
             found[f"params.layer{number:03}.kernel"] = SimpleNamespace(
-                addressable_shards=shards, shape=shape, size=math.prod(shape), dtype=np.dtype(np.float32)
+                addressable_shards=shards,
+                shape=shape,
+                size=math.prod(shape),
+                dtype=np.dtype(np.float32),
+                sharding=self.sharding,
             )
         return found
 
@@ -188,7 +193,12 @@ class Pod:
             written = writer.start(TARGET, self.make_leaves(hosts.process_id))(DEADLINE_SECONDS)
             if hosts.is_main:
                 self.manifest = Manifest(
-                    name="1", step=1, arrays="arrays.1", files=written.files, indexes=written.indexes
+                    name="1",
+                    step=1,
+                    arrays="arrays.1",
+                    files=written.files,
+                    indexes=written.indexes,
+                    owners=written.owners,
                 )
                 self.bucket.write("checkpoints/1/manifest.json", self.manifest.encode())
 
@@ -210,6 +220,30 @@ class Pod:
         began = time.thread_time()
         self.bucket.remove_tree("checkpoints/1")
         return time.thread_time() - began
+
+
+class _Chip(NamedTuple):
+    """Device."""
+
+    process_index: int
+    number: int
+
+
+@dataclass(frozen=True)
+class _FirstAxis:
+    """Sharding of the first axis over all chips."""
+
+    num_hosts: int
+    num_chips: int
+
+    def devices_indices_map(self, shape: tuple[int, ...]) -> dict[_Chip, tuple[slice, ...]]:
+        """Return the block of each chip."""
+        return {
+            _Chip(process, chip): (slice(row, row + 1), slice(0, shape[1]))
+            for process in range(self.num_hosts)
+            for chip in range(self.num_chips)
+            for row in [process * self.num_chips + chip]
+        }
 
 
 class _HostArray(np.ndarray):  # type: ignore[type-arg]

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -301,3 +302,64 @@ def test_a_leaf_without_any_shard_is_rejected(tmp_path):
     files = BlockDirectory(tmp_path, {"w": make_matrix("copies")})
     with pytest.raises(blocks.DamagedBlockError, match="hold 0 of 384 elements"):
         blocks.read_blocks(files.fetch, {"w": []}, {"w": make_abstract(WHOLE, SHARDINGS["copies"])})
+
+
+# Owners.
+
+
+class Chip(NamedTuple):
+    """Device of a pod, of which this process has only simulated ones."""
+
+    process_index: int
+    number: int
+
+
+class PodSharding:
+    """Sharding of `SHARDINGS` as if two of its devices at a time belonged to one process."""
+
+    def __init__(self, place):
+        self._sharding = SHARDINGS[place]
+
+    def devices_indices_map(self, shape):
+        found = self._sharding.devices_indices_map(shape)
+        return {Chip(device.id // 2, device.id): index for device, index in found.items()}
+
+
+@pytest.mark.parametrize("place", SHARDINGS)
+@pytest.mark.parametrize("shape", [(16, 24), (32, 8), (0, 8)])
+def test_the_owners_of_a_block_are_the_processes_that_have_written_its_elements(place, shape):
+    array = jax.device_put(np.zeros(shape, np.float32), SHARDINGS[place])
+    owners = blocks.Owners.from_sharding(PodSharding(place), shape)
+    assert owners is not None
+    written = np.full(shape, -1)
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            written[shard.index] = shard.device.id // 2
+    assert (written >= 0).all()
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        start = [int(random.integers(0, size + 1)) for size in shape]
+        extent = [int(random.integers(0, size - begin + 1)) for size, begin in zip(shape, start, strict=True)]
+        block = written[tuple(slice(begin, begin + size) for begin, size in zip(start, extent, strict=True))]
+        assert owners.find(shape, start, extent) == set(block.flat)
+
+
+BAD_OWNERS = {
+    "other axes": blocks.Owners([2], [[2, 0]]),
+    "no blocks": blocks.Owners([0, 1], []),
+    "unequal blocks": blocks.Owners([3, 1], [[3, 0]]),
+    "too few runs": blocks.Owners([4, 1], [[3, 0]]),
+    "too many runs": blocks.Owners([4, 1], [[5, 0]]),
+    "no runs": blocks.Owners([4, 1], []),
+}
+
+
+@pytest.mark.parametrize("owners", BAD_OWNERS.values(), ids=BAD_OWNERS)
+def test_owners_that_do_not_fit_an_array_say_nothing(owners):
+    assert owners.find((16, 24), (0, 0), (16, 24)) is None
+
+
+def test_the_owners_of_very_many_blocks_are_not_looked_for():
+    owners = blocks.Owners([1 << 40, 1], [[1 << 40, 7]])
+    assert owners.find((1 << 40, 1), (0, 0), (1 << 40, 1)) is None
+    assert owners.find((1 << 40, 1), (5, 0), (9, 1)) == {7}
