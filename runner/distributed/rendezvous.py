@@ -27,6 +27,7 @@ import json
 import math
 import os
 import re
+import resource
 import select
 import selectors
 import socket
@@ -683,7 +684,27 @@ def _parse_message(line: bytes) -> JsonObject:
 
 # Timeout of JAX's coordination service. It is long, because the runner's watchdog notices a lost process sooner and
 # names it.
+_OTHER_DESCRIPTORS = 128  # files that a process has open at the least, besides its connections to other processes
+_SPARE_DESCRIPTORS = 1024  # for data, saves and replicas, as far as the system allows
 _HEARTBEAT_TIMEOUT_SECONDS = 60
+
+
+def raise_descriptor_limit(num_connections: int) -> None:
+    """Raise this process's limit of open files, if it is too low for so many connections to other processes.
+
+    Raises `InvalidError` if the system does not allow enough.
+    """
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed, spare = _OTHER_DESCRIPTORS + num_connections, _SPARE_DESCRIPTORS
+    soft, hard = (math.inf if each == resource.RLIM_INFINITY else each for each in limits)
+    wanted = min(needed + spare, hard)
+    if wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), limits[1]))
+    if max(wanted, soft) < needed:
+        raise InvalidError(
+            f"this process may open {hard:.0f} files at most, needs {needed}, of which {num_connections} are for "
+            "connections to other processes; raise the hard limit (ulimit -Hn, or LimitNOFILE= of systemd)"
+        )
 
 
 def join_job(placement: Placement | None, deadlines: Deadlines, members: Members | None = None) -> Hosts:
@@ -697,8 +718,12 @@ def join_job(placement: Placement | None, deadlines: Deadlines, members: Members
         members: membership of an elastic job, which begins with the processes that joined in time; else None.
 
     Raises:
+        InvalidError: the limit of open files is too low.
         RetryableError: processes did not join in time, and the message names them; or the job runs on other hosts.
     """
+    is_main = placement is not None and placement.process_id == 0
+    # Process 0 has a connection of the watchdog and one of the coordination service to every other one.
+    raise_descriptor_limit(0 if placement is None else 2 * placement.num_processes if is_main else 2)
     if placement is None:
         return Hosts.single_process()
     result = wait_for_peers(placement, deadlines.start_seconds, members)

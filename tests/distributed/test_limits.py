@@ -1,0 +1,68 @@
+"""Limits of the system on open files, with which a job is started."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.distributed.rendezvous import raise_descriptor_limit
+from runner.errors import InvalidError
+from tests.support.job_process import ROOT
+
+PROGRAM = """
+import resource, sys
+from runner.distributed.rendezvous import raise_descriptor_limit
+soft, hard, connections = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+raise_descriptor_limit(connections)
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+# By the soft and hard limit and the connections to other processes: the soft limit after it, or None if it is refused.
+LIMITS = {
+    "enough": ((4096, 4096, 2), 4096),
+    "a soft limit that can be raised": ((200, 4096, 2), 128 + 2 + 1024),
+    "a hard limit without spare files": ((200, 400, 200), 400),
+    "exactly enough": ((328, 328, 200), 328),
+    "one too few": ((327, 327, 200), None),
+    "none for a large pod": ((1024, 1024, 8192), None),
+    "a large pod": ((1024, 4096, 2048), 2048 + 128 + 1024),
+}
+
+
+@pytest.mark.parametrize(("given", "raised"), LIMITS.values(), ids=LIMITS)
+def test_the_limit_of_open_files_is_raised_or_the_start_refused(given: tuple[int, ...], raised: int | None) -> None:
+    command = [sys.executable, "-c", PROGRAM, *map(str, given)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if raised is None:
+        assert f"may open {given[1]} files at most, needs {128 + given[2]}, of which {given[2]} are for" in ended.stderr
+    else:
+        assert ended.stdout == f"{raised}\n", ended.stderr
+
+
+def test_a_job_that_may_not_open_enough_files_ends_with_2(tmp_path: Path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (120, 120))
+
+    ended = subprocess.run(
+        [sys.executable, "-m", "runner", "specs/counter.yaml", "--set", f"directory={tmp_path / 'run'}"],
+        cwd=ROOT,
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2, ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert "may open 120 files at most, needs 128, of which 0" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unlimited_process_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", None)
+    raise_descriptor_limit(1 << 20)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (9, 9))
+    with pytest.raises(InvalidError, match="LimitNOFILE"):
+        raise_descriptor_limit(2)
