@@ -22,8 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from experiments.model.attention import AttentionOptions, cached_attention, causal_attention
+from experiments.model.attention import cached_attention, causal_attention
 from experiments.model.config import DecoderConfig, LatentConfig, LayerKind, Sharing
+from experiments.model.context_layout import AttentionOptions
 from experiments.model.layers import (
     INIT_STDDEV,
     Dense,
@@ -160,7 +161,7 @@ class Attention(nn.Module):
             qkv, rope = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxH), config.get_rope(self.kind)
             rotation = info.rotations[self.kind], "halves" if rope is None else rope.pairs
             a_BxTxNxH = causal_attention(
-                *qkv, info.segments, *rotation, **options, sinks_N=sinks_N, row_attention=self.row_attention
+                *qkv, info.segments, *rotation, **options._asdict(), sinks_N=sinks_N, row_attention=self.row_attention
             )
             if self.sharing == "gives":
                 cache = LayerCache(k_BxTxKxH, v_BxTxKxH)
@@ -173,7 +174,7 @@ class Attention(nn.Module):
                 keys, values = _update(cache.keys, k_BxTxKxH, info.start), _update(cache.values, v_BxTxKxH, info.start)
                 given = cache = LayerCache(keys, values)
             assert given is not None
-            a_BxTxNxH = cached_attention(q_BxTxNxH, *given, info.start, **options, sinks_N=sinks_N)
+            a_BxTxNxH = cached_attention(q_BxTxNxH, *given, info.start, **options._asdict(), sinks_N=sinks_N)
             a_BxTxNxH = a_BxTxNxH.astype(q_BxTxNxH.dtype)
         if gate_BxTxNxH is not None:
             a_BxTxNxH = apply_gate(jax.nn.sigmoid, a_BxTxNxH, gate_BxTxNxH)
@@ -246,7 +247,7 @@ class LatentAttention(nn.Module):
             # The rotated part of a key is shared by all heads.
             k_BxTxNxR = jnp.broadcast_to(k_BxTx1xR, q_BxTxNxR.shape)
             q_BxTxNxH, k_BxTxNxH = _concatenate(q_BxTxNxP, q_BxTxNxR), _concatenate(kv_BxTxNxPW[..., :P], k_BxTxNxR)
-            options = _make_options(config, self.kind)
+            options = _make_options(config, self.kind)._asdict()
             qkv = (q_BxTxNxH, k_BxTxNxH, kv_BxTxNxPW[..., P:])
             a_BxTxNxW = causal_attention(*qkv, info.segments, **options, row_attention=self.row_attention)
         else:
@@ -266,7 +267,7 @@ class LatentAttention(nn.Module):
         N, C, P = self.config.heads, self._latent.key_value_rank, self._latent.plain_head_dim
         up_CxNxPW = up_CxNPW.reshape(C, N, -1)
         q_BxTxNxC = jnp.einsum("btnp,cnp->btnc", q_BxTxNxP, up_CxNxPW[..., :P])
-        options = _make_options(self.config, self.kind)
+        options = _make_options(self.config, self.kind)._asdict()
         # By default the scale is that of a head, and not of a latent, which these queries are as wide as.
         options["scale"] = options["scale"] or 1 / math.sqrt(self.config.head_size)
         keys, values = cache.latents, cache.latents[..., :C]
@@ -297,7 +298,7 @@ def residual_stddev(config: DecoderConfig) -> float:
 
 def _make_options(config: DecoderConfig, kind: LayerKind) -> AttentionOptions:
     scale = None if config.query_scale == "auto" else config.query_scale
-    return {"window": config.get_window(kind), "softcap": config.attention_softcap, "scale": scale}
+    return AttentionOptions(config.get_window(kind), config.attention_softcap, scale)
 
 
 def _rotate(x_BxTxNxH: jax.Array, info: SequenceInfo, config: DecoderConfig, kind: LayerKind) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Layout of sequences under context parallelism, the choice of its method, and the schedule between shards.
+"""Arguments of attention; layout of sequences under context parallelism, its method and schedule between shards.
 
 Attention over sequences that are sharded over several devices can exchange keys and values in two ways:
 
@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from experiments.model.layers import make_partition_spec, num_devices, num_sequence_shards
 from experiments.model.platform import platform
+from experiments.model.rotary import Rotation
 from runner.accelerator import PeakRates, find_chip
 from runner.config import ContextParallelMethod
 
@@ -39,6 +40,28 @@ MAX_BLOCK_TOKENS = 512
 KERNEL_TOKENS = 128  # the splash kernel needs halves that are a multiple of it
 
 
+class AttentionInputs(NamedTuple):
+    """Arrays that attention reads. Their gradients have the same form, with None for what has none.
+
+    B batch, N heads of queries, K heads of keys and values, H width of a head of queries and keys, W of values.
+    """
+
+    q: jax.Array  # (B, T, N, H)
+    k: jax.Array  # (B, T, K, H)
+    v: jax.Array  # (B, T, K, W)
+    segments: jax.Array | None = None  # (B, T), int32: documents of each sequence
+    rotation: Rotation | None = None  # of halves of queries and keys, to apply first
+    sinks: jax.Array | None = None  # (N), in the dtype of q: score of each head of queries for the value zero
+
+
+class AttentionOptions(NamedTuple):
+    """Static options of attention."""
+
+    window: int | None = None  # positions that a query attends to, its own included; None: its whole past
+    softcap: float | None = None  # a score s becomes softcap tanh(s / softcap), before masking
+    scale: float | None = None  # factor on scores; None: 1 / sqrt(H)
+
+
 @dataclass(frozen=True)
 class SequenceLayout:
     """Static description of sharded sequences and of the attention to compute.
@@ -49,8 +72,7 @@ class SequenceLayout:
         axes: mesh axes over which positions are sharded.
         spec: sharding of (B, T, N, H) and (B, T, K, H).
         way: `ring` or `gather`.
-        window: positions that a query attends to; None is its whole past.
-        softcap: soft-cap of scores.
+        options: options of attention.
         scale: factor on scores.
         block_tokens: C, positions of a block.
         has_kernel: True if the splash kernel is to be used.
@@ -61,26 +83,26 @@ class SequenceLayout:
     axes: str | tuple[str, ...]
     spec: PartitionSpec
     way: ContextMethod
-    window: int | None
-    softcap: float | None
+    options: AttentionOptions
     scale: float
     block_tokens: int
     has_kernel: bool
 
     @property
-    def segment_spec(self) -> PartitionSpec:
-        """Sharding of segments (B, T)."""
-        return PartitionSpec(*self.spec[:2])
+    def input_specs(self) -> AttentionInputs:
+        """Sharding of the inputs, which are not rotated here."""
+        segments, sinks = PartitionSpec(*self.spec[:2]), PartitionSpec(self.spec[2])
+        return AttentionInputs._make([self.spec, self.spec, self.spec, segments, None, sinks])
 
     @property
     def is_zigzag(self) -> bool:
         """True if queries are redistributed for load balance: each device gets a half from both ends of a sequence."""
-        return is_redistributed(self.length, self.num_shards, self.window)
+        return is_redistributed(self.length, self.num_shards, self.options.window)
 
     @property
     def num_preceding(self) -> int:
         """Number of other devices that hold keys which a device needs."""
-        return count_key_shards(self.length, self.num_shards, self.window)
+        return count_key_shards(self.length, self.num_shards, self.options.window)
 
     @property
     def num_rounds(self) -> int:
@@ -99,20 +121,14 @@ class SequenceLayout:
 
 
 def make_sequence_layout(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    row_attention: ContextParallelMethod,
-    *,
-    window: int | None,
-    softcap: float | None,
-    scale: float | None,
+    inputs: AttentionInputs, options: AttentionOptions, row_attention: ContextParallelMethod
 ) -> SequenceLayout | None:
     """Return the layout under the mesh and the rules of the caller.
 
     Returns:
         None if sequences are not sharded, or do not divide into two halves for each device.
     """
+    q, k, v = inputs[:3]
     spec, T = make_partition_spec(q.shape, "batch", "sequence", "heads", "head_dim"), q.shape[1]
     n = num_sequence_shards()
     if spec is None or n == 1 or T % (2 * n):
@@ -135,7 +151,7 @@ def make_sequence_layout(
             key_width=q.shape[3],
             value_width=v.shape[3],
             itemsize=k.dtype.itemsize,
-            window=window,
+            window=options.window,
             has_kernel=can_use_kernel,
         )
         device = jax.sharding.get_abstract_mesh().abstract_device
@@ -150,12 +166,12 @@ def make_sequence_layout(
     if 4 * block_tokens < most:
         block_tokens = -(-half_tokens // -(-half_tokens // most))
     has_kernel = can_use_kernel and way == "gather"
-    return SequenceLayout(T, n, axes, spec, way, window, softcap, score_scale(q, scale), block_tokens, has_kernel)
+    return SequenceLayout(T, n, axes, spec, way, options, score_scale(q, options), block_tokens, has_kernel)
 
 
-def score_scale(q: jax.Array, scale: float | None) -> float:
+def score_scale(q: jax.Array, options: AttentionOptions) -> float:
     """Return the factor on scores of queries whose last axis is a head."""
-    return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    return 1 / math.sqrt(q.shape[-1]) if options.scale is None else options.scale
 
 
 class BlockVisits(NamedTuple):
@@ -178,8 +194,8 @@ def compute_visits(layout: SequenceLayout, place: Any, number: Any) -> BlockVisi
     first_queries, last_queries = query_starts + starts[order], query_starts + ends[order]
     first_keys, last_keys = ((key_starts[:, None] + offsets).reshape(-1) for offsets in (starts, ends))
     is_behind = last_keys < np.zeros((M, 2, 1), np.int32)
-    if layout.window is not None:
-        is_behind |= last_keys < (first_queries - layout.window + 1)[..., None]
+    if layout.options.window is not None:
+        is_behind |= last_keys < (first_queries - layout.options.window + 1)[..., None]
     first, stop = is_behind.sum(-1), (first_keys <= last_queries[..., None]).sum(-1)
     return BlockVisits(first, (stop - first).clip(0), first_queries, key_starts + np.zeros((M, 1), np.int32))
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from experiments.model.context_layout import KERNEL_TOKENS, SequenceLayout
+from experiments.model.context_layout import KERNEL_TOKENS, AttentionInputs, SequenceLayout
 from experiments.model.platform import LONG_BLOCK_TOKENS, uses_long_blocks
 from experiments.model.ring_attention import from_zigzag, gather_keys, to_zigzag
 
@@ -69,35 +69,23 @@ class SequenceMask(splash.Mask):
         return self.q_sequence.tobytes(), self._num_keys, self._window
 
 
-def sharded_splash_attention(
-    layout: SequenceLayout,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *segments: jax.Array,
-    sinks_N: jax.Array | None = None,
-) -> jax.Array:
-    """Attend from all positions of sharded sequences; returns (B, T, N, W) in the dtype of `v`.
-
-    Arguments are whole arrays, in a program that the partitioner splits under the caller's mesh.
-    """
-    num_visible = min(layout.length, layout.window or layout.length)
-    is_long = uses_long_blocks(layout.half_tokens, num_visible, q, v)
-    kernel = _make_kernel(layout, q.shape[2] // k.shape[2], is_long)
+def sharded_splash_attention(layout: SequenceLayout, inputs: AttentionInputs) -> jax.Array:
+    """Attend as `ring_attention.sharded_attention` does."""
+    num_visible = min(layout.length, layout.options.window or layout.length)
+    is_long = uses_long_blocks(layout.half_tokens, num_visible, inputs.q, inputs.v)
+    kernel = _make_kernel(layout, inputs.q.shape[2] // inputs.k.shape[2], is_long)
     mesh = jax.sharding.get_abstract_mesh()
     queries = PartitionSpec(None, layout.axes if layout.is_zigzag else None)
     run = jax.shard_map(
         functools.partial(_attend_on_device, layout),
         in_specs=(
             kernel.manual_sharding_spec(NamedSharding(AbstractMesh(mesh.axis_sizes, mesh.axis_names), queries)),
-            PartitionSpec(layout.spec[2]),
-            *[layout.spec] * 3,
-            *[layout.segment_spec] * len(segments),
+            layout.input_specs,
         ),
         out_specs=layout.spec,
         check_vma=False,
     )
-    return run(kernel, sinks_N, q, k, v, *segments)
+    return run(kernel, inputs)
 
 
 def _make_kernel(layout: SequenceLayout, num_heads: int, is_long: bool) -> Any:
@@ -123,20 +111,21 @@ def _make_kernel(layout: SequenceLayout, num_heads: int, is_long: bool) -> Any:
         block_kv_dq=block,
     )
     return splash.make_splash_mqa(
-        splash.MultiHeadMask([SequenceMask(positions, num_keys, layout.window)] * num_heads),
+        splash.MultiHeadMask([SequenceMask(positions, num_keys, layout.options.window)] * num_heads),
         block_sizes=sizes,
-        attn_logits_soft_cap=layout.softcap,
+        attn_logits_soft_cap=layout.options.softcap,
         head_shards=1,
         q_seq_shards=n if layout.is_zigzag else 1,
         residual_checkpoint_name=_SAVED_NAME,
     )
 
 
-def _attend_on_device(layout: SequenceLayout, kernel: Any, sinks_N: jax.Array | None, *arrays: jax.Array) -> jax.Array:
+def _attend_on_device(layout: SequenceLayout, kernel: Any, inputs: AttentionInputs) -> jax.Array:
     policy = jax.checkpoint_policies.save_only_these_names(_SAVED_NAME)
 
     @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
-    def attend(sinks_N: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
+    def attend(inputs: AttentionInputs) -> jax.Array:
+        q, k, v, ids, _, sinks_N = inputs
         B, t, N, H = q.shape
         # The kernel takes no scale. The product with it is rounded once in 16 bits; the factor itself is not rounded.
         q = (q.astype(jnp.float32) * layout.scale).astype(q.dtype)
@@ -154,20 +143,18 @@ def _attend_on_device(layout: SequenceLayout, kernel: Any, sinks_N: jax.Array | 
         out = out_BxKxGxtxW.transpose(0, 3, 1, 2, 4).reshape(B, 2, layout.half_tokens, N, -1)
         return from_zigzag(layout, out)
 
-    return attend(sinks_N, *arrays)
+    return attend(inputs)
 
 
-def _make_segments(
-    layout: SequenceLayout, shape: tuple[int, ...], ids: tuple[jax.Array, ...]
-) -> list[splash.SegmentIds]:
+def _make_segments(layout: SequenceLayout, shape: tuple[int, ...], ids: jax.Array | None) -> list[splash.SegmentIds]:
     """Return segments of queries and keys; none if every key that a device gathers is of one segment.
 
     Keys that precede a sequence, which the first devices gather as zeros, get a segment that no query has.
     """
-    if layout.is_zigzag and not ids:
+    if layout.is_zigzag and ids is None:
         return []
-    if ids:
-        queries, keys = to_zigzag(layout, ids[0]).reshape(shape), gather_keys(layout, ids[0])
+    if ids is not None:
+        queries, keys = to_zigzag(layout, ids).reshape(shape), gather_keys(layout, ids)
     else:
         queries, keys = (jnp.zeros((shape[0], parts * shape[1]), jnp.int32) for parts in (1, layout.num_preceding + 1))
     if not layout.is_zigzag:

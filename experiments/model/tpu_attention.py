@@ -38,6 +38,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from experiments.model.context_layout import AttentionInputs
 from experiments.model.platform import LANES, LONG_STEP, SAVED_NAME
 
 # Flags of a visit: the first one of its block of queries, the last one of it, and the last one of its block of keys.
@@ -121,7 +122,7 @@ _RIGHT_TRANSPOSED = (((1,), (1,)), ((), ()))
 
 
 class FusedAttention(NamedTuple):
-    """Attention to sequences whose length is a multiple of `causal.block`."""
+    """Attention to sequences whose length is a multiple of `causal.block`. The kernels read all inputs but sinks."""
 
     causal: CausalBlocks
     scale: float
@@ -129,27 +130,15 @@ class FusedAttention(NamedTuple):
     vmem_limit_bytes: int | None = None  # None is the compiler's default for every kernel
     packed_head: int | None = None  # width of a head of packed arrays; None: arrays are head-major
 
-    def attend(
-        self,
-        q_BxNxTxH: jax.Array,
-        k_BxKxTxH: jax.Array,
-        v_BxKxTxW: jax.Array,
-        segments_BxT: jax.Array | None = None,
-        angles: tuple[jax.Array, jax.Array] | None = None,
-        sinks_N: jax.Array | None = None,
-    ) -> jax.Array:
+    def attend(self, inputs: AttentionInputs) -> jax.Array:
         """Attend; returns (B, N, T, W) in the dtype of `v`, or (B, T, N H) if arrays are packed.
 
         Args:
-            q_BxNxTxH: queries; packed (B, T, N H).
-            k_BxKxTxH: keys; packed (B, T, K H).
-            v_BxKxTxW: values; packed (B, T, K H).
-            segments_BxT: documents of each sequence.
-            angles: cosines and sines (B or 1, T, H), the same for both halves of a head, by which the halves of queries
-                and keys are rotated first. They get no gradient.
-            sinks_N: score of each head of queries for the value zero; None if arrays are packed.
+            inputs: queries (B, N, T, H), keys (B, K, T, H) and values (B, K, T, W), or packed (B, T, N H), (B, T, K H)
+                and (B, T, K H). Cosines and sines are (B or 1, T, L), the same for both halves of a head, and get no
+                gradient. Packed heads have no sinks.
         """
-        return _attend(self, KernelInputs(q_BxNxTxH, k_BxKxTxH, v_BxKxTxW, segments_BxT, angles, sinks_N))
+        return _attend(self, inputs)
 
     @property
     def heads(self) -> range:
@@ -177,23 +166,12 @@ class FusedAttention(NamedTuple):
         return jnp.where(is_own_TxL, x_TxL, jnp.zeros_like(x_TxL))
 
 
-class KernelInputs(NamedTuple):
-    """Inputs of attention, which are also residuals of its gradient. The kernels read all but the sinks."""
-
-    q: jax.Array  # (B, N, T, H), packed (B, T, N H)
-    k: jax.Array  # (B, K, T, H), packed (B, T, K H)
-    v: jax.Array  # (B, K, T, W), packed (B, T, K H)
-    segments: jax.Array | None  # (B, T)
-    angles: tuple[jax.Array, jax.Array] | None  # (B or 1, T, H), packed (B or 1, T, L)
-    sinks: jax.Array | None  # (N)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(attention: FusedAttention, inputs: KernelInputs) -> jax.Array:
+def _attend(attention: FusedAttention, inputs: AttentionInputs) -> jax.Array:
     return _forward(attention, inputs)[0]
 
 
-def _forward(attention: FusedAttention, inputs: KernelInputs) -> tuple[jax.Array, tuple[Any, ...]]:
+def _forward(attention: FusedAttention, inputs: AttentionInputs) -> tuple[jax.Array, tuple[Any, ...]]:
     out, logsumexp = _run_forward(attention, inputs)
     if inputs.sinks is not None:
         # A score for the value zero only adds to the sum that the result is divided by.
@@ -206,8 +184,8 @@ def _forward(attention: FusedAttention, inputs: KernelInputs) -> tuple[jax.Array
 
 
 def _backward(
-    attention: FusedAttention, residuals: tuple[KernelInputs, jax.Array, jax.Array], gradient: jax.Array
-) -> tuple[KernelInputs]:
+    attention: FusedAttention, residuals: tuple[AttentionInputs, jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[AttentionInputs]:
     inputs, out, logsumexp = residuals
     # The kernel needs no sinks: they are part of the result and of the logarithms of the sums.
     q, k, v = _run_backward(attention, inputs, out, logsumexp, gradient)
@@ -216,7 +194,7 @@ def _backward(
         inner_BxNxT = jnp.sum(out.astype(jnp.float32) * gradient.astype(jnp.float32), axis=-1)
         weights_BxNxT = jnp.exp(sinks.astype(jnp.float32)[:, None] - logsumexp[:, :, 0])
         sinks = -jnp.sum(weights_BxNxT * inner_BxNxT, axis=(0, 2)).astype(sinks.dtype)
-    return (KernelInputs(q, k, v, None, None, sinks),)
+    return (AttentionInputs(q, k, v, sinks=sinks),)
 
 
 _attend.defvjp(_forward, _backward)
@@ -479,7 +457,7 @@ class _Sizes(NamedTuple):
         return pl.BlockSpec(shape, index_map)
 
 
-def _get_sizes(attention: FusedAttention, inputs: KernelInputs) -> _Sizes:
+def _get_sizes(attention: FusedAttention, inputs: AttentionInputs) -> _Sizes:
     block, H = attention.causal.block, attention.packed_head
     if H is not None:
         (B, T, NH), (_, _, KH) = inputs.q.shape, inputs.k.shape
@@ -488,7 +466,7 @@ def _get_sizes(attention: FusedAttention, inputs: KernelInputs) -> _Sizes:
     return _Sizes(B, N, K, T, H, W, block)
 
 
-def _run_forward(attention: FusedAttention, inputs: KernelInputs) -> tuple[jax.Array, jax.Array]:
+def _run_forward(attention: FusedAttention, inputs: AttentionInputs) -> tuple[jax.Array, jax.Array]:
     """Return the result, and for each query the logarithm of the sum of its exponentials (B, N, 1, T)."""
     sizes = _get_sizes(attention, inputs)
     out_shape = (*inputs.q.shape[:-1], inputs.q.shape[-1] if sizes.is_packed else sizes.W)
@@ -513,7 +491,7 @@ def _run_forward(attention: FusedAttention, inputs: KernelInputs) -> tuple[jax.A
 
 
 def _run_backward(
-    attention: FusedAttention, inputs: KernelInputs, out: jax.Array, logsumexp: jax.Array, gradient: jax.Array
+    attention: FusedAttention, inputs: AttentionInputs, out: jax.Array, logsumexp: jax.Array, gradient: jax.Array
 ) -> list[jax.Array]:
     """Return the gradients of queries, keys and values."""
     sizes = _get_sizes(attention, inputs)
@@ -522,9 +500,9 @@ def _run_backward(
         "logsumexp": (logsumexp, sizes.numbers),
         "gradient": (gradient, sizes.queries(sizes.W)),
     }
-    if inputs.angles is not None:
-        spec = sizes.angles(inputs.angles[0], "written")
-        named |= {"written_cos": (inputs.angles[0], spec), "written_sin": (inputs.angles[1], spec)}
+    if inputs.rotation is not None:
+        spec = sizes.angles(inputs.rotation.cos, "written")
+        named |= {"written_cos": (inputs.rotation.cos, spec), "written_sin": (inputs.rotation.sin, spec)}
     specs = {
         "q": sizes.queries(sizes.H),
         "k": sizes.keys(sizes.H, "written"),
@@ -621,24 +599,24 @@ def _run(
     return results
 
 
-def _name_inputs(inputs: KernelInputs, sizes: _Sizes) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
-    q, k, v, segments, angles, _ = inputs
+def _name_inputs(inputs: AttentionInputs, sizes: _Sizes) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
+    q, k, v, segments, rotation, _ = inputs
     # Keys that are to be rotated are read once, with the queries at the same positions.
-    k_spec = sizes.keys(sizes.H, "keys" if angles is None else "queries")
+    k_spec = sizes.keys(sizes.H, "keys" if rotation is None else "queries")
     named = {"q": (q, sizes.queries(sizes.H)), "k": (k, k_spec), "v": (v, sizes.keys(sizes.W, "keys"))}
     if segments is not None:
         ids = segments[:, None]
         named |= {"query_ids": (ids, sizes.ids("queries")), "key_ids": (ids, sizes.ids("keys"))}
-    if angles is not None:
-        spec = sizes.angles(angles[0], "queries")
-        named |= {"cos": (angles[0], spec), "sin": (angles[1], spec)}
+    if rotation is not None:
+        spec = sizes.angles(rotation.cos, "queries")
+        named |= {"cos": (rotation.cos, spec), "sin": (rotation.sin, spec)}
     return named
 
 
-def _make_ready_scratch(inputs: KernelInputs, sizes: _Sizes) -> dict[str, pl.MemoryRef]:
+def _make_ready_scratch(inputs: AttentionInputs, sizes: _Sizes) -> dict[str, pl.MemoryRef]:
     """Return scratch memory for a block of scaled queries, and for all keys of a sequence if they are rotated."""
     scratch = {"ready_q": _make_ready(inputs.q.dtype, sizes)}
-    if inputs.angles is not None:
+    if inputs.rotation is not None:
         scratch["ready_k"] = pltpu.VMEM((sizes.T, sizes.heads * sizes.H), inputs.k.dtype)
     return scratch
 

@@ -25,16 +25,18 @@ from experiments.model.attention import (
     FUSED,
     IMPLEMENTATIONS,
     SPLASH,
-    blocked_attention,
     cached_attention,
     causal_attention,
-    fused_attention,
-    splash_attention,
-    xla_attention,
 )
 from experiments.model.rotary import Rope, rotate, rotation_at
 from runner.errors import InvalidError
 from runner.parallel.mesh import use_sharding_rules
+from tests.experiments.model.attention_forms import (
+    blocked_attention,
+    fused_attention,
+    splash_attention,
+    xla_attention,
+)
 from tests.support.tiny_jobs import make_full_mesh
 
 ON_A_CPU = [causal_attention, xla_attention]
