@@ -19,15 +19,7 @@ from typing import Annotated
 
 import typer
 
-from launch.options import (
-    DEFAULT_STANDBY_SECONDS,
-    GraceSeconds,
-    LaunchArguments,
-    MaxRestarts,
-    StandbySeconds,
-    find_grace_seconds,
-    runner_arguments,
-)
+from launch.options import GraceSeconds, LaunchArguments, find_grace_seconds, runner_arguments
 from launch.supervisor import (
     ProcessStarter,
     Supervisor,
@@ -54,8 +46,6 @@ class LocalArguments(LaunchArguments):
     devices_per_process: Annotated[
         int | None, typer.Option(min=1, metavar="M", help="Fake M CPU devices in each process.")
     ] = None
-    max_restarts: MaxRestarts = 100
-    standby_seconds: StandbySeconds = DEFAULT_STANDBY_SECONDS
     grace_seconds: GraceSeconds = None
 
 
@@ -197,10 +187,10 @@ def run(arguments: LocalArguments) -> int:
         lambda: processes.is_stopping,
         arguments.max_restarts,
     )
-    code, attempts = supervisor.run()
+    code, num_attempts = supervisor.run()
     starter.stop_standbys()
     # The last line of a job with a single attempt already contains everything.
-    history = find_history(spec, overrides) if len(attempts) > 1 else None
+    history = find_history(spec, overrides) if num_attempts > 1 else None
     for line in [] if history is None else format_summary(history):
         say(line)
     return code
