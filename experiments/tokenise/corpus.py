@@ -137,7 +137,6 @@ def validate_owner(store: Store, directory: str, run_id: str | None = None) -> N
 
 
 def _read_run_id(directory: str) -> str | None:
-    """Return the id of the run in a directory; None if there is none."""
     try:
         store = open_store(directory)
     except InvalidError:
@@ -401,11 +400,6 @@ def remove_leftovers(store: Store) -> None:
     for name in store.list_names(""):
         if _LEFTOVER.fullmatch(name) or name == DUPLICATES or name.endswith(DIGESTS):
             store.remove(name)
-
-
-def write_index(store: Store, index: CorpusIndex) -> None:
-    """Write the index, which completes the corpus. Process 0 only."""
-    store.write(INDEX, index.encode())
 
 
 def compute_digests(documents: Iterator[Document]) -> bytes:
