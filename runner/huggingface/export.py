@@ -70,7 +70,7 @@ SHARD_BYTES = 5_000_000_000
 UPLOAD_SECONDS = 3600.0  # for one file
 
 
-class SafetensorsWriter:
+class _SafetensorsWriter:
     """Safetensors files of some tensors in an existing empty directory on this disk.
 
     Args:
@@ -162,8 +162,10 @@ def publish_directory(where: str) -> Iterator[Path]:
         InvalidError: The target is not empty, or cannot be written. Raised at the start.
     """
     store = open_store(where)
-    _validate_output_empty(store)
+    if store.list_names(""):
+        raise InvalidError(f"{store.url} is not empty; nothing is overwritten")
     if store.root is None:
+        probe_store(store)
         with tempfile.TemporaryDirectory(prefix="export-") as directory:
             yield Path(directory)
             for path in sorted(Path(directory).iterdir(), key=lambda path: (path.name == CONFIG_FILE, path.name)):
@@ -189,13 +191,6 @@ def publish_directory(where: str) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _validate_output_empty(store: Store) -> None:
-    if store.list_names(""):
-        raise InvalidError(f"{store.url} is not empty; nothing is overwritten")
-    if store.root is None:
-        probe_store(store)
-
-
 # Export.
 
 _CONTEXT = "max_position_embeddings"
@@ -213,24 +208,17 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Options of an export.
+    """Options of an export."""
 
-    Attributes:
-        dtype: type of the files; by default that of each leaf.
-        shard_bytes: size of a file.
-        weights: weights, as for `open_checkpoint`.
-        base: `checkpoint.init_from` of the run, for runs that have not recorded their assets.
-        context: context length to write; by default that of the published weights that the run started from, if the
-            model still has their positions, else the sequence length.
-        tokenizer: directory or URL of another tokenizer.
-    """
-
-    dtype: Dtype | None = None
-    shard_bytes: int = SHARD_BYTES
-    weights: str = PARAMS
+    dtype: Dtype | None = None  # type of the files; by default that of each leaf
+    shard_bytes: int = SHARD_BYTES  # size of a file
+    weights: str = PARAMS  # weights, as for `open_checkpoint`
+    # `checkpoint.init_from` of the run, for runs that have not recorded their assets.
     base: InitFromConfig | None = None
+    # Context length to write; by default that of the published weights that the run started from, if the model still
+    # has their positions, else the sequence length.
     context: int | None = None
-    tokenizer: str | None = None
+    tokenizer: str | None = None  # directory or URL of another tokenizer
 
 
 def export(
@@ -274,7 +262,7 @@ def export_into(
         # Checks that may refuse the export come before the weights, which take long to write.
         dtype = max((dtype for dtype, _ in tensors.values()), key=lambda dtype: dtype.itemsize)
         files = _make_files(store, family, data, options, dtype)
-        writer = SafetensorsWriter(directory, tensors, options.shard_bytes)
+        writer = _SafetensorsWriter(directory, tensors, options.shard_bytes)
         for name, array in read_weights(store, manifest, options.weights):
             values = np.asarray(array)
             for piece in pieces[name]:
@@ -373,21 +361,13 @@ _WEIGHT, _PREFIX = ".weight", "base_model.model."
 
 @dataclass(frozen=True)
 class _AdaptedModule:
-    """Linear module of the files.
-
-    Attributes:
-        name: name of the module.
-        a: A of shape (n R, I).
-        b: B of shape (O, n R).
-        number: n.
-        is_transposed: True if the weight of the module is (in, out).
-    """
+    """Linear module of the files."""
 
     name: str
-    a: np.ndarray
-    b: np.ndarray
-    number: int
-    is_transposed: bool
+    a: np.ndarray  # A of shape (n R, I)
+    b: np.ndarray  # B of shape (O, n R)
+    number: int  # n
+    is_transposed: bool  # True if the weight of the module is (in, out)
 
 
 def export_adapter(

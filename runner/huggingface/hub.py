@@ -53,40 +53,26 @@ _TEXT_GENERATION = ("ForCausalLM", "LMHeadModel")
 
 @dataclass(frozen=True)
 class ModelCardText:
-    """Statements of the user for the model card, which no file of the run contains.
+    """Statements of the user for the model card, which no file of the run contains."""
 
-    Attributes:
-        repository: OWNER/NAME of the repository.
-        license: identifier of the licence on the Hub, such as apache-2.0; None for a card without a licence.
-        base_model: OWNER/NAME of the model from which training started; None to derive it from `init_from`.
-    """
-
-    repository: str
+    repository: str  # OWNER/NAME of the repository
+    # Identifier of the licence on the Hub, such as apache-2.0; None for a card without a licence.
     license: str | None = None
+    # OWNER/NAME of the model from which training started; None to derive it from `init_from`.
     base_model: str | None = None
 
 
 @dataclass(frozen=True)
 class ExportedCheckpoint:
-    """Records of a run about the step that is exported.
-
-    Attributes:
-        spec: resolved spec.
-        data: data config; None for a job that is not a trainer.
-        manifest: manifest of the checkpoint.
-        rows: rows of the surviving trajectory up to the step.
-        history: history of the whole run.
-        config: content of the export's `config.json`.
-        files: names of the exported files.
-    """
+    """Records of a run about the step that is exported."""
 
     spec: ExecutionSpec
-    data: DataConfig | None
+    data: DataConfig | None  # data config; None for a job that is not a trainer
     manifest: Manifest
-    rows: Sequence[Row]
-    history: History
-    config: JsonObject
-    files: Collection[str]
+    rows: Sequence[Row]  # rows of the surviving trajectory up to the step
+    history: History  # history of the whole run
+    config: JsonObject  # content of the export's `config.json`
+    files: Collection[str]  # names of the exported files
 
 
 def format_model_card(checkpoint: ExportedCheckpoint, words: ModelCardText) -> str:
@@ -187,7 +173,6 @@ def _list_facts(checkpoint: ExportedCheckpoint, generates_text: bool) -> Iterabl
 
 
 def _find_newest(rows: Sequence[Row], key: str) -> float | None:
-    """Return the newest number under a key; None if no row has one."""
     found = (row[key] for row in reversed(rows) if isinstance(row.get(key), int | float))
     return next(found, None)
 
@@ -241,15 +226,10 @@ def parse_refusal(error: Any) -> tuple[int, str, bool]:
 
 @dataclass(frozen=True)
 class PushResult:
-    """Result of a push.
+    """Result of a push."""
 
-    Attributes:
-        url: URL of the repository.
-        has_changed: False if it already held the export.
-    """
-
-    url: str
-    has_changed: bool
+    url: str  # URL of the repository
+    has_changed: bool  # False if it already held the export
 
 
 class HubRepository:

@@ -124,16 +124,7 @@ def _fill_piece(
     blocks: Blocks,
     run: Callable[..., Iterable[None]],
 ) -> None:
-    """Read the parts of a piece that lie in the blocks, each byte range once.
-
-    Args:
-        store: store of the files.
-        versions: expected version of each file.
-        piece: the piece.
-        tensor: its tensor.
-        blocks: blocks to fill.
-        run: map that reads spans one by one or in parallel.
-    """
+    """Read the parts of a piece that lie in the blocks, each byte range once, by `run`: a map, maybe in parallel."""
     depth = len(piece.index)
     wanted = []
     for bounds, block in blocks.items():
@@ -405,7 +396,7 @@ def load_init_from(
 
             def load(path: str) -> Any:
                 loaded = load_weights(attempt, path, weights, rule.weights)
-                validate_finite(loaded, lambda name, _: f"{path}: {name}")
+                _validate_finite(loaded, lambda name, _: f"{path}: {name}")
                 return loaded
 
             return _use_best(rule.path, load, attempt.hosts.run_on_main)
@@ -434,7 +425,7 @@ def load_init_from(
                     return f"{store.url}/{tensor.file}: {piece.tensor}"
             return f"{store.url}: {name}"
 
-        validate_finite(loaded, describe_tensor)
+        _validate_finite(loaded, describe_tensor)
     # Every process has the same notes.
     if attempt.hosts.is_main:
         for line in notes:
@@ -443,7 +434,7 @@ def load_init_from(
     return loaded
 
 
-def validate_finite(weights: Any, describe: Callable[[str, tuple[int, ...]], str]) -> None:
+def _validate_finite(weights: Any, describe: Callable[[str, tuple[int, ...]], str]) -> None:
     """Raise `InvalidError` for weights with NaN, or with values beyond their type. Every process calls it.
 
     Args:
@@ -469,10 +460,7 @@ def _use_best(
 ) -> Result:
     """Return the result of `use` for `path`, with `checkpoints/best` replaced by the step that is the best now.
 
-    Args:
-        path: the path in `checkpoint.init_from`.
-        use: function of the path; on several hosts, an `InvalidError` of it is raised on all of them.
-        run_on_main: runs a function on process 0, for all hosts.
+    On several hosts, an `InvalidError` of `use` must be raised on all of them.
     """
     if split_checkpoint(path)[1] != BEST:
         return use(path)
@@ -482,14 +470,10 @@ def _use_best(
             return use(resolved)
         except InvalidError:
             # A live run deletes the best checkpoint once it has a better one.
-            if run_on_main(functools.partial(_is_committed, resolved)):
+            directory, name = split_checkpoint(resolved)
+            if name is not None and run_on_main(functools.partial(is_committed, open_store(directory), name)):
                 raise
     raise StorageError(f"{path}: {MAX_LISTINGS} times the best checkpoint was deleted while it was read")
-
-
-def _is_committed(checkpoint: str) -> bool:
-    directory, name = split_checkpoint(checkpoint)
-    return name is not None and is_committed(open_store(directory), name)
 
 
 def _open_published_store(rule: InitFromConfig) -> Store | None:
