@@ -261,7 +261,6 @@ def _attend(
 
 
 def _causal_mask(positions_Qx1: jax.Array, positions_S: jax.Array, window: int | None) -> jax.Array:
-    """Return True where a query may see a key, (Q, S)."""
     mask_QxS = positions_Qx1 >= positions_S
     return mask_QxS if window is None else mask_QxS & (positions_Qx1 - positions_S < window)
 
@@ -480,7 +479,7 @@ def _fused_bytes_left(block: int, q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array) ->
 # The choice.
 
 
-class AttentionImplementation(NamedTuple):
+class _AttentionImplementation(NamedTuple):
     """Implementation of attention and what it supports. All of them support grouped heads, windows and scales."""
 
     attend: Callable[..., jax.Array]  # of inputs and options
@@ -496,8 +495,8 @@ class AttentionImplementation(NamedTuple):
     needs_even_sharding: bool = False  # batch and heads must divide: the partitioner cannot split a kernel
 
 
-BLOCKED = AttentionImplementation(blocked_attention)
-XLA = AttentionImplementation(xla_attention, softcap=False, sinks=False, wide_values=False)
+BLOCKED = _AttentionImplementation(blocked_attention)
+XLA = _AttentionImplementation(xla_attention, softcap=False, sinks=False, wide_values=False)
 # cuDNN would take segments as a bias of all T x T scores. JAX then asks it for the gradient of that bias too, and with
 # it not every GPU has an algorithm that gives the same bits twice.
 CUDNN = XLA._replace(
@@ -507,7 +506,7 @@ CUDNN = XLA._replace(
     fits=_supports_cudnn,
     owner="library",
 )
-SPLASH = AttentionImplementation(splash_attention, length_multiple=LANES, needs_even_sharding=True, owner="library")
+SPLASH = _AttentionImplementation(splash_attention, length_multiple=LANES, needs_even_sharding=True, owner="library")
 FUSED = SPLASH._replace(
     attend=fused_attention,
     dtypes=(jnp.bfloat16, jnp.float32),
@@ -516,7 +515,7 @@ FUSED = SPLASH._replace(
     owner="ours",
 )
 # By platform, fastest first; the last one of each supports everything.
-IMPLEMENTATIONS: dict[str, tuple[AttentionImplementation, ...]] = {
+IMPLEMENTATIONS: dict[str, tuple[_AttentionImplementation, ...]] = {
     "cpu": (BLOCKED,),
     "cuda": (CUDNN, XLA._replace(dtypes=(jnp.float32,)), BLOCKED),
     "tpu": (FUSED, SPLASH, XLA, BLOCKED),
@@ -524,7 +523,9 @@ IMPLEMENTATIONS: dict[str, tuple[AttentionImplementation, ...]] = {
 }
 
 
-def select_implementation(platform: str, inputs: AttentionInputs, options: AttentionOptions) -> AttentionImplementation:
+def select_implementation(
+    platform: str, inputs: AttentionInputs, options: AttentionOptions
+) -> _AttentionImplementation:
     """Return the first implementation of a platform that supports these inputs.
 
     Implementations that `memory.attention` excludes, and kernels that have failed their test, are left out.
@@ -554,7 +555,9 @@ def select_implementation(platform: str, inputs: AttentionInputs, options: Atten
     )
 
 
-def _find_rotating_implementation(inputs: AttentionInputs, options: AttentionOptions) -> AttentionImplementation | None:
+def _find_rotating_implementation(
+    inputs: AttentionInputs, options: AttentionOptions
+) -> _AttentionImplementation | None:
     """Return the implementation that rotates queries and keys as it reads them; None if another one is selected.
 
     A v4 has no room for the rotated keys.
@@ -595,7 +598,7 @@ def reference_attention(inputs: AttentionInputs, options: AttentionOptions) -> j
     return product("bnts,bsnw->btnw", weights_BxNxTxS / total_BxNxTx1, v)
 
 
-def _make_case(one: AttentionImplementation, inputs: AttentionInputs, options: AttentionOptions) -> KernelCase:
+def _make_case(one: _AttentionImplementation, inputs: AttentionInputs, options: AttentionOptions) -> KernelCase:
     """Return the case of a kernel for such arrays: the same blocks and masks on few heads and few blocks."""
     q_BxTxNxH, _, v_BxTxKxW, segments_BxT, rotation, sinks_N = inputs
     (_, T, N, H), (_, _, K, W), dtype = q_BxTxNxH.shape, v_BxTxKxW.shape, q_BxTxNxH.dtype
@@ -690,7 +693,6 @@ def make_attention_trial(attend: Callable[..., jax.Array], facts: Mapping[str, A
 
 
 def _is_worth_padding(length: int, multiple: int) -> bool:
-    """Return True if padding to the multiple adds at most an eighth."""
     return 8 * (-length % multiple) <= length
 
 

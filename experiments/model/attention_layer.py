@@ -307,7 +307,6 @@ def _rotate(x_BxTxNxH: jax.Array, info: SequenceInfo, config: DecoderConfig, kin
 
 
 def _update(cached: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-    """Return `cached` with `new` written from position `start` on."""
     return jax.lax.dynamic_update_slice(cached, new.astype(cached.dtype), (0, start, 0, 0))
 
 

@@ -64,29 +64,17 @@ class AttentionOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """Static description of sharded sequences and of the attention to compute.
+    """Static description of sharded sequences and of the attention to compute."""
 
-    Attributes:
-        length: positions of a whole sequence, a multiple of 2 `num_shards`.
-        num_shards: devices that share a sequence.
-        axes: mesh axes over which positions are sharded.
-        spec: sharding of (B, T, N, H) and (B, T, K, H).
-        way: `ring` or `gather`.
-        options: options of attention.
-        scale: factor on scores.
-        block_tokens: C, positions of a block.
-        has_kernel: True if the splash kernel is to be used.
-    """
-
-    length: int
-    num_shards: int
-    axes: str | tuple[str, ...]
-    spec: PartitionSpec
-    way: ContextMethod
+    length: int  # positions of a whole sequence, a multiple of 2 `num_shards`
+    num_shards: int  # devices that share a sequence
+    axes: str | tuple[str, ...]  # mesh axes over which positions are sharded
+    spec: PartitionSpec  # sharding of (B, T, N, H) and (B, T, K, H)
+    way: ContextMethod  # `ring` or `gather`
     options: AttentionOptions
-    scale: float
-    block_tokens: int
-    has_kernel: bool
+    scale: float  # factor on scores
+    block_tokens: int  # C, positions of a block
+    has_kernel: bool  # True if the splash kernel is to be used
 
     @property
     def input_specs(self) -> AttentionInputs:
@@ -97,12 +85,12 @@ class SequenceLayout:
     @property
     def is_zigzag(self) -> bool:
         """True if queries are redistributed for load balance: each device gets a half from both ends of a sequence."""
-        return is_redistributed(self.length, self.num_shards, self.options.window)
+        return _is_redistributed(self.length, self.num_shards, self.options.window)
 
     @property
     def num_preceding(self) -> int:
         """Number of other devices that hold keys which a device needs."""
-        return count_key_shards(self.length, self.num_shards, self.options.window)
+        return _count_key_shards(self.length, self.num_shards, self.options.window)
 
     @property
     def num_rounds(self) -> int:
@@ -237,34 +225,21 @@ def _key_positions(layout: SequenceLayout, place: Any, number: Any) -> Any:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Shape of attention on one device: its own examples and heads of sequences that are sharded over `shards` devices.
+    """Shape of attention on one device: its own examples and heads of sequences that are sharded."""
 
-    Attributes:
-        shards: number of devices over which a sequence is sharded.
-        batch: examples of the device.
-        length: positions of a whole sequence.
-        heads: heads of queries on the device.
-        key_heads: heads of keys and values on the device.
-        key_width: width of a head of queries and keys.
-        value_width: width of a head of values.
-        itemsize: bytes of an element of keys and values.
-        window: number of positions that a query attends to; None for its whole past.
-        has_kernel: True if `gather` runs a fused kernel, which keeps tiles of scores on the chip.
-    """
-
-    shards: int
-    batch: int
-    length: int
-    heads: int
-    key_heads: int
-    key_width: int
-    value_width: int
-    itemsize: int = 2
-    window: int | None = None
-    has_kernel: bool = False
+    shards: int  # devices over which a sequence is sharded
+    batch: int  # examples of the device
+    length: int  # positions of a whole sequence
+    heads: int  # heads of queries on the device
+    key_heads: int  # heads of keys and values on the device
+    key_width: int  # width of a head of queries and keys
+    value_width: int  # width of a head of values
+    itemsize: int = 2  # bytes of an element of keys and values
+    window: int | None = None  # number of positions that a query attends to; None for its whole past
+    has_kernel: bool = False  # True if `gather` runs a fused kernel, which keeps tiles of scores on the chip
 
 
-def count_key_shards(length: int, shards: int, window: int | None) -> int:
+def _count_key_shards(length: int, shards: int, window: int | None) -> int:
     """Return the number of devices before its own from which a device needs keys.
 
     This is all other devices if queries are redistributed, since then the two halves of a device's queries come from
@@ -272,10 +247,10 @@ def count_key_shards(length: int, shards: int, window: int | None) -> int:
     """
     share = length // shards
     before = -(-((window or length) - 1) // share)
-    return shards - 1 if is_redistributed(length, shards, window) else before
+    return shards - 1 if _is_redistributed(length, shards, window) else before
 
 
-def is_redistributed(length: int, shards: int, window: int | None) -> bool:
+def _is_redistributed(length: int, shards: int, window: int | None) -> bool:
     """Return True if queries are redistributed, so that all devices have as many keys to attend to.
 
     A narrow window needs no redistribution: its work is balanced, and its keys are on neighbouring devices.
@@ -320,7 +295,7 @@ def predict_attention_seconds(
     backward = 2 * scores * (3 * H + 2 * W) / speeds.flops_per_second
     tile = scores * _TILE_BYTES / speeds.hbm_bytes_per_second
     chunk_bytes = shape.batch * shape.length / shape.shards * shape.key_heads * (H + W) * shape.itemsize
-    before = count_key_shards(shape.length, shape.shards, shape.window)
+    before = _count_key_shards(shape.length, shape.shards, shape.window)
     rounds, wide, move = before + 1, 4 / shape.itemsize, chunk_bytes / bytes_per_second
     tiles = 0.0 if shape.has_kernel else 6 * tile
     gather = forward + backward + tiles + 3 * before * move

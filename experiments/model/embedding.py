@@ -220,7 +220,6 @@ take_rows_sorted.defvjp(lambda table, tokens: (table[tokens], (table[:, :0], tok
 
 
 def _make_case(table_VxD: jax.Array) -> KernelCase:
-    """Return the case of `take_rows_sorted` for rows of such a table."""
     D, dtype = table_VxD.shape[1], table_VxD.dtype
 
     def make_trial() -> KernelTrial:

@@ -141,7 +141,6 @@ def _mean(x: jax.Array) -> jax.Array:
 
 
 def _sum_over_tokens(x: jax.Array, parameter_D: jax.Array) -> jax.Array:
-    """Return the sum over all tokens, in the dtype of the parameter."""
     return jnp.sum(x, axis=tuple(range(x.ndim - 1))).astype(parameter_D.dtype)
 
 

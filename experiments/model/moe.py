@@ -416,7 +416,6 @@ _split_halves.defvjp(lambda both_PxF: (_split_halves(both_PxF), None), _split_ha
 
 
 def _is_sharded() -> bool:
-    """Return True if the rules of the caller shard sequences or experts."""
     return num_sequence_shards() > 1 or num_shards("expert") > 1
 
 

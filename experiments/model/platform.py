@@ -141,7 +141,7 @@ def saves_attention(topology: Topology, mesh: Mesh | AbstractMesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu"
 
 
-def save_dots(primitive: Any, *operands: Any, **params: Any) -> bool:
+def _save_dots(primitive: Any, *operands: Any, **params: Any) -> bool:
     """Return True for the result of a matmul of weights: the checkpoint policy of `remat: dots` without `mark_saved`.
 
     The result of an 8-bit matmul is saved after its scales are applied: the sums before that are twice as large.
@@ -153,9 +153,9 @@ def save_dots(primitive: Any, *operands: Any, **params: Any) -> bool:
 def dots_policy() -> Callable[..., bool]:
     """Return the checkpoint policy of `remat: dots`."""
     if not uses_head_major_layout():
-        return save_dots
+        return _save_dots
     policies = jax.checkpoint_policies
-    both: Callable[..., bool] = policies.save_from_both_policies(save_dots, policies.save_only_these_names(SAVED_NAME))
+    both: Callable[..., bool] = policies.save_from_both_policies(_save_dots, policies.save_only_these_names(SAVED_NAME))
     return both
 
 

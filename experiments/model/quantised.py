@@ -60,11 +60,11 @@ _SMALLEST = 1e-30  # values of a row that are all smaller count as zeros
 _ROUNDING_KEY = 0x38626974  # folded into the step's key
 _OFFSET_BITS = 16
 _current: contextvars.ContextVar[MatmulType] = contextvars.ContextVar("matmul_type", default="compute")
-_layer: contextvars.ContextVar["LayerRounding | None"] = contextvars.ContextVar("layer_rounding", default=None)
+_layer: contextvars.ContextVar["_LayerRounding | None"] = contextvars.ContextVar("layer_rounding", default=None)
 LayerCall = TypeVar("LayerCall", bound=Callable[..., Any])
 
 
-class EightBitTypes(NamedTuple):
+class _EightBitTypes(NamedTuple):
     """Types of operands."""
 
     forward: DTypeLike
@@ -72,8 +72,8 @@ class EightBitTypes(NamedTuple):
 
 
 TYPES = {
-    "int8": EightBitTypes(jnp.int8, jnp.int8),
-    "float8": EightBitTypes(jnp.float8_e4m3fn, jnp.float8_e5m2),
+    "int8": _EightBitTypes(jnp.int8, jnp.int8),
+    "float8": _EightBitTypes(jnp.float8_e4m3fn, jnp.float8_e5m2),
 }
 
 
@@ -92,7 +92,7 @@ def get_matmul_type() -> MatmulType:
     return _current.get()
 
 
-class LayerRounding(NamedTuple):
+class _LayerRounding(NamedTuple):
     """Random word of a layer at a step (uint32), the index of each example in the step (B), and numbers for matmuls."""
 
     word: jax.Array
@@ -125,7 +125,7 @@ def rounds_gradients(get_examples: Callable[[Any], jax.Array | None]) -> Callabl
             examples_B = get_examples(info)
             examples_B = jnp.arange(x_BxTxD.shape[0]) if examples_B is None else examples_B
             word = jax.random.bits(layer.make_rng(ROUNDING), dtype=jnp.uint32)
-            token = _layer.set(LayerRounding(word, examples_B, itertools.count()))
+            token = _layer.set(_LayerRounding(word, examples_B, itertools.count()))
             try:
                 return call(layer, x_BxTxD, info, *args, **kwargs)
             finally:

@@ -147,7 +147,7 @@ class Keys(NamedTuple):
     ids: jax.Array | None = None  # (2nM, B, C): segments of the whole sequence, which are small and do not move
 
 
-class OutputGradients(NamedTuple):
+class _OutputGradients(NamedTuple):
     """Residuals and gradients of the result for the backward pass, in pairs of blocks of queries."""
 
     g: jax.Array  # (M, 2, B, K, R, W): gradient of the result
@@ -155,7 +155,7 @@ class OutputGradients(NamedTuple):
     dot: jax.Array  # (M, 2, B, K, R): product of the gradient and the result, summed over W
 
 
-class OnlineSoftmax(NamedTuple):
+class _OnlineSoftmax(NamedTuple):
     """State of a softmax that receives its scores block by block."""
 
     most: jax.Array  # (M, 2, B, K, R): largest score so far
@@ -206,15 +206,15 @@ def _forward_on_device(layout: SequenceLayout, inputs: AttentionInputs) -> tuple
     q, k, v, _, _, sinks_N = inputs
     queries = _pair_blocks(layout, q, k.shape[2])
     shape = queries.shape[:-1]
-    softmax = OnlineSoftmax(
+    softmax = _OnlineSoftmax(
         jnp.full(shape, _MASKED), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, v.shape[3]), jnp.float32)
     )
     if sinks_N is not None:  # the first score of every query, for the value zero
         sinks_KxR = _repeat_for_rows(layout, sinks_N, k.shape[2])
-        softmax = OnlineSoftmax(jnp.broadcast_to(sinks_KxR, shape), jnp.ones(shape, jnp.float32), softmax.out)
+        softmax = _OnlineSoftmax(jnp.broadcast_to(sinks_KxR, shape), jnp.ones(shape, jnp.float32), softmax.out)
     last = layout.num_rounds - 1
 
-    def run_round(number: jax.Array, carry: tuple[Keys, OnlineSoftmax]) -> tuple[Keys, OnlineSoftmax]:
+    def run_round(number: jax.Array, carry: tuple[Keys, _OnlineSoftmax]) -> tuple[Keys, _OnlineSoftmax]:
         keys, softmax = carry
         next_keys = _pass_along_ring(layout, keys)  # issued first, so that it overlaps with the work on these keys
         return next_keys, _attend_to(layout, queries, keys, compute_own_visits(layout, number), range(last), softmax)
@@ -231,12 +231,11 @@ def _forward_on_device(layout: SequenceLayout, inputs: AttentionInputs) -> tuple
 def _backward_on_device(
     layout: SequenceLayout, inputs: AttentionInputs, out: jax.Array, lse: jax.Array, g: jax.Array
 ) -> AttentionInputs:
-    """Return the gradients of the inputs."""
     q, k, v, _, _, sinks_N = inputs
     K = k.shape[2]
     dot = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=-1, keepdims=True)
     pairs = [_pair_blocks(layout, x, K) for x in (q, g, dot)]
-    queries, outputs = pairs[0], OutputGradients(pairs[1], lse, pairs[2][..., 0])
+    queries, outputs = pairs[0], _OutputGradients(pairs[1], lse, pairs[2][..., 0])
     dq = jnp.zeros(queries.shape, jnp.float32)
     last = layout.num_rounds - 1
     keys = _make_first_keys(layout, inputs)
@@ -313,18 +312,18 @@ def _attend_to(
     keys: Keys,
     visits: BlockVisits,
     rounds: range,
-    softmax: OnlineSoftmax,
-) -> OnlineSoftmax:
+    softmax: _OnlineSoftmax,
+) -> _OnlineSoftmax:
     """Return the softmax of all queries (M, 2, B, K, R, H), updated with the keys at hand.
 
     The loop is as long as any device needs in any of `rounds`.
     """
     num_steps = max_steps(layout, rounds)
 
-    def attend_pair(_: None, pair: tuple[jax.Array, BlockVisits, OnlineSoftmax]) -> tuple[None, OnlineSoftmax]:
+    def attend_pair(_: None, pair: tuple[jax.Array, BlockVisits, _OnlineSoftmax]) -> tuple[None, _OnlineSoftmax]:
         queries, visits, softmax = pair
 
-        def step(number: jax.Array, softmax: OnlineSoftmax) -> OnlineSoftmax:
+        def step(number: jax.Array, softmax: _OnlineSoftmax) -> _OnlineSoftmax:
             tile = _make_tile(layout, queries, keys, visits, number)
             most, total, out = (_get(x, tile.half) for x in softmax)
             scores, _ = _compute_scores(layout, tile)
@@ -333,7 +332,7 @@ def _attend_to(
             shrink = jnp.exp(most - new_most)
             added = jnp.einsum("bkrs,bksw->bkrw", weights.astype(tile.v.dtype), tile.v, preferred_element_type=_WIDE)
             new = (new_most, total * shrink + jnp.sum(weights, axis=-1), out * shrink[..., None] + added)
-            return OnlineSoftmax(*(_put(x, part, tile.half) for x, part in zip(softmax, new, strict=True)))
+            return _OnlineSoftmax(*(_put(x, part, tile.half) for x, part in zip(softmax, new, strict=True)))
 
         return None, jax.lax.fori_loop(0, num_steps, step, softmax)
 
@@ -343,7 +342,7 @@ def _attend_to(
 def _differentiate(
     layout: SequenceLayout,
     queries: jax.Array,
-    outputs: OutputGradients,
+    outputs: _OutputGradients,
     keys: Keys,
     visits: BlockVisits,
     rounds: range,
@@ -354,7 +353,7 @@ def _differentiate(
     num_steps = max_steps(layout, rounds)
 
     def differentiate_pair(
-        gradients: Keys, pair: tuple[jax.Array, OutputGradients, BlockVisits, jax.Array]
+        gradients: Keys, pair: tuple[jax.Array, _OutputGradients, BlockVisits, jax.Array]
     ) -> tuple[Keys, jax.Array]:
         queries, outputs, visits, dq = pair
 
@@ -377,7 +376,7 @@ def _differentiate(
     return jax.lax.scan(differentiate_pair, gradients, (queries, outputs, visits, dq))
 
 
-class Tile(NamedTuple):
+class _Tile(NamedTuple):
     """Block of queries and the block of keys that it attends to in one step."""
 
     half: jax.Array  # 0 or 1: index in the pair of blocks of queries
@@ -388,7 +387,7 @@ class Tile(NamedTuple):
     mask: jax.Array  # (B or 1, 1, R, C)
 
 
-def _make_tile(layout: SequenceLayout, queries: jax.Array, keys: Keys, visits: BlockVisits, number: jax.Array) -> Tile:
+def _make_tile(layout: SequenceLayout, queries: jax.Array, keys: Keys, visits: BlockVisits, number: jax.Array) -> _Tile:
     """Return the tile of a step: the first block of the pair visits all its keys, then the second block does.
 
     A device that has fewer steps than another one masks everything in the remaining steps.
@@ -414,7 +413,7 @@ def _make_tile(layout: SequenceLayout, queries: jax.Array, keys: Keys, visits: B
     q = _get(queries, half)
     # The queries of all heads of a group are rows of one matmul.
     mask = jnp.tile(mask, (1, q.shape[2] // layout.block_tokens, 1))[:, None]
-    return Tile(half, block, q, _get(keys.k, block), _get(keys.v, block), mask)
+    return _Tile(half, block, q, _get(keys.k, block), _get(keys.v, block), mask)
 
 
 def _find_block(layout: SequenceLayout, position: jax.Array) -> jax.Array:
@@ -424,7 +423,7 @@ def _find_block(layout: SequenceLayout, position: jax.Array) -> jax.Array:
     return half * layout.num_blocks + in_half // layout.block_tokens
 
 
-def _compute_scores(layout: SequenceLayout, tile: Tile) -> tuple[jax.Array, jax.Array | float]:
+def _compute_scores(layout: SequenceLayout, tile: _Tile) -> tuple[jax.Array, jax.Array | float]:
     """Return masked scores (B, K, R, C) in float32, and their derivative by the scores before the soft-cap."""
     scores = jnp.einsum("bkrh,bksh->bkrs", tile.q, tile.k, preferred_element_type=_WIDE) * layout.scale
     slope: jax.Array | float = 1.0

@@ -223,7 +223,6 @@ rotate_by_matmul.defvjp(
 
 
 def _make_case(x_BxTxNxH: jax.Array) -> KernelCase:
-    """Return the case of the rotation by a matmul for such heads."""
     H, dtype = x_BxTxNxH.shape[-1], x_BxTxNxH.dtype
 
     def make_trial() -> KernelTrial:

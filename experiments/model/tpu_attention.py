@@ -48,7 +48,7 @@ FIRST, LAST, DONE = 1, 2, 4
 # Which blocks of queries visit which blocks of keys, and in which order.
 
 
-class BlockWalk(NamedTuple):
+class _BlockWalk(NamedTuple):
     """Visits in order, int32: the columns are prefetched scalars of a kernel."""
 
     queries: np.ndarray  # block of queries
@@ -57,7 +57,7 @@ class BlockWalk(NamedTuple):
     written: np.ndarray  # next block of keys to be done, which is where gradients of keys are written
 
 
-class BlockStep(NamedTuple):
+class _BlockStep(NamedTuple):
     """Keys and queries of two blocks that are processed at once."""
 
     keys: slice
@@ -71,7 +71,7 @@ class CausalBlocks(NamedTuple):
     block: int
     window: int | None = None
 
-    def walk(self, length: int) -> BlockWalk:
+    def walk(self, length: int) -> _BlockWalk:
         """Return the visits of a sequence: blocks of queries in order, for each the blocks of keys that it sees."""
         number = length // self.block
         visits = [(i, j) for i in range(number) for j in range(i + 1) if self._sees_some(i - j)]
@@ -81,17 +81,17 @@ class CausalBlocks(NamedTuple):
         queries, keys = np.array(visits, np.int32).T
         flags = FIRST * np.array(is_first) | LAST * np.array(is_last) | DONE * np.array(is_done)
         written = np.cumsum(is_done) - is_done  # blocks of keys are done in their order
-        return BlockWalk(queries, keys, flags.astype(np.int32), written.astype(np.int32))
+        return _BlockWalk(queries, keys, flags.astype(np.int32), written.astype(np.int32))
 
     def sees_all(self, distance: int) -> bool:
         """Return True if every query of a block sees every key of the block that is `distance` blocks before it."""
         return distance > 0 and (self.window is None or (distance + 1) * self.block <= self.window)
 
-    def steps(self, distance: int) -> Iterator[BlockStep]:
+    def steps(self, distance: int) -> Iterator[_BlockStep]:
         """Yield the steps of a visit to the block that is `distance` blocks before."""
         if self.sees_all(distance):
             for start in range(0, self.block, LONG_STEP):
-                yield BlockStep(slice(start, min(start + LONG_STEP, self.block)), slice(0, self.block), None)
+                yield _BlockStep(slice(start, min(start + LONG_STEP, self.block)), slice(0, self.block), None)
             return
         behind = distance * self.block  # from a key to the query at the same place in its block
         for start in range(0, self.block, LANES):
@@ -99,7 +99,7 @@ class CausalBlocks(NamedTuple):
             if self.window is not None:  # stop after the last query that sees the last of these keys
                 stop = min(stop, -(-(self.window + start + LANES - 1 - behind) // LANES) * LANES)
             if first < stop:
-                yield BlockStep(slice(start, start + LANES), slice(first, stop), behind + first - start)
+                yield _BlockStep(slice(start, start + LANES), slice(first, stop), behind + first - start)
 
     def num_scores(self, length: int) -> int:
         """Return the number of scores that are computed for a sequence, masked or not."""
@@ -203,7 +203,7 @@ _attend.defvjp(_forward, _backward)
 # Kernels. `refs` holds the blocks at hand and the scratch memory by name; `_run` says where the names come from.
 
 
-def _forward_kernel(attention: FusedAttention, walk: BlockWalk, refs: Refs) -> None:
+def _forward_kernel(attention: FusedAttention, walk: _BlockWalk, refs: Refs) -> None:
     @pl.when(refs.flags[refs.place] & FIRST != 0)
     def _() -> None:
         _prepare(attention, refs)
@@ -211,7 +211,7 @@ def _forward_kernel(attention: FusedAttention, walk: BlockWalk, refs: Refs) -> N
         refs.total[...] = jnp.zeros_like(refs.total)
         refs.result[...] = jnp.zeros_like(refs.result)
 
-    def process(step: BlockStep) -> None:
+    def process(step: _BlockStep) -> None:
         # Online softmax: the sums so far shrink when a larger maximum is found.
         some, v_LxS = step.queries, refs.v[step.keys, :].T
         for head in attention.heads:
@@ -240,7 +240,7 @@ def _forward_kernel(attention: FusedAttention, walk: BlockWalk, refs: Refs) -> N
         refs.out[...] = refs.result[...].T.astype(refs.out.dtype)
 
 
-def _backward_kernel(attention: FusedAttention, walk: BlockWalk, refs: Refs) -> None:
+def _backward_kernel(attention: FusedAttention, walk: _BlockWalk, refs: Refs) -> None:
     @pl.when((refs.group == 0) & (refs.place == 0))
     def _() -> None:
         refs.k_sum[...] = jnp.zeros_like(refs.k_sum)
@@ -258,7 +258,7 @@ def _backward_kernel(attention: FusedAttention, walk: BlockWalk, refs: Refs) -> 
             for head, key_head in zip(attention.heads, refs.key_heads, strict=True):
                 refs.ready_gradient[head] = attention.move(gradient_QxL, head, key_head).astype(refs.gradient.dtype)
 
-    def process(step: BlockStep) -> None:
+    def process(step: _BlockStep) -> None:
         some, k_SxH, summed = step.queries, _get_keys(attention, refs, step), _slice_of_sequence(attention, refs, step)
         for head in attention.heads:
             q_QxH = refs.ready_q[head, some, :]
@@ -331,20 +331,20 @@ def _rotate(attention: FusedAttention, x_QxH: jax.Array, cos_QxH: jax.Array, sin
     return (x_QxH.astype(jnp.float32) * cos_QxH + other_QxH * sin_QxH).astype(x_QxH.dtype)
 
 
-def _slice_of_sequence(attention: FusedAttention, refs: Refs, step: BlockStep) -> Any:
+def _slice_of_sequence(attention: FusedAttention, refs: Refs, step: _BlockStep) -> Any:
     """Return the slice of a step's keys in memory that holds all keys of a sequence."""
     start = refs.keys[refs.place] * attention.causal.block + step.keys.start
     return pl.ds(start, step.keys.stop - step.keys.start)
 
 
-def _get_keys(attention: FusedAttention, refs: Refs, step: BlockStep) -> Any:
+def _get_keys(attention: FusedAttention, refs: Refs, step: _BlockStep) -> Any:
     """Return the keys of a step, rotated if there is a rotation."""
     if hasattr(refs, "ready_k"):
         return refs.ready_k[_slice_of_sequence(attention, refs, step), :]
     return refs.k[step.keys, :]
 
 
-def _visit(attention: FusedAttention, walk: BlockWalk, refs: Refs, process: Callable[[BlockStep], None]) -> None:
+def _visit(attention: FusedAttention, walk: _BlockWalk, refs: Refs, process: Callable[[_BlockStep], None]) -> None:
     """Process each step of the visit at hand.
 
     The code is compiled once for every distance at which a mask is needed, and once for all other distances.
@@ -365,7 +365,7 @@ def _visit(attention: FusedAttention, walk: BlockWalk, refs: Refs, process: Call
 
 
 def _compute_scores(
-    attention: FusedAttention, refs: Refs, step: BlockStep, head: int
+    attention: FusedAttention, refs: Refs, step: _BlockStep, head: int
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return masked scores of one head, (S, Q), and before the mask their share of the soft-cap, if any."""
     k_SxH, q_QxH = _get_keys(attention, refs, step), refs.ready_q[head, step.queries, :]
@@ -403,7 +403,7 @@ Column = Literal["queries", "keys", "written"]
 class _Sizes(NamedTuple):
     """Sizes of the arrays of attention (see the shape legend), and the block specs of these arrays.
 
-    A spec takes a column of the `BlockWalk` that says which block is at hand.
+    A spec takes a column of the `_BlockWalk` that says which block is at hand.
     """
 
     B: int
@@ -449,7 +449,7 @@ class _Sizes(NamedTuple):
         groups = self.N // self.K
 
         def index_map(b: Any, k: Any, g: Any, p: Any, *walk: Any) -> Any:
-            block = getattr(BlockWalk(*walk), column)[p]
+            block = getattr(_BlockWalk(*walk), column)[p]
             if column == "written" and groups > 1:  # before the last head of queries no keys are done
                 block = jnp.where(g == groups - 1, block, 0)
             return index(b, k * groups + g, k, block)
@@ -493,7 +493,6 @@ def _run_forward(attention: FusedAttention, inputs: AttentionInputs) -> tuple[ja
 def _run_backward(
     attention: FusedAttention, inputs: AttentionInputs, out: jax.Array, logsumexp: jax.Array, gradient: jax.Array
 ) -> list[jax.Array]:
-    """Return the gradients of queries, keys and values."""
     sizes = _get_sizes(attention, inputs)
     named = _name_inputs(inputs, sizes) | {
         "out": (out, sizes.queries(sizes.W)),
@@ -530,7 +529,7 @@ def _run_backward(
 
 
 def _run(
-    body: Callable[[FusedAttention, BlockWalk, Refs], None],
+    body: Callable[[FusedAttention, _BlockWalk, Refs], None],
     attention: FusedAttention,
     sizes: _Sizes,
     inputs: Mapping[str, tuple[jax.Array, pl.BlockSpec]],
@@ -552,7 +551,7 @@ def _run(
         products: matmuls per score whose other width is that of a head of keys, and of values, for the cost estimate.
     """
     walk, groups = attention.causal.walk(sizes.T), sizes.N // sizes.K
-    names = (*BlockWalk._fields, *inputs, *outputs, *scratch)
+    names = (*_BlockWalk._fields, *inputs, *outputs, *scratch)
     arrays, shapes = [array for array, _ in inputs.values()], [shape for shape, _ in outputs.values()]
     moved = [(x.shape, x.dtype) for x in arrays] + [(x.shape, x.dtype) for x in shapes]
     scores = sizes.B * sizes.N * attention.causal.num_scores(sizes.T)
