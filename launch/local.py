@@ -93,11 +93,8 @@ class LocalProcesses:
     def __init__(self, words: Sequence[str], starter: ProcessStarter, grace_seconds: float, standby_seconds: float):
         """Create the object; call `run` for each attempt.
 
-        Args:
-            words: words after `python` of the command, without placement options.
-            starter: starts the processes and their standbys.
-            grace_seconds: time that the processes have to end after a request to stop.
-            standby_seconds: age of an attempt when its standbys are started; 0 for never.
+        `words` follow `python` in the command, without placement options. Standbys are started at the age
+        `standby_seconds` of an attempt; 0 for never.
         """
         self._words = words
         self._starter = starter

@@ -98,9 +98,7 @@ def read_progress(spec: str, overrides: Sequence[str]) -> JobProgress:
 def _read_store_progress(store: Store, digest: str) -> JobProgress:
     """Return the progress that one directory shows.
 
-    Args:
-        store: the directory.
-        digest: digest of the spec, with which a run is done.
+    `digest` is that of the spec with which a run is done.
 
     Raises:
         OSError: the directory cannot be read.

@@ -109,11 +109,8 @@ def describe_unknown_keys(
 ) -> str:
     """Return one line about the keys of a config.json that may make another model of it than is built; "" if none.
 
-    Args:
-        config: content of the file, or its part for the decoder. A key whose value is null counts as absent.
-        family: name of the family.
-        keys: keys that the family reads, or that have no effect in it.
-        values: keys that it does not read, with the values that the model has.
+    A key whose value is null counts as absent. The family reads `keys`, or they have no effect in it. It does not read
+    those of `values`, which have the values that the model has.
     """
     entries: list[tuple[str, str, Any]] = []  # path in the file, name in the tables, value
     for section, content in config.items():
@@ -258,12 +255,9 @@ def _write_ropes_by_kind(config: DecoderConfig) -> Json:
 
 
 def _read_rope(config: Json, theta: float, kind: str | None = None) -> Json:
-    """Return the keys of a `Rope`.
+    """Return the keys of a `Rope`. Version 5 of transformers has `rope_parameters`, older ones `rope_scaling`.
 
-    Args:
-        config: content of config.json. Version 5 of transformers has `rope_parameters`, older ones `rope_scaling`.
-        theta: the family's default.
-        kind: kind of layers, in families whose files may have rotary positions for each kind.
+    `theta` is the family's default, and `kind` a kind of layers, in families whose files may have positions for each.
     """
     given = config.get("rope_parameters") or {}
     given = given.get(kind, {}) if kind is not None and kind in given else given
@@ -799,14 +793,7 @@ def _write_deepseek(config: DecoderConfig) -> Json:
 
 
 def _read_deepseek(config: Json, router: Json, *, dense_layers: int, routed_scale: float) -> Json:
-    """Return what DeepSeek's families share.
-
-    Args:
-        config: content of config.json.
-        router: keys of `moe` that say how experts are chosen.
-        dense_layers: the family's default number of layers without experts.
-        routed_scale: the family's default factor on the output of routed experts.
-    """
+    """Return what DeepSeek's families share; `router` are keys of `moe`, and the numbers the family's defaults."""
     rope, latent = _read_rope(config, 10_000.0), {key: config[name] for name, key in _LATENT_KEYS.items()}
     given, growth = config.get("rope_scaling") or config.get("rope_parameters") or {}, 1.0
     if given.get("mscale_all_dim"):

@@ -277,10 +277,7 @@ def predict_attention_seconds(
     reduce-scattered. A ring overlaps communication with computation. Its last term redistributes keys and values,
     twice, and returns their gradients. A fused kernel avoids the tiles of `gather`.
 
-    Args:
-        shape: shape of the attention of one device.
-        speeds: peak rates of one device.
-        bytes_per_second: bandwidth out of one device to the others that share a sequence.
+    `bytes_per_second` is the bandwidth out of one device to the others that share a sequence.
 
     Returns:
         Seconds by method. `gather` is infinite if the gathered keys and values and their gradients would take more than
@@ -316,9 +313,7 @@ def find_peak_rates(device_kind: str, neighbours: int) -> tuple[PeakRates, float
 
     GPUs of several nodes communicate over the network. Chips of one slice are assumed to use their interconnect.
 
-    Args:
-        device_kind: `device_kind` of the jax device.
-        neighbours: number of adjacent devices that communicate.
+    `neighbours` is the number of adjacent devices that communicate.
     """
     chip = find_chip(device_kind)
     if chip is None or chip.speeds is None:

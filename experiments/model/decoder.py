@@ -205,10 +205,8 @@ class ExtraPrediction(nn.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, dict[str, Statistics]]]:
         """Return the normalised output for the next layer of this kind and for the loss, and statistics of experts.
 
-        Args:
-            x_BxTxD: normalised output of the layers so far.
-            info: properties of the sequences.
-            inputs: embeddings (B, T, D), and the positions (B, T) for which these are of the same document.
+        `x` is the normalised output of the layers so far. `inputs` are embeddings (B, T, D), and the positions (B, T)
+        for which these are of the same document.
         """
         embeddings_BxTxD, real_BxT = inputs
         config, (layer_name,) = self.config, _list_layer_names(self.stage.kinds)

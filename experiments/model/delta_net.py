@@ -168,15 +168,9 @@ def _read_sequence(
 ) -> tuple[jax.Array, jax.Array]:
     """Return what each token reads (B, T, K, R W), float32 and without norm and gate, and the states at the end.
 
-    Args:
-        P: width of a head of keys.
-        x_BxTxKxI: queries, keys and values before the convolution.
-        b_BxTxKxR: beta before the sigmoid.
-        a_BxTxKxR: decay before the softplus.
-        weights: parameters.
-        age_BxT: tokens before each token in its document; None if a sequence is one document.
-        before: cache of the tokens before; None: there are none.
-        is_real_T: False for padding at the end, which changes no state; None: all are real.
+    P is the width of a head of keys. Queries, keys and values `x` come before the convolution, beta `b` before the
+    sigmoid, and the decay `a` before the softplus. `age_BxT` is the number of tokens before each token in its document;
+    None if a sequence is one document. `is_real_T` is False for padding at the end, which changes no state.
     """
     B, T, K, R = b_BxTxKxR.shape
     inputs = None if before is None else before.inputs

@@ -71,12 +71,7 @@ class EmbeddingNoise(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array, examples_B: jax.Array | None = None) -> jax.Array:
-        """Return the embeddings with noise.
-
-        Args:
-            x_BxTxD: embeddings.
-            examples_B: `batch["example"]`, the place of each example in the step; None is 0, 1, 2 ...
-        """
+        """Return the embeddings with noise; `examples_B` is `batch["example"]`, and None is 0, 1, 2 ..."""
         if self.deterministic or self.alpha == 0:
             return x_BxTxD
         B, T, D = x_BxTxD.shape

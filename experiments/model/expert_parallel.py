@@ -162,15 +162,9 @@ def compute_sharded_experts(
 ) -> jax.Array:
     """Return the weighted sum of the outputs of each token's experts, (B, T, D), under the caller's mesh.
 
-    Args:
-        x_BxTxD: tokens, as whole arrays.
-        experts_BxTxK: experts of each token.
-        gates_BxTxK: weight of each assignment.
-        is_kept_BxTxK: assignments to compute.
-        weights: matrices stacked by experts. The last one has the hidden layer in its second axis, all others in their
-            third.
-        biases: those of the hidden layer, (E, 1, F) for each matrix into it, or none.
-        layer: static description.
+    All arrays are whole. `weights` are matrices stacked by experts, of which the last one has the hidden layer in its
+    second axis, all others in their third. `biases` are those of the hidden layer, (E, 1, F) for each matrix into it,
+    or none.
     """
     D = x_BxTxD.shape[2]
     token_axes = get_token_axes(*x_BxTxD.shape[:2])
@@ -274,12 +268,8 @@ def make_expert(
 ) -> Callable[[jax.Array, jax.Array, GroupedMatmul], jax.Array]:
     """Return the function of experts whose matrices are sharded over the axes `widths`, and the hidden layer `columns`.
 
-    Args:
-        expert: function of one expert.
-        matmul_type: type of the operands of matmuls, except for those of biases.
-        widths: axes of the residual stream, over which matrices are gathered.
-        columns: axes of the hidden layer, over which they are not.
-        shards: matrices as `join_matrices` returns them.
+    `shards` are matrices as `join_matrices` returns them. They are gathered over `widths`, and not over `columns`.
+    Matmuls of biases always have the compute type.
     """
 
     def apply(x_PxD: jax.Array, gates_P: jax.Array, matmul: GroupedMatmul) -> jax.Array:
@@ -363,12 +353,7 @@ def _gather_and_multiply_in_8_bits(
     each of its experts. For that, the product with the matrices out of the hidden layer is combined into the sum over
     the experts of each token here, and the result is (M, O).
 
-    Args:
-        form: static description.
-        matmul: matmul of slots by the expert of each.
-        tokens: `x` in 8 bits; None to quantise it here.
-        x_PxI: slots.
-        shard: shard of the matrices.
+    `tokens` is `x` in 8 bits; None to quantise it here.
     """
     if tokens is None:
         tokens = form.quantise_slots(x_PxI, 1, TYPES[form.matmul].forward)
@@ -495,14 +480,7 @@ def _exchange_in_rounds(
 
 
 def choose_window(num_tokens: int, experts_per_token: int, num_local: int, num_group: int) -> int:
-    """Return the slots that a device has in a round for what it sends to one other device.
-
-    Args:
-        num_tokens: tokens of a device.
-        experts_per_token: experts of a token.
-        num_local: experts of a device.
-        num_group: devices of the group.
-    """
+    """Return the slots that a device of a group has in a round for what it sends to one other device."""
     most = num_tokens * min(experts_per_token, num_local)
     mean = num_tokens * experts_per_token / num_group
     return _WINDOW_MULTIPLE * math.ceil(min(most, 1.25 * mean) / _WINDOW_MULTIPLE)

@@ -270,10 +270,7 @@ def list_visits(counts_E: jax.Array, num_slots: int, tile: int) -> tuple[tuple[j
     A tile is visited by each expert that has slots in it. Megablox computes the same by scatters, which libtpu offloads
     to sparse cores; with those of several matmuls in a step its compiler overflows its stack (0.0.42.1).
 
-    Args:
-        counts_E: slots of each expert (int32); they sum to `num_slots`.
-        num_slots: a multiple of `tile`.
-        tile: slots of a tile.
+    `counts_E` (int32) add up to `num_slots`, which is a multiple of `tile`.
     """
     ends_E = jnp.cumsum(counts_E)
     first_E = (ends_E - counts_E) // tile

@@ -233,9 +233,7 @@ def split_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def with_scattered_gradient(matrix: jax.Array, spec: PartitionSpec | None) -> jax.Array:
     """Return `matrix` (I, O), sharded by `spec`; on TPUs its gradient is reduce-scattered if O is sharded.
 
-    Args:
-        matrix: parameter in the compute dtype.
-        spec: its sharding; None means that there is no mesh.
+    Without a mesh `spec` is None.
     """
     if spec is None or not reduce_scatters_only_rows():
         return matrix

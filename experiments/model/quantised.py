@@ -149,10 +149,7 @@ def draw_offsets(seed: RoundingSeed, shape: tuple[int, ...], num_token_axes: int
     The numbers are hashed from the word of the matmul, the example, the position and the column, so they depend neither
     on the sharding, nor on the examples that share a micro-batch, nor on the number of axes of tokens and columns.
 
-    Args:
-        seed: the matmul's.
-        shape: T and O; the axes of T are those of (B, T) or (BT,).
-        num_token_axes: number of axes of T.
+    `shape` is T and O, of which T has the first `num_token_axes` axes: (B, T) or (BT,).
     """
     tokens, columns = shape[:num_token_axes], shape[num_token_axes:]
     length = math.prod(tokens) // seed.examples.size
@@ -241,10 +238,7 @@ def quantise(
 def multiply(x_TxI: jax.Array, kernel_IxO: jax.Array, num_contracted: int = 1) -> jax.Array:
     """Return the product (T, O) in the type of both operands, quantised as the context says.
 
-    Args:
-        x_TxI: tokens, with any leading axes.
-        kernel_IxO: weights, whose first `num_contracted` axes are the last ones of `x`; a matrix if not quantised.
-        num_contracted: number of contracted axes.
+    The first `num_contracted` axes of the kernel are the last ones of `x`. It is a matrix if it is not quantised.
     """
     matmul = get_matmul_type()
     if matmul == "compute":

@@ -539,16 +539,10 @@ def _run(
 ) -> list[jax.Array]:
     """Run `body` once for every visit of every head of queries, or of every block of packed heads.
 
-    Args:
-        body: kernel. Its `refs` are inputs, outputs and scratch by name, the columns of the walk, the place in the
-            walk, the number of the head of queries among those that share one of keys, and for each head of a block the
-            place of its head of keys in a block.
-        attention: static description.
-        sizes: sizes of its arrays.
-        inputs: arrays and their block specs by name.
-        outputs: shapes and their block specs by name.
-        scratch: scratch memory by name.
-        products: matmuls per score whose other width is that of a head of keys, and of values, for the cost estimate.
+    The `refs` of the kernel `body` are inputs, outputs and scratch by name, the columns of the walk, the place in the
+    walk, the number of the head of queries among those that share one of keys, and for each head of a block the place
+    of its head of keys in a block. For the cost estimate, `products` are the matmuls per score whose other width is
+    that of a head of keys, and of values.
     """
     walk, groups = attention.causal.walk(sizes.T), sizes.N // sizes.K
     names = (*_BlockWalk._fields, *inputs, *outputs, *scratch)

@@ -126,11 +126,8 @@ def read_documents(
 ) -> Iterator[Document | BadRecord]:
     """Yield the documents of a part, and a `BadRecord` for each line or row without one.
 
-    Args:
-        part: the part to read.
-        content: result of `fetch_small` for the part.
-        field: key or column that holds the text.
-        renderer: if given, lines and rows are dialogues.
+    `content` is the result of `fetch_small`. With a renderer lines and rows are dialogues, else `field` is the key or
+    column of the text.
 
     Raises:
         DataError: the file cannot be read, is damaged or truncated, or has changed since the source was resolved.
@@ -455,10 +452,7 @@ def cut_into_pieces(files: Iterable[InputFile], shard_bytes: int, seed: int | No
     Small files share a piece. A large local .jsonl is split into byte ranges, and a large local .parquet between its
     row groups. Compressed files, files in buckets and text files stay whole.
 
-    Args:
-        files: the input files.
-        shard_bytes: size of a piece.
-        seed: if given, parts are smaller, and this seed determines their order.
+    With a seed parts are smaller, and it determines their order.
 
     Raises:
         DataError: a large file is not a valid Parquet file.

@@ -279,9 +279,7 @@ def _split_hub_source(source: str) -> tuple[str, str, str]:
 def pin_source(source: str, begun: Iterable[str]) -> str:
     """Return a source with the commit of its revision, if it is on the Hub; any other source as it is.
 
-    Args:
-        source: `config.source`.
-        begun: labels of the files from which the corpus was begun; their commit is used.
+    `begun` are the labels of the files from which the corpus was begun, whose commit is used.
 
     Raises:
         DataError: there is no such data set or revision, or it may not be read.

@@ -168,11 +168,8 @@ def train_bpe(
 ) -> bytes:
     """Train a byte-level BPE and return its `tokenizer.json`; deterministic in the sample, for any number of cores.
 
-    Args:
-        config: size of the vocabulary and of the sample.
-        special: special tokens, of which only texts are added to the vocabulary.
-        sample: documents to train on.
-        report: function that is called with a line of progress every ten seconds, from another thread.
+    Of the special tokens only texts are added to the vocabulary. `report` is called with a line of progress every ten
+    seconds, from another thread.
     """
     started, read_bytes, is_done = time.monotonic(), 0, threading.Event()
 

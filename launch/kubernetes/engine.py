@@ -207,11 +207,7 @@ class _PodAllocation:
 def render(spec: ExecutionSpec, text: str, arguments: JobSetArguments, submit_time: str | None) -> dict[str, Any]:
     """Return the manifest of a job.
 
-    Args:
-        spec: spec of the job.
-        text: the spec as the user wrote it.
-        arguments: command line.
-        submit_time: time of submission, in Unix seconds; None to give the pods none.
+    `text` is the spec as the user wrote it. Without a time of submission, in Unix seconds, pods get none.
 
     Raises:
         InvalidError: the job cannot run on Kubernetes with these options.

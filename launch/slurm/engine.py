@@ -107,11 +107,7 @@ def run(arguments: SlurmArguments) -> int:
 def allocate(document: Document, spec: ExecutionSpec, num_nodes: int | None, gpus_per_node: int | None) -> _Allocation:
     """Return the nodes that the spec's accelerator needs.
 
-    Args:
-        document: origin of the spec, for messages.
-        spec: spec of the job.
-        num_nodes: option `--nodes`.
-        gpus_per_node: option `--gpus-per-node`.
+    The numbers are those of the options. The document is the origin of the spec, for messages.
 
     Raises:
         SpecError: the accelerator cannot be allocated by SLURM, or contradicts the options.

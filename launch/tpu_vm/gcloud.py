@@ -263,8 +263,7 @@ class HostPrograms:
 
         A job that was asked to stop (75) is started again.
 
-        Args:
-            submit_time: time of the request for the machines, in Unix seconds; None if it is not known.
+        The time is that of the request for the machines, in Unix seconds; None if it is not known.
         """
         return self._enter_and(
             "attend.sh",
@@ -340,11 +339,8 @@ class LogTail:
     ):
         """Start the thread.
 
-        Args:
-            connect: function that makes the command that prints the log from a numbered line on (None: the last few
-                lines) until the job ends.
-            first_line: number of the first line to show, None for the last few.
-            pause_seconds: time between two connections.
+        `connect` makes the command that prints the log from a numbered line on (None: the last few lines) until the job
+        ends.
         """
         self._connect = connect
         self._next_line = first_line

@@ -315,9 +315,7 @@ class ExportAssets:
 def find_assets(data: DataConfig | None, rule: InitFromConfig | None) -> ExportAssets:
     """Return the assets of a run by reading its sources.
 
-    Args:
-        data: data config of the run; None for a job without data.
-        rule: `checkpoint.init_from`; None if the run starts from random weights.
+    `data` is None for a job without data, and `rule`, which is `checkpoint.init_from`, for random initial weights.
 
     Raises:
         InvalidError: A file is damaged.

@@ -71,12 +71,9 @@ UPLOAD_SECONDS = 3600.0  # for one file
 
 
 class _SafetensorsWriter:
-    """Safetensors files of some tensors in an existing empty directory on this disk.
+    """Safetensors files of some tensors, in order, in an existing empty directory on this disk.
 
-    Args:
-        directory: the directory.
-        tensors: type and shape of each tensor, in order.
-        shard_bytes: size of a file, which only a file with a single tensor may exceed.
+    Only a file with a single tensor may be larger than `shard_bytes`.
     """
 
     def __init__(self, directory: Path, tensors: Mapping[str, tuple[np.dtype, Shape]], shard_bytes: int = SHARD_BYTES):
@@ -109,11 +106,7 @@ class _SafetensorsWriter:
                 (directory / INDEX_FILE).write_bytes(content)
 
     def put(self, piece: TensorPiece, values: np.ndarray) -> None:
-        """Write one piece, rounded to the nearest values of the tensor's type.
-
-        Args:
-            piece: the piece.
-            values: its values in the form of the leaf.
+        """Write one piece, whose values have the form of the leaf, rounded to the nearest values of the tensor's type.
 
         Raises:
             InvalidError: A value is too large for the type.
@@ -154,9 +147,6 @@ def publish_directory(where: str) -> Iterator[Path]:
 
     On a disk the directory is renamed. In a bucket `config.json`, without which no reader accepts the rest, is uploaded
     last.
-
-    Args:
-        where: path or URL of the target.
 
     Raises:
         InvalidError: The target is not empty, or cannot be written. Raised at the start.
@@ -231,13 +221,8 @@ def export(
 ) -> int:
     """Write the weights of a checkpoint to `out`, and return their step.
 
-    Args:
-        where: run directory or URL, as for `open_checkpoint`.
-        step: step, as for `open_checkpoint`.
-        family: mapping of the job.
-        data: data config, which determines the tokenizer of a run that has not recorded it.
-        out: path or URL, at which there is nothing yet.
-        options: options of the export.
+    `where` and `step` are those of `open_checkpoint`, and at `out`, a path or URL, there is nothing yet. `data`
+    determines the tokenizer of a run that has not recorded it.
 
     Raises:
         InvalidError: The weights cannot be exported in this form. Nothing is then at `out`.
@@ -381,14 +366,8 @@ def export_adapter(
 ) -> int:
     """Write the adapter of a checkpoint to `out`, and return its step.
 
-    Args:
-        where: run directory or URL, as for `open_checkpoint`.
-        step: step, as for `open_checkpoint`.
-        family: mapping of the job.
-        out: path or URL, at which there is nothing yet.
-        base: name of the base model for `adapter_config.json`.
-        dtype: type of the files; by default that of the checkpoint.
-        weights: weights, as for `open_checkpoint`.
+    `where`, `step` and `weights` are those of `open_checkpoint`, and at `out`, a path or URL, there is nothing yet.
+    `base` is the name of the base model for `adapter_config.json`. The type is by default that of the checkpoint.
 
     Raises:
         InvalidError: There is no adapter, or the layout of PEFT cannot express it. Nothing is then at `out`.
@@ -451,9 +430,7 @@ def _build_adapted_modules(
 ) -> Iterator[_AdaptedModule]:
     """Yield the modules that have an adapter, in the order of the table.
 
-    Args:
-        pieces: table of the family.
-        matrices: A and B by the name of the adapted leaf.
+    `matrices` are A and B by the name of the adapted leaf.
 
     Raises:
         InvalidError: An adapted leaf is not a linear module of a layer.

@@ -236,11 +236,7 @@ class HubRepository:
     """OWNER/NAME on the Hub that HF_ENDPOINT names, with the token of HF_TOKEN or of the library's own login."""
 
     def __init__(self, name: str, *, is_public: bool):
-        """Open the repository without a request.
-
-        Args:
-            name: OWNER/NAME.
-            is_public: True if the repository is, or is to be, public.
+        """Open the repository OWNER/NAME, which is, or is to be, public or not, without a request.
 
         Raises:
             InvalidError: The library is missing, the name is invalid, or there is no token.

@@ -73,11 +73,7 @@ Sources = Sequence[tuple[TensorPiece, PublishedTensor | None]]
 def read_leaf(store: Store, versions: Mapping[str, Version], sources: Sources, leaf: jax.Array) -> jax.Array:
     """Read a leaf from its tensors. Every process calls it.
 
-    Args:
-        store: store of the files.
-        versions: expected version of each file.
-        sources: pieces of the leaf with their tensors.
-        leaf: leaf with the shape, type and sharding of the result, and with the values of elements that are not read.
+    `leaf` has the shape, type and sharding of the result, and the values of elements that are not read.
 
     Raises:
         ChangedError: A file has another version than expected.
@@ -177,10 +173,7 @@ def _fill_piece(
 def list_byte_spans(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:
     """Yield the byte ranges of a tensor that contain boxes of it, ascending and without overlaps.
 
-    Args:
-        shape: shape of the tensor.
-        itemsize: bytes of an element.
-        boxes: (start, stop) on each axis, for each box.
+    A box is (start, stop) on each axis.
     """
     ranges = np.concatenate([_list_box_ranges(shape, itemsize, box) for box in boxes])
     # Ranges of several boxes may overlap; the running maximum of their ends merges them.
@@ -293,12 +286,8 @@ def complete_model(
     Keys are filled in only if the document lacks a key that the model needs. Reads `config.json` only. Every process
     calls it, before the rendezvous.
 
-    Args:
-        document: spec.
-        spec: its top level.
-        model_class: model of `config.model`.
-        read_model: function of the content of `config.json` that returns keys of `config.model`; None if the job has
-            no such function.
+    `read_model` returns the keys of `config.model` for the content of a `config.json`; None if the job has no such
+    function.
 
     Raises:
         InvalidError: The weights have no `config.json`, or it describes no model of this job.
@@ -350,11 +339,8 @@ def validate_init_from(
 ) -> None:
     """Validate that a job can start from the weights that its spec names. Reads headers only. Process 0 calls it.
 
-    Args:
-        document: spec, for the position of errors.
-        rule: `checkpoint.init_from`; None if the spec names no weights.
-        family: function that returns the job's mapping to published weights; None if it has none.
-        weights: function that returns the abstract leaves to fill.
+    `family` returns the job's mapping to published weights, or None if it has none, and `weights` the abstract leaves
+    to fill. The document is for the position of errors.
 
     Raises:
         InvalidError: The weights do not match; one line for each problem.
@@ -378,12 +364,8 @@ def load_init_from(
 ) -> Any:
     """Return leaves like `weights` with the values that `checkpoint.init_from` names. Every process calls it.
 
-    Args:
-        document: spec, for the position of errors.
-        rule: `checkpoint.init_from`.
-        family: function that returns the job's mapping to published weights; None if it has none.
-        weights: leaves of the initial state, with its sharding.
-        attempt: the running attempt.
+    `family` returns the job's mapping to published weights, or None if it has none. `weights` are the leaves of the
+    initial state, with its sharding. The document is for the position of errors.
 
     Raises:
         InvalidError: The weights do not match. Raised on every process if one of them finds it.
@@ -437,9 +419,7 @@ def load_init_from(
 def _validate_finite(weights: Any, describe: Callable[[str, tuple[int, ...]], str]) -> None:
     """Raise `InvalidError` for weights with NaN, or with values beyond their type. Every process calls it.
 
-    Args:
-        weights: arrays that were read.
-        describe: function of the name of a leaf, and the index of a bad element in it, that returns where it was read.
+    `describe` returns where an element was read, by the name of the leaf and its index.
     """
     # The devices compute in parallel, and only scalars are fetched.
     leaves = flatten_with_names(weights)

@@ -112,9 +112,7 @@ def compute_tensor_shapes(pieces: Iterable[TensorPiece], leaves: Mapping[str, Sh
 def find_table_problems(pieces: Sequence[TensorPiece], leaves: Mapping[str, Shape]) -> list[str]:
     """Return the problems of a table, one line each. A valid table has every leaf once, and every tensor completely.
 
-    Args:
-        pieces: the table.
-        leaves: shape of every leaf of the weights by its name in the state.
+    `leaves` are the shapes of the leaves by their names in the state.
     """
     problems = []
     by_leaf: dict[str, list[TensorPiece]] = defaultdict(list)
@@ -192,11 +190,8 @@ def match_tensors(
 ) -> TensorMatch:
     """Find the tensors of each leaf.
 
-    Args:
-        published: weights to read.
-        family: mapping of the job.
-        shapes: shapes of the leaves by their names in the state.
-        rule: `checkpoint.init_from` of the spec, which allows deviations and renames tensors.
+    `shapes` are those of the leaves by their names in the state. `rule`, which is `checkpoint.init_from`, allows
+    deviations and renames tensors.
 
     Raises:
         InvalidError: Something does not match and is not allowed; one line for each problem.

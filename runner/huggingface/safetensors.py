@@ -107,12 +107,7 @@ def parse_header_length(prefix: bytes, file_bytes: int) -> int:
 
 
 def parse_header(content: bytes, file: str, file_bytes: int) -> dict[str, TensorLocation]:
-    """Return the tensors of a file by name.
-
-    Args:
-        content: header of the file.
-        file: name of the file.
-        file_bytes: its size.
+    """Return the tensors of a file of `file_bytes` by name, from the content of its header.
 
     Raises:
         ValueError: The header is damaged, or does not match the size of the file.
@@ -191,8 +186,7 @@ def _shorten(name: str) -> str:
 def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorLocation]]:
     """Return the beginning of a file, with prefix and header, and the location of each tensor in the file.
 
-    Args:
-        tensors: type and shape of each tensor, in the order of the file.
+    `tensors` are the type and shape of each tensor, in the order of the file.
     """
     # Readers require the metadata `format: pt`: tensors are named as torch names them.
     record: JsonObject = {METADATA: {"format": "pt"}}
@@ -461,9 +455,7 @@ def read_config_json(where: str) -> JsonObject:
 def drop_config_keys(config: JsonObject, names: Sequence[str]) -> JsonObject:
     """Return the content of a `config.json` without some keys.
 
-    Args:
-        config: the content.
-        names: the keys, in a section SECTION.KEY. Those of a nested `text_config` are named without it.
+    A key in a section is SECTION.KEY. Those of a nested `text_config` are named without it.
 
     Raises:
         InvalidError: The file has no such key.
