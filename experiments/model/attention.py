@@ -22,7 +22,6 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, NamedTuple, cast
 
 import flax.linen as nn
@@ -39,6 +38,7 @@ from experiments.model.platform import (
     LONG_BLOCK_TOKENS,
     LONG_STEP,
     SAVED_NAME,
+    SPLASH_BLOCK_TOKENS,
     import_for_tpu,
     platform,
     uses_long_blocks,
@@ -57,7 +57,6 @@ KEY_AXES = ("batch", "sequence", "heads", "head_dim")
 WHOLE_SEQUENCE_AXES = ("batch", "row", "heads", "head_dim")
 MAX_BLOCKS = 8
 MIN_BLOCK_TOKENS = 64
-TPU_BLOCK_TOKENS = (512, 256, 128)
 
 
 class BlockSizes(NamedTuple):
@@ -108,16 +107,18 @@ def causal_attention(
     Raises:
         InvalidError: sizes or options that no implementation supports.
     """
-    # A window as long as the sequence masks nothing, and without one more implementations can be selected.
-    is_wide = window is not None and window >= q_BxTxNxH.shape[1]
+    # Such a window masks nothing, and without one more implementations can be selected.
+    window = None if window is not None and window >= q_BxTxNxH.shape[1] else window
     options = AttentionOptions(window, softcap, scale)
     inputs = AttentionInputs(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, rotation, sinks_N)
     _validate(inputs, options)
-    options = options._replace(window=None) if is_wide else options
-    rotating = None
-    use = get_kernel_use()
-    if rotation is not None and pairs == "halves" and 2 * rotation.cos.shape[-1] == q_BxTxNxH.shape[-1]:
-        rotating = _find_rotating_implementation(inputs, options)
+    use, rotating = get_kernel_use(), None
+    rotates_halves = rotation is not None and pairs == "halves" and 2 * rotation.cos.shape[-1] == q_BxTxNxH.shape[-1]
+    # A v4, whose kernels have the compiler's limit of VMEM, has no room for the rotated keys.
+    has_room = platform() == "tpu" and vmem_limit_bytes() is not None
+    if rotates_halves and has_room and num_sequence_shards() == 1:
+        one = select_implementation("tpu", inputs, options)
+        rotating = one if one.applies_rotation else None
     if rotation is not None and rotating is None:
         q, k = (rotate(x, rotation, pairs) for x in (q_BxTxNxH, k_BxTxKxH))
         inputs = inputs._replace(q=q, k=k, rotation=None)
@@ -331,7 +332,10 @@ def fused_attention(
 
 def splash_attention(inputs: AttentionInputs, options: AttentionOptions, blocks: BlockSizes | None = None) -> jax.Array:
     """Attend by JAX's fused TPU kernels, which skip blocks of keys that no query of a block may see."""
-    splash = import_for_tpu("jax.experimental.pallas.ops.tpu.splash_attention")
+    splash, module = map(
+        import_for_tpu,
+        ("jax.experimental.pallas.ops.tpu.splash_attention", "experiments.model.context_splash"),
+    )
     group = inputs.q.shape[2] // inputs.k.shape[2]
     blocks = blocks or _splash_block_tokens(inputs.q.shape[1], options.window, inputs.q, inputs.v)
     factor = score_scale(inputs.q, options)
@@ -346,7 +350,8 @@ def splash_attention(inputs: AttentionInputs, options: AttentionOptions, blocks:
         else:
             q_BxNxTxH = (q.astype(jnp.float32) * factor).astype(q.dtype)
         # Batch and key heads are mapped axes, which the two cores of a chip may share; the kernel's own axes are not.
-        kernel = _make_splash_kernel(splash, group, q.shape[2], blocks, options)
+        mask = module.SequenceMask(np.arange(q.shape[2]), q.shape[2], options.window)
+        kernel = module.make_kernel(mask, group, *blocks, options.softcap, SAVED_NAME)
         sinks_KxG = () if sinks_N is None else (sinks_N.reshape(-1, group),)
         attend_sequence = jax.vmap(kernel, in_axes=(0, 0, 0, None, *[0] * len(sinks_KxG)))
         attend_sequences = jax.vmap(attend_sequence, in_axes=(0, 0, 0, 0, *[None] * len(sinks_KxG)))
@@ -356,27 +361,6 @@ def splash_attention(inputs: AttentionInputs, options: AttentionOptions, blocks:
         return out.reshape(*q.shape[:3], -1)
 
     return _attend_on_tpu(attend, blocks.multiple, inputs)
-
-
-def _make_splash_kernel(
-    splash: ModuleType, num_heads: int, length: int, blocks: BlockSizes, options: AttentionOptions
-) -> Callable[..., jax.Array]:
-    """Return attention of heads (G, T, H) to one head of keys (T, H) and values (T, W), for a padded sequence."""
-    multiple, block = blocks
-    mask = import_for_tpu("experiments.model.context_splash").SequenceMask(np.arange(length), length, options.window)
-    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
-    sizes = splash.BlockSizes(
-        **dict.fromkeys(names, block), **dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), multiple)
-    )
-    kernel: Callable[..., jax.Array] = splash.make_splash_mqa(
-        splash.MultiHeadMask([mask] * num_heads),
-        block_sizes=sizes,
-        attn_logits_soft_cap=options.softcap,
-        head_shards=1,
-        q_seq_shards=1,
-        residual_checkpoint_name=SAVED_NAME,
-    )
-    return kernel
 
 
 def _attend_on_tpu(
@@ -429,7 +413,7 @@ def _splash_block_tokens(length: int, window: int | None, *heads: jax.Array) -> 
     They rest on libtpu's schedules for v5e and v5p (`tests/benchmarks/tpu_attention.py`): larger blocks lose less time
     between blocks, and skip less of the square.
     """
-    unit = next(size for size in TPU_BLOCK_TOKENS if _is_worth_padding(length, size))
+    unit = next(size for size in SPLASH_BLOCK_TOKENS if _is_worth_padding(length, size))
     padded = length + -length % unit
     is_long = uses_long_blocks(padded, min(padded, window or padded), *heads)
     return BlockSizes(unit, LONG_BLOCK_TOKENS if is_long else unit)
@@ -553,19 +537,6 @@ def select_implementation(
         and _is_worth_padding(q_BxTxNxH.shape[1], one.length_multiple)
         and (not one.needs_even_sharding or divides_over_mesh())
     )
-
-
-def _find_rotating_implementation(
-    inputs: AttentionInputs, options: AttentionOptions
-) -> _AttentionImplementation | None:
-    """Return the implementation that rotates queries and keys as it reads them; None if another one is selected.
-
-    A v4 has no room for the rotated keys.
-    """
-    if platform() != "tpu" or vmem_limit_bytes() is None or num_sequence_shards() > 1:
-        return None
-    selected = select_implementation("tpu", inputs, options)
-    return selected if selected.applies_rotation else None
 
 
 # Tests of kernels.

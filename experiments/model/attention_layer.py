@@ -48,14 +48,14 @@ from runner.config import ContextParallelMethod
 LATENT_NORM_EPSILON = 1e-6  # in every published model, whatever the epsilon of its other norms
 
 
-class LayerCache(NamedTuple):
+class _LayerCache(NamedTuple):
     """Keys and values of one layer, or of several stacked layers, at positions 0 to S - 1."""
 
     keys: jax.Array  # (B, S, K, H)
     values: jax.Array
 
 
-class LatentCache(NamedTuple):
+class _LatentCache(NamedTuple):
     """Normalised latents of one layer or of several stacked layers, followed by the rotated parts of keys."""
 
     latents: jax.Array  # (B, S, 1, C + R)
@@ -68,7 +68,7 @@ class DeltaCache(NamedTuple):
     states: jax.Array  # (B, K, R, P, W), float32
 
 
-Cache = LayerCache | LatentCache | DeltaCache
+Cache = _LayerCache | _LatentCache | DeltaCache
 
 
 class SequenceInfo(NamedTuple):
@@ -80,7 +80,7 @@ class SequenceInfo(NamedTuple):
     start: jax.Array | None  # position of the first token, if there is a cache
     num_real: jax.Array | None = None  # tokens of a call with a cache that are real; None: all
     # Keys and values that the last layer of each kind gives to layers without their own: not rotated, or its cache.
-    given: Mapping[LayerKind, LayerCache] | None = None
+    given: Mapping[LayerKind, _LayerCache] | None = None
     examples: jax.Array | None = None  # (B), place of each example in the step; None: 0, 1, 2 ...
 
 
@@ -106,11 +106,11 @@ def make_cache(
         inputs = jnp.zeros((*shape[:2], linear.conv_width - 1, K, 2 * P + R * W), dtype)
         return DeltaCache(inputs, jnp.zeros((*shape[:2], K, R, P, W), jnp.float32))
     if config.latent is not None:
-        return LatentCache(jnp.zeros((*shape, 1, config.latent.cached_width), dtype))
+        return _LatentCache(jnp.zeros((*shape, 1, config.latent.cached_width), dtype))
     if sharing == "takes":
         return None
     shape = (*shape, config.get_key_heads(kind), config.get_head_size(kind))
-    return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    return _LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 class Attention(nn.Module):
@@ -124,8 +124,8 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: jax.Array, info: SequenceInfo, cache: LayerCache | None
-    ) -> tuple[jax.Array, LayerCache | None]:
+        self, x_BxTxD: jax.Array, info: SequenceInfo, cache: _LayerCache | None
+    ) -> tuple[jax.Array, _LayerCache | None]:
         """Return the output (B, T, D), and the cache with the keys and values of these tokens, if there is one.
 
         A layer that gives its keys and values returns them also if there is no cache.
@@ -164,7 +164,7 @@ class Attention(nn.Module):
                 *qkv, info.segments, *rotation, **options._asdict(), sinks_N=sinks_N, row_attention=self.row_attention
             )
             if self.sharing == "gives":
-                cache = LayerCache(k_BxTxKxH, v_BxTxKxH)
+                cache = _LayerCache(k_BxTxKxH, v_BxTxKxH)
         else:
             assert info.start is not None, "a call with a cache needs start"
             # The cache holds rotated keys: their positions are known now and never change.
@@ -172,7 +172,7 @@ class Attention(nn.Module):
             if cache is not None:
                 k_BxTxKxH = _rotate(k_BxTxKxH, info, config, self.kind)
                 keys, values = _update(cache.keys, k_BxTxKxH, info.start), _update(cache.values, v_BxTxKxH, info.start)
-                given = cache = LayerCache(keys, values)
+                given = cache = _LayerCache(keys, values)
             assert given is not None
             a_BxTxNxH = cached_attention(q_BxTxNxH, *given, info.start, **options._asdict(), sinks_N=sinks_N)
             a_BxTxNxH = a_BxTxNxH.astype(q_BxTxNxH.dtype)
@@ -219,8 +219,8 @@ class LatentAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: jax.Array, info: SequenceInfo, cache: LatentCache | None
-    ) -> tuple[jax.Array, LatentCache | None]:
+        self, x_BxTxD: jax.Array, info: SequenceInfo, cache: _LatentCache | None
+    ) -> tuple[jax.Array, _LatentCache | None]:
         """Return the output (B, T, D), and the cache with the latents of these tokens, if there is one."""
         config, latent, (B, T, D) = self.config, self._latent, x_BxTxD.shape
         N, C, P = config.heads, latent.key_value_rank, latent.plain_head_dim
@@ -253,7 +253,7 @@ class LatentAttention(nn.Module):
         else:
             assert info.start is not None, "a call with a cache needs start"
             new = _concatenate(c_BTxC.reshape(B, T, 1, C), k_BxTx1xR)
-            cache = LatentCache(_update(cache.latents, new, info.start))
+            cache = _LatentCache(_update(cache.latents, new, info.start))
             # With a cache the projection moves to the few new queries, so that keys and values are never made.
             a_BxTxNxW = self._attend_to_latents(q_BxTxNxP, q_BxTxNxR, up_CxNPW, cache, info.start)
         axes = ("heads", "embed")
@@ -261,7 +261,7 @@ class LatentAttention(nn.Module):
         return out(a_BxTxNxW), cache
 
     def _attend_to_latents(
-        self, q_BxTxNxP: jax.Array, q_BxTxNxR: jax.Array, up_CxNPW: jax.Array, cache: LatentCache, start: jax.Array
+        self, q_BxTxNxP: jax.Array, q_BxTxNxR: jax.Array, up_CxNPW: jax.Array, cache: _LatentCache, start: jax.Array
     ) -> jax.Array:
         """Attend as if keys and values were projected from all latents of the cache; returns (B, T, N, W)."""
         N, C, P = self.config.heads, self._latent.key_value_rank, self._latent.plain_head_dim

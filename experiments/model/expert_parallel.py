@@ -95,16 +95,11 @@ class ExpertLayer:
 
 @dataclass(frozen=True)
 class _ExpertSharding:
-    """Mesh axes over which tokens and experts are sharded.
+    """Mesh axes over which tokens and experts are sharded."""
 
-    Attributes:
-        batch, positions: of tokens, as in the residual stream.
-        experts, widths, columns: of the experts' matrices; columns are those of the hidden layer.
-    """
-
-    batch: Axes
+    batch: Axes  # of tokens, as in the residual stream; so are positions
     positions: Axes
-    experts: Axes
+    experts: Axes  # of the experts' matrices; so are widths, and columns, those of the hidden layer
     widths: Axes
     columns: Axes
 
@@ -198,7 +193,9 @@ def compute_sharded_experts(
 
     if sharding.gather_axes:
         # The backward pass keeps everything except the gathered tokens, which it gathers again.
-        compute = jax.checkpoint(compute, policy=_is_not_gather, prevent_cse=False)
+        compute = jax.checkpoint(
+            compute, policy=lambda primitive, *_, **__: primitive is not lax.all_gather_p, prevent_cse=False
+        )
     # Axes with one device are named too: gradients are summed over all axes that are not.
     tokens = PartitionSpec(sharding.batch, sharding.positions)
     into = PartitionSpec(sharding.experts, sharding.widths, sharding.columns)
@@ -207,11 +204,6 @@ def compute_sharded_experts(
     in_specs = (tokens, tokens, tokens, tokens, [*[into] * (len(weights) - 1), out], [bias] * len(biases))
     run = jax.shard_map(compute, in_specs=in_specs, out_specs=tokens, check_vma=False)
     return run(x_BxTxD, experts_BxTxK, gates_BxTxK, is_kept_BxTxK, [*weights], [*biases])
-
-
-def _is_not_gather(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Checkpoint policy that saves the results of everything except all-gathers."""
-    return primitive is not lax.all_gather_p
 
 
 def _all_gather(leaf: jax.Array, axes: Axes, axis: int) -> jax.Array:
@@ -313,18 +305,12 @@ _gather_and_multiply.defvjp(
 
 
 class _EightBitForm(NamedTuple):
-    """Static description of a matmul of experts from operands in 8 bits.
-
-    Attributes:
-        matmul: type of the operands.
-        widths, columns: mesh axes over which the residual stream and the hidden layer are sharded.
-        axis: axis of the matrices that is the residual stream; 3 - axis is the hidden layer.
-    """
+    """Static description of a matmul of experts from operands in 8 bits."""
 
     matmul: MatmulType
-    widths: Axes
-    columns: Axes
-    axis: int
+    widths: Axes  # mesh axes over which the residual stream is sharded
+    columns: Axes  # mesh axes over which the hidden layer is sharded
+    axis: int  # axis of the matrices that is the residual stream; 3 - axis is the hidden layer
 
     def quantise_slots(self, x_PxI: jax.Array, contracted: int, dtype: DTypeLike) -> Quantised:
         """Return operands of a product along the axis `contracted` of the matrices in 8 bits."""

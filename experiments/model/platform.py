@@ -29,6 +29,7 @@ SMALL_VMEM_TPUS = ("TPU v4", "TPU v4 lite")  # chips with 16 MiB of VMEM
 SAVED_NAME = "kept"  # checkpoint name of the residuals that `remat: dots` saves beside the results of matmuls
 QUANTISED_NAME = "quantised"  # checkpoint name of the results of 8-bit matmuls
 _save_quantised: Callable[..., bool] = jax.checkpoint_policies.save_only_these_names(QUANTISED_NAME)
+SPLASH_BLOCK_TOKENS = (512, 256, 128)  # block lengths of JAX's TPU attention kernel, the fastest first
 LONG_BLOCK_TOKENS = 1024  # block length of the TPU attention kernel where a query sees at least four such blocks
 
 # Sizes of `tpu_attention`. They are here because `attention` chooses block sizes without importing Pallas.

@@ -73,8 +73,9 @@ class CausalBlocks(NamedTuple):
 
     def walk(self, length: int) -> _BlockWalk:
         """Return the visits of a sequence: blocks of queries in order, for each the blocks of keys that it sees."""
-        number = length // self.block
-        visits = [(i, j) for i in range(number) for j in range(i + 1) if self._sees_some(i - j)]
+        # The first query of a block is (distance - 1) * block + 1 positions after the last key of another one.
+        number, reach = length // self.block, length if self.window is None else self.window - 1
+        visits = [(i, j) for i in range(number) for j in range(i + 1) if (i - j - 1) * self.block < reach]
         last = {key: place for place, (_, key) in enumerate(visits)}
         is_first = [place == 0 or visits[place - 1][0] != query for place, (query, _) in enumerate(visits)]
         is_last, is_done = [i == j for i, j in visits], [last[key] == place for place, (_, key) in enumerate(visits)]
@@ -109,9 +110,6 @@ class CausalBlocks(NamedTuple):
             for distance in (walk.queries - walk.keys).tolist()
             for step in self.steps(distance)
         )
-
-    def _sees_some(self, distance: int) -> bool:
-        return self.window is None or (distance - 1) * self.block + 1 < self.window
 
 
 # The operation and its gradient.

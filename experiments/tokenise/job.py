@@ -130,7 +130,7 @@ class Vocabulary:
         raise InvalidError(f"the tokenizer has no token {token!r}{hint}")
 
 
-def load_vocabulary(config: TokenizerConfig) -> Vocabulary:
+def _load_vocabulary(config: TokenizerConfig) -> Vocabulary:
     """Load a tokenizer that needs no training. Raises `DataError` if its file is missing or damaged."""
     assert not isinstance(config, BpeConfig)
     if isinstance(config, BytesConfig):
@@ -146,7 +146,7 @@ def load_vocabulary(config: TokenizerConfig) -> Vocabulary:
         raise DataError(f"{config.file}: {error}") from error
 
 
-def load_trained_vocabulary(store: Store) -> Vocabulary:
+def _load_trained_vocabulary(store: Store) -> Vocabulary:
     """Load the tokenizer that was trained for the corpus in `store`. Raises `DataError` if it cannot be read."""
     name = TOKENIZER_FILES["hf"]
     try:
@@ -319,8 +319,8 @@ class Tokenise(TextJob):
         """Tokenizer. One that the job trains exists from `prepare` on."""
         with self.document.errors_at("config.tokenizer"):
             if isinstance(self.config.tokenizer, BpeConfig):
-                return load_trained_vocabulary(self.output)
-            return load_vocabulary(self.config.tokenizer)
+                return _load_trained_vocabulary(self.output)
+            return _load_vocabulary(self.config.tokenizer)
 
     @property
     def vocabulary_size(self) -> int:
@@ -353,7 +353,7 @@ class Tokenise(TextJob):
 
     def find_text(self) -> None:
         """Find the input files, and check the keys that depend on their format."""
-        validate_keys(self.config, self.files[0].format, self.document)
+        _validate_keys(self.config, self.files[0].format, self.document)
 
     def setup(self, hosts: Hosts) -> None:
         """Find the input files and load the tokenizer. Every process must call this.
@@ -698,7 +698,7 @@ def _unpack_bits(text: str) -> list[int]:
     return [int(place) for place in np.flatnonzero(np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8)))]
 
 
-def validate_keys(config: TokeniseConfig, file_format: FileFormat, document: Document) -> None:
+def _validate_keys(config: TokeniseConfig, file_format: FileFormat, document: Document) -> None:
     """Raise a spec error for keys that do not apply to this file format, or that files and tokenizer do not allow."""
     is_read = file_format != "text" and config.chat is None
     if not is_read and config.field != TokeniseConfig.model_fields["field"].default:

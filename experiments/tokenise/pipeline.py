@@ -99,11 +99,11 @@ def encode_pieces(
     parts = dict(pieces)
     fetched = prefetch(((number, piece, fetch_piece(piece)) for number, piece in pieces), 1)
     batches = prefetch(_read_batches(fetched, options), _BATCHES_AHEAD)
-    encode = encode_texts if options.chat is None else encode_dialogues
-    return map_in_order(lambda batch: encode(batch, parts[batch.piece], tokenizer, options), batches, _NUM_ENCODERS)
+    encode = _encode_texts if options.chat is None else _encode_dialogues
+    return _map_in_order(lambda batch: encode(batch, parts[batch.piece], tokenizer, options), batches, _NUM_ENCODERS)
 
 
-def encode_texts(
+def _encode_texts(
     batch: _DocumentBatch, piece: Piece, tokenizer: BatchTokenizer, options: EncodingOptions
 ) -> EncodedBatch:
     """Encode documents of text.
@@ -128,7 +128,7 @@ def encode_texts(
     return EncodedBatch(batch, ids, np.cumsum(lengths), num_documents - len(lengths), bad=bad)
 
 
-def encode_dialogues(
+def _encode_dialogues(
     batch: _DocumentBatch, piece: Piece, tokenizer: BatchTokenizer, options: EncodingOptions
 ) -> EncodedBatch:
     """Encode dialogues and mark their completion tokens. Long dialogues are cut or dropped as the options say."""
@@ -276,7 +276,7 @@ def prefetch(items: Generator[Out], depth: int) -> Generator[Out]:
         yield from prefetcher
 
 
-def map_in_order(function: Callable[[In], Out], items: Generator[In], num_threads: int) -> Generator[Out]:
+def _map_in_order(function: Callable[[In], Out], items: Generator[In], num_threads: int) -> Generator[Out]:
     """Yield `function(item)` for each item, in order, computed on several threads. Close it or exhaust it."""
     waiting: deque[Future[Out]] = deque()
     with contextlib.closing(items), ThreadPoolExecutor(num_threads, thread_name_prefix="encode") as pool:

@@ -214,7 +214,7 @@ def render(spec: ExecutionSpec, text: str, arguments: JobSetArguments, submit_ti
     """
     arguments.validate_for_kubernetes()
     accelerator = None if spec.topology is None else parse_accelerator(spec.topology.accelerator)
-    pods = allocate_pods(accelerator, arguments.nodes)
+    pods = _allocate_pods(accelerator, arguments.nodes)
     name = make_kubernetes_name(arguments.name or spec.name, pods)
     metadata: dict[str, Any] = {"name": name}
     if arguments.namespace:
@@ -242,7 +242,7 @@ def render(spec: ExecutionSpec, text: str, arguments: JobSetArguments, submit_ti
     }
 
 
-def allocate_pods(accelerator: Accelerator | None, num_nodes: int | None) -> _PodAllocation:
+def _allocate_pods(accelerator: Accelerator | None, num_nodes: int | None) -> _PodAllocation:
     """Return the pods for an accelerator; `num_nodes` is the option `--nodes`, for a job that may run on CPUs.
 
     Raises:

@@ -353,7 +353,7 @@ class Commit:
         return hashlib.sha256(self.archive).hexdigest()
 
 
-def read_checked_out_commit(spec: str) -> Commit:
+def _read_checked_out_commit(spec: str) -> Commit:
     """Read the checked-out commit of the repository around this directory, which must contain the spec.
 
     Raises:
@@ -386,7 +386,7 @@ def _git(directory: Path, *arguments: str) -> bytes:
 def run(arguments: TpuVmArguments) -> int:
     """Run the job to its end on machines of its own; return its exit code, or 75 if only this command was stopped."""
     # The spec is validated as committed, since that is what the hosts will read.
-    commit = read_checked_out_commit(arguments.spec)
+    commit = _read_checked_out_commit(arguments.spec)
     document = parse_document(commit.spec_text, arguments.spec, arguments.overrides)
     spec = validate_spec(document)
     name = arguments.name or make_resource_name(spec.name)

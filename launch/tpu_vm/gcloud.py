@@ -199,16 +199,7 @@ def execute(command: Sequence[str], deadline_seconds: float = DEADLINE_SECONDS) 
 
     The command has a session of its own, so that Ctrl-C on the terminal does not interrupt it.
     """
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    process = _start(command, subprocess.PIPE)
     try:
         output, errors = process.communicate(timeout=deadline_seconds)
     except subprocess.TimeoutExpired:
@@ -216,6 +207,18 @@ def execute(command: Sequence[str], deadline_seconds: float = DEADLINE_SECONDS) 
         output, errors = process.communicate()
         errors += f"no answer within {deadline_seconds:.0f} s"
     return process.returncode, output, errors
+
+
+def _start(command: Sequence[str], stderr: int) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
 
 
 def _kill_session(process: "subprocess.Popen[str]") -> None:
@@ -375,15 +378,7 @@ class LogTail:
 
     def _show(self) -> None:
         """Show the log over one connection; an incomplete last line is left to the next connection."""
-        self._process = subprocess.Popen(
-            self._connect(self._next_line),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        self._process = _start(self._connect(self._next_line), subprocess.DEVNULL)
         assert self._process.stdout is not None
         has_started = False
         for line in self._process.stdout:

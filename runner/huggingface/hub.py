@@ -344,7 +344,16 @@ class HubRepository:
             found = found.__cause__
         found = found or error
         if isinstance(found, errors.HfHubHTTPError):
-            return self._make_status_error(found)
+            status, reason, is_transient = parse_refusal(found)
+            if status == 401:
+                return InvalidError(
+                    f"{self._api.endpoint} does not accept the token of HF_TOKEN or the login: {reason}"
+                )
+            if status == 403:
+                return InvalidError(f"the token may not write to {self._name}: {reason}")
+            if is_transient:
+                return RetryableError(f"{self._name}: {status}: {reason}; run the same command again to continue")
+            return InvalidError(f"{self._name}: {status}: {reason}")
         if isinstance(found, errors.OfflineModeIsEnabled):
             return InvalidError(f"--push {self._name}: HF_HUB_OFFLINE is set, and a push needs the Hub; unset it")
         if isinstance(found, ValueError):
@@ -352,14 +361,3 @@ class HubRepository:
         # An error may occur before the client exists.
         host = getattr(getattr(self, "_api", None), "endpoint", "the Hub")
         return RetryableError(f"{host} does not answer: {format_reason(found)}; run the same command again to continue")
-
-    def _make_status_error(self, error: Any) -> RunnerError:
-        """Return the error for an answer of the Hub with an HTTP status."""
-        status, reason, is_transient = parse_refusal(error)
-        if status == 401:
-            return InvalidError(f"{self._api.endpoint} does not accept the token of HF_TOKEN or the login: {reason}")
-        if status == 403:
-            return InvalidError(f"the token may not write to {self._name}: {reason}")
-        if is_transient:
-            return RetryableError(f"{self._name}: {status}: {reason}; run the same command again to continue")
-        return InvalidError(f"{self._name}: {status}: {reason}")

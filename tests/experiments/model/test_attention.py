@@ -288,7 +288,7 @@ def test_two_cores_read_nothing_before_it_is_written(dtype, window, is_turned, m
 
 @pytest.mark.soak
 def test_long_blocks_of_the_splash_kernel(interpreted, monkeypatch):
-    monkeypatch.setattr(attention, "TPU_BLOCK_TOKENS", (128,))
+    monkeypatch.setattr(attention, "SPLASH_BLOCK_TOKENS", (128,))
     for module in (attention, form):
         monkeypatch.setattr(module, "LONG_BLOCK_TOKENS", 256)
     monkeypatch.setattr(form, "fits_long_blocks", lambda *_: True)

@@ -229,7 +229,7 @@ def make_case(kernel: str, dtype: Any = jnp.float32, **options: Any) -> KernelCa
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 128 positions."""
     monkeypatch.setattr(attention, "_fused_block_tokens", lambda *_: 128)
-    monkeypatch.setattr(attention, "TPU_BLOCK_TOKENS", (128,))
+    monkeypatch.setattr(attention, "SPLASH_BLOCK_TOKENS", (128,))
 
 
 SLOW = ("fused_attention, packed", "splash_attention", "ragged_matmul", "ragged_matmul_in_8_bits")
