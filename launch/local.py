@@ -19,15 +19,7 @@ from typing import Annotated
 
 import typer
 
-from launch.options import (
-    DEFAULT_STANDBY_SECONDS,
-    GraceSeconds,
-    LaunchArguments,
-    MaxRestarts,
-    StandbySeconds,
-    find_grace_seconds,
-    runner_arguments,
-)
+from launch.options import GraceSeconds, LaunchArguments, find_grace_seconds, runner_arguments
 from launch.supervisor import (
     ProcessStarter,
     Supervisor,
@@ -54,8 +46,6 @@ class LocalArguments(LaunchArguments):
     devices_per_process: Annotated[
         int | None, typer.Option(min=1, metavar="M", help="Fake M CPU devices in each process.")
     ] = None
-    max_restarts: MaxRestarts = 100
-    standby_seconds: StandbySeconds = DEFAULT_STANDBY_SECONDS
     grace_seconds: GraceSeconds = None
 
 
@@ -103,11 +93,8 @@ class LocalProcesses:
     def __init__(self, words: Sequence[str], starter: ProcessStarter, grace_seconds: float, standby_seconds: float):
         """Create the object; call `run` for each attempt.
 
-        Args:
-            words: words after `python` of the command, without placement options.
-            starter: starts the processes and their standbys.
-            grace_seconds: time that the processes have to end after a request to stop.
-            standby_seconds: age of an attempt when its standbys are started; 0 for never.
+        `words` follow `python` in the command, without placement options. Standbys are started at the age
+        `standby_seconds` of an attempt; 0 for never.
         """
         self._words = words
         self._starter = starter
@@ -197,10 +184,10 @@ def run(arguments: LocalArguments) -> int:
         lambda: processes.is_stopping,
         arguments.max_restarts,
     )
-    code, attempts = supervisor.run()
+    code, num_attempts = supervisor.run()
     starter.stop_standbys()
     # The last line of a job with a single attempt already contains everything.
-    history = find_history(spec, overrides) if len(attempts) > 1 else None
+    history = find_history(spec, overrides) if num_attempts > 1 else None
     for line in [] if history is None else format_summary(history):
         say(line)
     return code

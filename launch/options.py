@@ -21,14 +21,7 @@ DEFAULT_GRACE_SECONDS = 300
 SUBMIT_TIME_VARIABLE = "RUNNER_SUBMITTED"  # environment variable with the time of submission, in Unix seconds
 MAX_NUMBER = 2**31 - 1  # largest number that every engine accepts
 
-MaxRestarts = Annotated[
-    int, typer.Option(min=0, metavar="N", help="Number of restarts after exit code 76; 75 does not count.")
-]
-DEFAULT_STANDBY_SECONDS = 30
-StandbySeconds = Annotated[
-    int,
-    typer.Option(min=0, metavar="N", help="Age of the job's process when its successor is started ahead; 0 for never."),
-]
+_STANDBY_SECONDS = 30
 Nodes = Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of nodes where the spec names no chips.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")]
 GraceSeconds = Annotated[
@@ -56,6 +49,15 @@ class LaunchArguments:
         list[str],
         typer.Option("--set", metavar="KEY=VALUE", help="Override a dotted key of the spec; repeatable."),
     ] = field(default_factory=list)
+    max_restarts: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Number of restarts after exit code 76; 75 does not count.")
+    ] = 100
+    standby_seconds: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Age of the job's process when its successor is started ahead; 0 for never."
+        ),
+    ] = _STANDBY_SECONDS
 
     def __post_init__(self) -> None:
         """Raise `InvalidError` for a value that no engine can use: empty or unprintable text, or too large a number."""
@@ -87,9 +89,11 @@ def runner_arguments(spec: str, overrides: Sequence[str]) -> list[str]:
     return ["-m", "runner", spec, *set_arguments(overrides)]
 
 
-def standby_arguments(standby_seconds: int) -> list[str]:
-    """Return the words that pass `--standby-seconds` on to `launch.worker`; none if that is its default."""
-    return [] if standby_seconds == DEFAULT_STANDBY_SECONDS else ["--standby-seconds", str(standby_seconds)]
+def restart_arguments(arguments: LaunchArguments) -> list[str]:
+    """Return the words that pass the options of restarts on to `launch.worker`."""
+    standby = ["--standby-seconds", str(arguments.standby_seconds)]
+    words = ["--max-restarts", str(arguments.max_restarts)]
+    return words if arguments.standby_seconds == _STANDBY_SECONDS else words + standby
 
 
 def set_arguments(overrides: Sequence[str]) -> list[str]:

@@ -61,26 +61,20 @@ def combine_exit_codes(codes: Sequence[int]) -> int:
     return EXIT_DONE
 
 
-def open_job_store(document: Document) -> Store:
+def _open_job_store(document: Document) -> Store:
     """Open the directory of a job. Raises `InvalidError` if the spec is wrong."""
     return open_store(validate_spec(document).directory)
 
 
 class JobProgress(NamedTuple):
-    """Progress of a job, as its directory shows it.
+    """Progress of a job, as its directory shows it."""
 
-    Attributes:
-        newest_step: step of the last commit; None if there is none, or the directory cannot be read.
-        newest_attempt: number of the newest attempt, of an elastic job the newest one in which this host took part,
-            after those of the jobs that tokenise its text; 0 if there is none, None if the directory cannot be read.
-        is_done: True if the newest attempt has reached the end of this spec.
-        num_commits: number of commits, also of steps to which the run has gone back since.
-    """
-
-    newest_step: int | None = None
+    newest_step: int | None = None  # step of the last commit; None if there is none, or the directory cannot be read
+    # Number of the newest attempt, of an elastic job the newest one in which this host took part, after those of the
+    # jobs that tokenise its text; 0 if there is none, None if the directory cannot be read.
     newest_attempt: int | None = None
-    is_done: bool = False
-    num_commits: int = 0
+    is_done: bool = False  # True if the newest attempt has reached the end of this spec
+    num_commits: int = 0  # number of commits, also of steps to which the run has gone back since
 
 
 def read_progress(spec: str, overrides: Sequence[str]) -> JobProgress:
@@ -90,9 +84,9 @@ def read_progress(spec: str, overrides: Sequence[str]) -> JobProgress:
     """
     try:
         document = load_document(spec, list(overrides))
-        store, digest = open_job_store(document), document.compute_digest()
-        own = read_store_progress(store, digest)
-        texts = [read_store_progress(text, digest) for text in open_text_stores(store)]
+        store, digest = _open_job_store(document), document.compute_digest()
+        own = _read_store_progress(store, digest)
+        texts = [_read_store_progress(text, digest) for text in open_text_stores(store)]
     except (RunnerError, OSError):
         return JobProgress()
     return own._replace(
@@ -101,12 +95,10 @@ def read_progress(spec: str, overrides: Sequence[str]) -> JobProgress:
     )
 
 
-def read_store_progress(store: Store, digest: str) -> JobProgress:
+def _read_store_progress(store: Store, digest: str) -> JobProgress:
     """Return the progress that one directory shows.
 
-    Args:
-        store: the directory.
-        digest: digest of the spec, with which a run is done.
+    `digest` is that of the spec with which a run is done.
 
     Raises:
         OSError: the directory cannot be read.
@@ -131,7 +123,7 @@ def read_store_progress(store: Store, digest: str) -> JobProgress:
 def find_history(spec: str, overrides: Sequence[str]) -> History | None:
     """Return the history of a job, or None if it has none or the directory cannot be read."""
     try:
-        return read_history(open_job_store(load_document(spec, list(overrides))))
+        return read_history(_open_job_store(load_document(spec, list(overrides))))
     except (RunnerError, OSError):
         return None
 
@@ -158,15 +150,11 @@ class ProcessStarter:
 
     A standby has the environment and the open files of the process that it replaces, because one function starts both.
     Standbys end with the thread that has started them, and when `stop_standbys` is called.
-
-    Attributes:
-        num_processes: number of processes on this machine.
-        variables: environment of all of them.
-        spawn: function that starts a command with an environment and lets it inherit file descriptors.
     """
 
-    num_processes: int
-    variables: Mapping[str, str]
+    num_processes: int  # number of processes on this machine
+    variables: Mapping[str, str]  # environment of all of them
+    # Function that starts a command with an environment and lets it inherit file descriptors.
     spawn: "Callable[[Sequence[str], Mapping[str, str], Sequence[int]], subprocess.Popen[bytes]]"
     # Each with the pipe to it.
     _standbys: "list[tuple[subprocess.Popen[bytes], int]]" = field(default_factory=list, init=False)
@@ -231,57 +219,31 @@ class ProcessStarter:
         self.stop_standbys()
 
 
-@dataclass(frozen=True)
-class LaunchAttempt:
-    """One start of all processes of a job.
-
-    Attributes:
-        began: time of the start, in Unix seconds like the times of the event ledger.
-        ended: time when the last process had ended.
-        code: exit code of the job.
-        newest_step: step of the last commit at the end.
-    """
-
-    began: float
-    ended: float
-    code: int
-    newest_step: int | None
-
-
 @dataclass
 class Supervisor:
-    """Restarts of one job.
+    """Restarts of one job."""
 
-    Attributes:
-        start: function that runs all processes of the job to their end and returns the job's exit code.
-        read_progress: function that returns the progress of the job.
-        is_stopping: function that returns True once the user has asked the job to stop, so that 75 is final.
-        max_restarts: number of restarts after 76.
-        has_peers: True if this is the supervisor of one host of several.
-    """
-
-    start: Callable[[], int]
-    read_progress: Callable[[], JobProgress]
+    start: Callable[[], int]  # function that runs all processes of the job to their end and returns the job's exit code
+    read_progress: Callable[[], JobProgress]  # function that returns the progress of the job
+    # Function that returns True once the user has asked the job to stop, so that 75 is final.
     is_stopping: Callable[[], bool]
-    max_restarts: int
-    has_peers: bool = False
+    max_restarts: int  # number of restarts after 76
+    has_peers: bool = False  # True if this is the supervisor of one host of several
 
-    def run(self) -> tuple[int, list[LaunchAttempt]]:
-        """Run the job until it is done, and return its exit code and all attempts."""
-        attempts: list[LaunchAttempt] = []
-        num_restarts = num_stuck = num_crashes = 0
+    def run(self) -> tuple[int, int]:
+        """Run the job until it is done, and return its exit code and the number of attempts."""
+        num_attempts = num_restarts = num_stuck = num_crashes = 0
         # Commits and attempts of earlier launches do not count as progress of this launch.
         progress = self.read_progress()
         while True:
-            began = time.time()
+            num_attempts += 1
             code = self.start()
-            ended, before, progress = time.time(), progress, self.read_progress()
-            attempts.append(LaunchAttempt(began, ended, code, progress.newest_step))
+            before, progress = progress, self.read_progress()
             # A job that was asked to stop ends with 75 too, and must not be started again.
             if code not in (EXIT_PREEMPTED, EXIT_RETRYABLE) or self.is_stopping():
-                return code, attempts
+                return code, num_attempts
             if self.has_peers and progress.is_done:
-                return EXIT_DONE, attempts
+                return EXIT_DONE, num_attempts
             if code == EXIT_PREEMPTED:
                 # Neither counted nor delayed, because the job has saved its state.
                 say("launch: preempted; starting again")
@@ -295,22 +257,22 @@ class Supervisor:
                 # An elastic job runs without this host, which may wait for as long as it takes.
                 say(f"launch: ended with {code}; the job goes on without this host, which tries to join it again")
                 if not self._pause(FIRST_PAUSE_SECONDS):
-                    return code, attempts
+                    return code, num_attempts
                 continue
             num_stuck += 1
             num_crashes += has_claimed
             if num_crashes >= CRASH_LOOP_ATTEMPTS:
                 where = "before any step was committed" if newest is None else f"and step {newest} is still the newest"
                 say(f"launch: crash loop: {num_crashes} attempts in a row ended with {code} {where}; giving up")
-                return EXIT_FAILED, attempts
+                return EXIT_FAILED, num_attempts
             if num_restarts == self.max_restarts:
                 say(f"launch: ended with {code} after {num_restarts} restarts; --max-restarts allows no more")
-                return code, attempts
+                return code, num_attempts
             num_restarts += 1
             pause_seconds = min(FIRST_PAUSE_SECONDS * 2 ** (num_stuck - 1), MAX_PAUSE_SECONDS)
             say(f"launch: ended with {code}; restart {num_restarts} of {self.max_restarts} in {pause_seconds:.0f} s")
             if not self._pause(pause_seconds):
-                return code, attempts
+                return code, num_attempts
 
     def _pause(self, seconds: float) -> bool:
         """Sleep in short pieces, so that a signal ends the pause, and return True if the job may continue."""

@@ -22,13 +22,7 @@ from typing import Annotated
 
 import typer
 
-from launch.options import (
-    DEFAULT_STANDBY_SECONDS,
-    LaunchArguments,
-    MaxRestarts,
-    StandbySeconds,
-    runner_arguments,
-)
+from launch.options import LaunchArguments, runner_arguments
 from launch.supervisor import ProcessStarter, Supervisor, combine_exit_codes, read_progress
 from runner.command_line import CommandLine, Coordinator, NumProcesses, ProcessId, validate_placement
 from runner.console import protect_streams, say, warn
@@ -40,12 +34,10 @@ from runner.process import bind_to_parent, format_placement, list_stop_signals
 class WorkerArguments(LaunchArguments):
     """Arguments of `python -m launch.worker`."""
 
-    max_restarts: MaxRestarts = 100
     forward_signals: Annotated[
         bool,
         typer.Option("--forward-signals", help="Send signals on to the job, where only this process gets them."),
     ] = False
-    standby_seconds: StandbySeconds = DEFAULT_STANDBY_SECONDS
     coordinator: Coordinator = None
     num_processes: NumProcesses = None
     process_id: ProcessId = None

@@ -7,13 +7,13 @@ of the loss that come from `runner.train` are exported too. Blocks know no train
 - `grouped_matmul`: matmuls of tokens grouped by expert
 - `quantised`: matmuls in 8 bits
 - `layers`: projections, norms, the gated MLP, sharding constraints, activation checkpointing
-- `context_layout`: layout of sequences under context parallelism, and the choice of ring or all-gather
+- `rotary`: rotary position embedding
+- `context_layout`: arguments of attention; layout of sequences under context parallelism, ring or all-gather
 - `expert_parallel`: token exchange between devices that hold different experts
 - `moe`: mixture of experts: router, load balancing, layer
 - `presets`: published models by name
 - `ring_attention`: context-parallel attention in plain JAX, by ring or all-gather
 - `context_splash`: context-parallel attention by a TPU kernel on gathered keys
-- `rotary`: rotary position embedding
 - `config`: configuration of the decoder
 - `config_json`: config.json of each family in transformers
 - `huggingface`: weights of the decoder in Hugging Face's layout

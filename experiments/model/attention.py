@@ -6,15 +6,12 @@ implementation computes softmax(cap(q k^T scale)) v over the present and past po
 
 - Grouped queries: K heads of keys and values serve N heads of queries, N / K neighbours each. Keys are never repeated
   in a device's memory.
-- `window`: number of positions that a query attends to, its own included; None is its whole past.
-- `softcap`: a score s becomes softcap tanh(s / softcap), before masking.
-- `scale`: factor on scores; None is 1 / sqrt(H).
-- `sinks_N` (attention sinks, Xiao et al., 2023): for each head of queries a score that every query has beside those of
-  its keys, and whose value is zero. None is no such score.
-- `segments_BxT` (int32), if sequences hold several documents, numbers them 1, 2, ...; 0 is padding. Every
-  implementation then attends only within a segment. Padding attends to padding, so each position attends at least to
-  itself and all values are finite; no real position attends to padding. Without segments the program is the one for
-  sequences of a single document.
+- Sinks (attention sinks, Xiao et al., 2023): for each head of queries a score that every query has beside those of its
+  keys, and whose value is zero.
+- Segments, if sequences hold several documents, number them 1, 2, ...; 0 is padding. Every implementation then attends
+  only within a segment. Padding attends to padding, so each position attends at least to itself and all values are
+  finite; no real position attends to padding. Without segments the program is the one for sequences of a single
+  document.
 
 Shape legend: B batch, T sequence, N heads of queries, K heads of keys and values, G = N / K, H width of a head of
 queries and keys, W width of a head of values, Q queries of one block, S keys that a block of queries attends to, or
@@ -25,8 +22,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal, NamedTuple, TypedDict, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -35,13 +31,14 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from experiments.model.context_layout import make_sequence_layout, score_scale
+from experiments.model.context_layout import AttentionInputs, AttentionOptions, make_sequence_layout, score_scale
 from experiments.model.layers import constrain, num_devices, num_sequence_shards, num_shards, packs_heads
 from experiments.model.platform import (
     LANES,
     LONG_BLOCK_TOKENS,
     LONG_STEP,
     SAVED_NAME,
+    SPLASH_BLOCK_TOKENS,
     import_for_tpu,
     platform,
     uses_long_blocks,
@@ -60,15 +57,6 @@ KEY_AXES = ("batch", "sequence", "heads", "head_dim")
 WHOLE_SEQUENCE_AXES = ("batch", "row", "heads", "head_dim")
 MAX_BLOCKS = 8
 MIN_BLOCK_TOKENS = 64
-TPU_BLOCK_TOKENS = (512, 256, 128)
-
-
-class AttentionOptions(TypedDict):
-    """Options of attention beside queries, keys and values."""
-
-    window: int | None
-    softcap: float | None
-    scale: float | None
 
 
 class BlockSizes(NamedTuple):
@@ -119,41 +107,44 @@ def causal_attention(
     Raises:
         InvalidError: sizes or options that no implementation supports.
     """
-    _validate(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, window, softcap)
     # Such a window masks nothing, and without one more implementations can be selected.
-    if window is not None and window >= q_BxTxNxH.shape[1]:
-        window = None
-    options: AttentionOptions = {"window": window, "softcap": softcap, "scale": scale}
-    rotating = None
-    use = get_kernel_use()
-    if rotation is not None and pairs == "halves" and 2 * rotation.cos.shape[-1] == q_BxTxNxH.shape[-1]:
-        rotating = _find_rotating_implementation(q_BxTxNxH, v_BxTxKxW, softcap)
+    window = None if window is not None and window >= q_BxTxNxH.shape[1] else window
+    options = AttentionOptions(window, softcap, scale)
+    inputs = AttentionInputs(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, rotation, sinks_N)
+    _validate(inputs, options)
+    use, rotating = get_kernel_use(), None
+    rotates_halves = rotation is not None and pairs == "halves" and 2 * rotation.cos.shape[-1] == q_BxTxNxH.shape[-1]
+    # A v4, whose kernels have the compiler's limit of VMEM, has no room for the rotated keys.
+    has_room = platform() == "tpu" and vmem_limit_bytes() is not None
+    if rotates_halves and has_room and num_sequence_shards() == 1:
+        one = select_implementation("tpu", inputs, options)
+        rotating = one if one.applies_rotation else None
     if rotation is not None and rotating is None:
-        q_BxTxNxH, k_BxTxKxH = (rotate(x, rotation, pairs) for x in (q_BxTxNxH, k_BxTxKxH))
-    k_BxTxKxH, v_BxTxKxW = (_repeat_for_mesh(x, q_BxTxNxH.shape[2]) for x in (k_BxTxKxH, v_BxTxKxW))
-    arrays = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, *(() if segments_BxT is None else (segments_BxT,)))
-    sinks = {} if sinks_N is None else {"sinks_N": sinks_N}
+        q, k = (rotate(x, rotation, pairs) for x in (q_BxTxNxH, k_BxTxKxH))
+        inputs = inputs._replace(q=q, k=k, rotation=None)
+    k, v = (_repeat_for_mesh(x, q_BxTxNxH.shape[2]) for x in (inputs.k, inputs.v))
+    inputs = inputs._replace(k=k, v=v)
     if rotating is not None:
-        use.record(_make_case(rotating, arrays, rotation, sinks_N, options))
-        return rotating.attend(*arrays, rotation=rotation, **options, **sinks)
+        use.record(_make_case(rotating, inputs, options))
+        return rotating.attend(inputs, options)
     # With positions on several devices the choice is another one: ring or all-gather.
-    layout = make_sequence_layout(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, row_attention, **options)
+    layout = make_sequence_layout(inputs, options, row_attention)
     if layout is not None:
         attend = sharded_attention
         if layout.has_kernel and use.is_allowed(splash_attention.__name__):
             # The case of the same kernel for whole sequences: the order of the blocks is not a part of the kernel.
-            use.record(_make_case(SPLASH, arrays, None, sinks_N, options))
+            use.record(_make_case(SPLASH, inputs, options))
             attend = import_for_tpu("experiments.model.context_splash").sharded_splash_attention
-        return cast(jax.Array, attend(layout, *arrays, **sinks))
+        return cast(jax.Array, attend(layout, inputs))
     # All of them are traced, but only the one of the platform that the program is lowered for is compiled.
-    selected = {name: select_implementation(name, arrays, softcap, sinks_N is not None) for name in IMPLEMENTATIONS}
-    implementations = {name: functools.partial(one.attend, **options, **sinks) for name, one in selected.items()}
+    selected = {name: select_implementation(name, inputs, options) for name in IMPLEMENTATIONS}
+    implementations = {name: functools.partial(one.attend, options=options) for name, one in selected.items()}
     if (target := platform()) is not None:
         name = "cuda" if target == "gpu" else target
         if (one := selected.get(name, selected["default"])).owner is not None:
-            use.record(_make_case(one, arrays, None, sinks_N, options))
-        return implementations.get(name, implementations["default"])(*arrays)
-    return jax.lax.platform_dependent(*arrays, **implementations)
+            use.record(_make_case(one, inputs, options))
+        return implementations.get(name, implementations["default"])(inputs)
+    return jax.lax.platform_dependent(inputs, **implementations)
 
 
 def cached_attention(
@@ -175,15 +166,17 @@ def cached_attention(
     Returns:
         (B, T, N, W) in the dtype of `v`.
     """
-    _validate(q_BxTxNxH, k_BxSxKxH, v_BxSxKxW, window, softcap)
+    options = AttentionOptions(window, softcap, scale)
+    _validate(AttentionInputs(q_BxTxNxH, k_BxSxKxH, v_BxSxKxW), options)
     q_BxNxTxH, k_BxKxSxH, v_BxKxSxW = (x.transpose(0, 2, 1, 3) for x in (q_BxTxNxH, k_BxSxKxH, v_BxSxKxW))
     positions_Tx1 = (start + jnp.arange(q_BxTxNxH.shape[1]))[:, None]
     mask_TxS = _causal_mask(positions_Tx1, jnp.arange(k_BxSxKxH.shape[1]), window)
-    out_BxNxTxW = _attend(q_BxNxTxH, k_BxKxSxH, v_BxKxSxW, mask_TxS, softcap, scale, sinks_N)
+    out_BxNxTxW = _attend(q_BxNxTxH, k_BxKxSxH, v_BxKxSxW, mask_TxS, options, sinks_N)
     return out_BxNxTxW.transpose(0, 2, 1, 3)
 
 
-def _validate(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, softcap: float | None) -> None:
+def _validate(inputs: AttentionInputs, options: AttentionOptions) -> None:
+    q, k, v = inputs[:3]
     num_heads, num_key_heads = q.shape[2], k.shape[2]
     if num_heads % num_key_heads:
         raise InvalidError(
@@ -195,6 +188,7 @@ def _validate(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, soft
             f"attention: queries {q.shape}, keys {k.shape} and values {v.shape} do not fit each other; "
             "use (B, T, N, H), (B, T, K, H) and (B, T, K, W)"
         )
+    window, softcap = options.window, options.softcap
     if window is not None and window < 1:
         raise InvalidError(f"attention: window={window} leaves no position to attend to; use at least 1, or null")
     if softcap is not None and softcap <= 0:
@@ -204,17 +198,7 @@ def _validate(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, soft
 # Plain JAX.
 
 
-def blocked_attention(
-    q_BxTxNxH: jax.Array,
-    k_BxTxKxH: jax.Array,
-    v_BxTxKxW: jax.Array,
-    segments_BxT: jax.Array | None = None,
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    sinks_N: jax.Array | None = None,
-) -> jax.Array:
+def blocked_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array:
     """Attend in blocks of queries, each block to the keys that its queries may see and few others.
 
     This skips nearly half of the work of a masked square, and with a window everything to the left of it. Batch and
@@ -222,26 +206,27 @@ def blocked_attention(
     partitioner still sees two and shards both. The backward pass keeps only q, k and v and recomputes the weights,
     which is faster than writing them out and reading them back in a scan over layers.
     """
-    T = q_BxTxNxH.shape[1]
+    T, window = inputs.q.shape[1], options.window
     # More blocks skip more of the square, but are smaller matmuls and a larger program.
     block_tokens = max(MIN_BLOCK_TOKENS, -(-T // MAX_BLOCKS))
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def attend(*arrays: jax.Array) -> jax.Array:
-        q_BxNxTxH, k_BxKxTxH, v_BxKxTxW = (x.transpose(0, 2, 1, 3) for x in arrays[:3])
+    def attend(inputs: AttentionInputs) -> jax.Array:
+        q_BxNxTxH, k_BxKxTxH, v_BxKxTxW = (x.transpose(0, 2, 1, 3) for x in inputs[:3])
+        ids_BxT = inputs.segments
         blocks = []
         for start in range(0, T, block_tokens):
             stop = min(start + block_tokens, T)
             # Keys to the left of the first query's window are seen by no query of the block.
             first = 0 if window is None else max(0, start - window + 1)
             mask = _causal_mask(jnp.arange(start, stop)[:, None], jnp.arange(first, stop), window)
-            for ids_BxT in arrays[3:]:
+            if ids_BxT is not None:
                 mask &= _segment_mask(ids_BxT[:, start:stop], ids_BxT[:, first:stop])  # (B, 1, Q, S)
             keys, values = k_BxKxTxH[:, :, first:stop], v_BxKxTxW[:, :, first:stop]
-            blocks.append(_attend(q_BxNxTxH[:, :, start:stop], keys, values, mask, softcap, scale, sinks_N))
+            blocks.append(_attend(q_BxNxTxH[:, :, start:stop], keys, values, mask, options, inputs.sinks))
         return jnp.concatenate(blocks, axis=2).transpose(0, 2, 1, 3)
 
-    return attend(q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, *(() if segments_BxT is None else (segments_BxT,)))
+    return attend(inputs)
 
 
 def _attend(
@@ -249,8 +234,7 @@ def _attend(
     k_BxKxSxH: jax.Array,
     v_BxKxSxW: jax.Array,
     mask: jax.Array,
-    softcap: float | None,
-    scale: float | None,
+    options: AttentionOptions,
     sinks_N: jax.Array | None,
 ) -> jax.Array:
     """Attend where the mask, (Q, S) or (B, 1, Q, S), is true; queries that share a key head are rows of one matmul."""
@@ -260,9 +244,9 @@ def _attend(
     scores = jnp.einsum(
         "bkrh,bksh->bkrs", q_BxNxQxH.reshape(*grouped, H), k_BxKxSxH, preferred_element_type=jnp.float32
     )
-    scores_BxNxQxS = scores.reshape(B, N, Q, -1) / (math.sqrt(H) if scale is None else 1 / scale)
-    if softcap is not None:
-        scores_BxNxQxS = softcap * jnp.tanh(scores_BxNxQxS / softcap)
+    scores_BxNxQxS = scores.reshape(B, N, Q, -1) / (math.sqrt(H) if options.scale is None else 1 / options.scale)
+    if options.softcap is not None:
+        scores_BxNxQxS = options.softcap * jnp.tanh(scores_BxNxQxS / options.softcap)
     scores_BxNxQxS = jnp.where(mask, scores_BxNxQxS, -jnp.inf)
     # In float32, since bfloat16 has too few digits for a sum over thousands of keys.
     if sinks_N is None:
@@ -278,7 +262,6 @@ def _attend(
 
 
 def _causal_mask(positions_Qx1: jax.Array, positions_S: jax.Array, window: int | None) -> jax.Array:
-    """Return True where a query may see a key, (Q, S)."""
     mask_QxS = positions_Qx1 >= positions_S
     return mask_QxS if window is None else mask_QxS & (positions_Qx1 - positions_S < window)
 
@@ -288,56 +271,31 @@ def _segment_mask(queries_BxQ: jax.Array, keys_BxS: jax.Array) -> jax.Array:
     return (queries_BxQ[:, :, None] == keys_BxS[:, None, :])[:, None]
 
 
-def xla_attention(
-    q_BxTxNxH: jax.Array,
-    k_BxTxKxH: jax.Array,
-    v_BxTxKxW: jax.Array,
-    segments_BxT: jax.Array | None = None,
-    *,
-    window: int | None = None,
-    softcap: None = None,
-    scale: float | None = None,
-) -> jax.Array:
+def xla_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array:
     """Attend by JAX's own composition of matmuls and a float32 softmax."""
-    assert softcap is None
-    mask_Bx1xTxT = None if segments_BxT is None else _segment_mask(segments_BxT, segments_BxT)
-    return _dot_product_attention("xla", q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, mask_Bx1xTxT, window, scale)
+    return _dot_product_attention("xla", inputs, options)
 
 
-def cudnn_attention(
-    q_BxTxNxH: jax.Array,
-    k_BxTxKxH: jax.Array,
-    v_BxTxKxW: jax.Array,
-    *,
-    window: int | None = None,
-    softcap: None = None,
-    scale: float | None = None,
-) -> jax.Array:
+def cudnn_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array:
     """Attend by cuDNN's fused kernel."""
-    assert softcap is None
-    return _dot_product_attention("cudnn", q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, None, window, scale)
+    return _dot_product_attention("cudnn", inputs, options)
 
 
 def _dot_product_attention(
-    implementation: Literal["xla", "cudnn"],
-    q_BxTxNxH: jax.Array,
-    k_BxTxKxH: jax.Array,
-    v_BxTxKxW: jax.Array,
-    mask_Bx1xTxT: jax.Array | None,
-    window: int | None,
-    scale: float | None,
+    implementation: Literal["xla", "cudnn"], inputs: AttentionInputs, options: AttentionOptions
 ) -> jax.Array:
     """Attend by `jax.nn.dot_product_attention`, which needs values as wide as keys: narrower ones are padded."""
-    width = v_BxTxKxW.shape[3]
-    missing = k_BxTxKxH.shape[3] - width
+    assert options.softcap is None
+    width, segments_BxT = inputs.v.shape[3], inputs.segments
+    missing = inputs.k.shape[3] - width
     out_BxTxNxH = jax.nn.dot_product_attention(
-        q_BxTxNxH,
-        k_BxTxKxH,
-        jnp.pad(v_BxTxKxW, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else v_BxTxKxW,
-        mask=mask_Bx1xTxT,
-        scale=scale,
+        inputs.q,
+        inputs.k,
+        jnp.pad(inputs.v, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else inputs.v,
+        mask=None if segments_BxT is None else _segment_mask(segments_BxT, segments_BxT),
+        scale=options.scale,
         is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
+        local_window_size=None if options.window is None else (options.window - 1, 0),
         implementation=implementation,
     )
     return out_BxTxNxH[..., :width] if missing else out_BxTxNxH
@@ -356,18 +314,7 @@ def _supports_cudnn(q_BxTxNxH: jax.Array, _: jax.Array) -> bool:
 
 
 def fused_attention(
-    q_BxTxNxH: jax.Array,
-    k_BxTxKxH: jax.Array,
-    v_BxTxKxW: jax.Array,
-    segments_BxT: jax.Array | None = None,
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    sinks_N: jax.Array | None = None,
-    rotation: Rotation | None = None,
-    block: int | None = None,
-    is_packed: bool | None = None,
+    inputs: AttentionInputs, options: AttentionOptions, block: int | None = None, is_packed: bool | None = None
 ) -> jax.Array:
     """Attend by the kernels of `tpu_attention`.
 
@@ -375,37 +322,26 @@ def fused_attention(
     lanes if `is_packed` says so, by default if they can.
     """
     module = import_for_tpu("experiments.model.tpu_attention")
-    block = _fused_block_tokens(q_BxTxNxH, v_BxTxKxW) if block is None else block
-    scale = score_scale(q_BxTxNxH, scale)
-    if is_packed is None:
-        is_packed = _can_pack(q_BxTxNxH, v_BxTxKxW, sinks_N)
-    packed_head = q_BxTxNxH.shape[3] if is_packed else None
-    kernel = module.FusedAttention(module.CausalBlocks(block, window), scale, softcap, vmem_limit_bytes(), packed_head)
-    arrays = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, rotation, sinks_N)
-    return _attend_on_tpu(kernel.attend, block, *arrays, packed_head=packed_head)
+    block = _fused_block_tokens(inputs.q, inputs.v) if block is None else block
+    is_packed = _can_pack(inputs) if is_packed is None else is_packed
+    packed_head = inputs.q.shape[3] if is_packed else None
+    causal, scale = module.CausalBlocks(block, options.window), score_scale(inputs.q, options)
+    kernel = module.FusedAttention(causal, scale, options.softcap, vmem_limit_bytes(), packed_head)
+    return _attend_on_tpu(kernel.attend, block, inputs, packed_head)
 
 
-def splash_attention(
-    q_BxTxNxH: jax.Array,
-    k_BxTxKxH: jax.Array,
-    v_BxTxKxW: jax.Array,
-    segments_BxT: jax.Array | None = None,
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    sinks_N: jax.Array | None = None,
-    blocks: BlockSizes | None = None,
-) -> jax.Array:
+def splash_attention(inputs: AttentionInputs, options: AttentionOptions, blocks: BlockSizes | None = None) -> jax.Array:
     """Attend by JAX's fused TPU kernels, which skip blocks of keys that no query of a block may see."""
-    splash = import_for_tpu("jax.experimental.pallas.ops.tpu.splash_attention")
-    group = q_BxTxNxH.shape[2] // k_BxTxKxH.shape[2]
-    blocks = blocks or _splash_block_tokens(q_BxTxNxH.shape[1], window, q_BxTxNxH, v_BxTxKxW)
-    factor = score_scale(q_BxTxNxH, scale)
+    splash, module = map(
+        import_for_tpu,
+        ("jax.experimental.pallas.ops.tpu.splash_attention", "experiments.model.context_splash"),
+    )
+    group = inputs.q.shape[2] // inputs.k.shape[2]
+    blocks = blocks or _splash_block_tokens(inputs.q.shape[1], options.window, inputs.q, inputs.v)
+    factor = score_scale(inputs.q, options)
 
-    def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array | None, _: None, sinks_N: jax.Array | None
-    ) -> jax.Array:
+    def attend(inputs: AttentionInputs) -> jax.Array:
+        q, k, v, ids, _, sinks_N = inputs
         # The kernel takes no scale. In its own dtype the product is rounded once; rounding the factor first would be a
         # second error. A power of two rounds nothing, so it needs no wider dtype on the way, which keeps that out of
         # the matmul before.
@@ -414,7 +350,8 @@ def splash_attention(
         else:
             q_BxNxTxH = (q.astype(jnp.float32) * factor).astype(q.dtype)
         # Batch and key heads are mapped axes, which the two cores of a chip may share; the kernel's own axes are not.
-        kernel = _make_splash_kernel(splash, group, q.shape[2], blocks, window, softcap)
+        mask = module.SequenceMask(np.arange(q.shape[2]), q.shape[2], options.window)
+        kernel = module.make_kernel(mask, group, *blocks, options.softcap, SAVED_NAME)
         sinks_KxG = () if sinks_N is None else (sinks_N.reshape(-1, group),)
         attend_sequence = jax.vmap(kernel, in_axes=(0, 0, 0, None, *[0] * len(sinks_KxG)))
         attend_sequences = jax.vmap(attend_sequence, in_axes=(0, 0, 0, 0, *[None] * len(sinks_KxG)))
@@ -423,57 +360,33 @@ def splash_attention(
         out: jax.Array = attend_sequences(q_BxKxGxTxH, k, v, segments, *sinks_KxG)
         return out.reshape(*q.shape[:3], -1)
 
-    return _attend_on_tpu(attend, blocks.multiple, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, None, sinks_N)
-
-
-def _make_splash_kernel(
-    splash: ModuleType, num_heads: int, length: int, blocks: BlockSizes, window: int | None, softcap: float | None
-) -> Callable[..., jax.Array]:
-    """Return attention of heads (G, T, H) to one head of keys (T, H) and values (T, W), for a padded sequence."""
-    multiple, block = blocks
-    mask = import_for_tpu("experiments.model.context_splash").SequenceMask(np.arange(length), length, window)
-    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
-    sizes = splash.BlockSizes(
-        **dict.fromkeys(names, block), **dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), multiple)
-    )
-    kernel: Callable[..., jax.Array] = splash.make_splash_mqa(
-        splash.MultiHeadMask([mask] * num_heads),
-        block_sizes=sizes,
-        attn_logits_soft_cap=softcap,
-        head_shards=1,
-        q_seq_shards=1,
-        residual_checkpoint_name=SAVED_NAME,
-    )
-    return kernel
+    return _attend_on_tpu(attend, blocks.multiple, inputs)
 
 
 def _attend_on_tpu(
-    kernel: Callable[..., jax.Array],
+    kernel: Callable[[AttentionInputs], jax.Array],
     multiple: int,
-    q_BxTxNxH: jax.Array,
-    k_BxTxKxH: jax.Array,
-    v_BxTxKxW: jax.Array,
-    segments_BxT: jax.Array | None,
-    rotation: Rotation | None,
-    sinks_N: jax.Array | None,
+    inputs: AttentionInputs,
     packed_head: int | None = None,
 ) -> jax.Array:
-    """Attend by a kernel that takes queries (B, N, T, H), keys and values (B, K, T, ...), segments, angles and sinks.
+    """Attend by a kernel that takes queries (B, N, T, H), keys and values (B, K, T, ...).
 
-    With `packed_head`, the width of a head, the kernel takes and returns packed heads (B, T, N H) instead.
+    With `packed_head`, the width of a head, the kernel takes and returns packed heads (B, T, N H) instead. Cosines and
+    sines come to it as (B or 1, T, lanes of a block), the same for both halves of a head.
 
     T is padded to whole blocks at the end, where no real position attends. The partitioner cannot split a kernel, so
     under a mesh each device runs it on its own sequences and heads.
     """
-    T, angles = q_BxTxNxH.shape[1], None
+    T, rotation = inputs.q.shape[1], inputs.rotation
     if rotation is not None:
         repeats = 2 if packed_head is None else 2 * (LANES // packed_head)
-        angles = tuple(jnp.concatenate([x] * repeats, axis=-1)[:, :, 0] for x in rotation)
+        angles = Rotation(*(jnp.concatenate([x] * repeats, axis=-1)[:, :, 0] for x in rotation))
+        inputs = inputs._replace(rotation=angles)
 
-    def attend(sinks_N: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array, *positions: Any) -> jax.Array:
+    def attend(inputs: AttentionInputs) -> jax.Array:
         padding = [(0, 0), (0, -T % multiple)]
-        q, k, v, *positions = jax.tree.map(
-            lambda x: jnp.pad(x, padding + [(0, 0)] * (x.ndim - 2)), (q, k, v, *positions)
+        padded: AttentionInputs = jax.tree.map(
+            lambda x: jnp.pad(x, padding + [(0, 0)] * (x.ndim - 2)), inputs._replace(sinks=None)
         )
 
         # Arrays that are head-major in memory already are not moved by this transpose; for others it becomes a part of
@@ -481,18 +394,17 @@ def _attend_on_tpu(
         def reorder(x: jax.Array) -> jax.Array:
             return x.transpose(0, 2, 1, 3) if packed_head is None else x.reshape(*x.shape[:2], -1)
 
-        shape = q.shape
-        q, k, v = (checkpoint_name(with_row_major_layout(reorder(x)), SAVED_NAME) for x in (q, k, v))
-        out = with_row_major_layout(kernel(q, k, v, *positions, sinks_N))
-        return (out.transpose(0, 2, 1, 3) if packed_head is None else out.reshape(shape))[:, :T]
+        q, k, v = (checkpoint_name(with_row_major_layout(reorder(x)), SAVED_NAME) for x in padded[:3])
+        out = with_row_major_layout(kernel(padded._replace(q=q, k=k, v=v, sinks=inputs.sinks)))
+        return (out.transpose(0, 2, 1, 3) if packed_head is None else out.reshape(padded.q.shape))[:, :T]
 
     if not jax.sharding.get_abstract_mesh().empty:
         heads, ids = _partition_spec(WHOLE_SEQUENCE_AXES), _partition_spec(WHOLE_SEQUENCE_AXES[:2])
         # Angles that all sequences share have a batch axis of 1, which is not sharded.
         angle = ids if rotation is not None and rotation.cos.shape[0] > 1 else jax.sharding.PartitionSpec()
-        in_specs = (jax.sharding.PartitionSpec(*heads[2:3]), heads, heads, heads, ids, angle)
-        attend = jax.shard_map(attend, in_specs=in_specs, out_specs=heads, check_vma=False)
-    return attend(sinks_N, q_BxTxNxH, k_BxTxKxH, v_BxTxKxW, segments_BxT, angles)
+        specs = AttentionInputs._make([heads, heads, heads, ids, angle, jax.sharding.PartitionSpec(*heads[2:3])])
+        attend = jax.shard_map(attend, in_specs=(specs,), out_specs=heads, check_vma=False)
+    return attend(inputs)
 
 
 def _splash_block_tokens(length: int, window: int | None, *heads: jax.Array) -> BlockSizes:
@@ -501,7 +413,7 @@ def _splash_block_tokens(length: int, window: int | None, *heads: jax.Array) -> 
     They rest on libtpu's schedules for v5e and v5p (`tests/benchmarks/tpu_attention.py`): larger blocks lose less time
     between blocks, and skip less of the square.
     """
-    unit = next(size for size in TPU_BLOCK_TOKENS if _is_worth_padding(length, size))
+    unit = next(size for size in SPLASH_BLOCK_TOKENS if _is_worth_padding(length, size))
     padded = length + -length % unit
     is_long = uses_long_blocks(padded, min(padded, window or padded), *heads)
     return BlockSizes(unit, LONG_BLOCK_TOKENS if is_long else unit)
@@ -519,10 +431,14 @@ def _fused_block_tokens(q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array) -> int:
     return min(costs, key=costs.__getitem__, default=0)
 
 
-def _can_pack(q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array, sinks_N: jax.Array | None = None) -> bool:
+def _can_pack(inputs: AttentionInputs) -> bool:
     """Return True if `fused_attention` can read several heads from one row of lanes."""
+    return inputs.sinks is None and _fit_lanes(inputs.q, inputs.v)
+
+
+def _fit_lanes(q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array) -> bool:
     (N, H), (K, W) = q_BxTxNxH.shape[2:], v_BxTxKxW.shape[2:]
-    return sinks_N is None and H == W and packs_heads(N, K, H)
+    return H == W and packs_heads(N, K, H)
 
 
 def _fused_bytes_left(block: int, q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array) -> int:
@@ -539,7 +455,7 @@ def _fused_bytes_left(block: int, q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array) ->
     needed = (head + value) * (4 * padded + 8 * block * size) + 10 * block * min(block, LONG_STEP) + 2**21
     if memory is not None:
         needed += head * (size * padded + size * block + 32 * block)
-    if _can_pack(q_BxTxNxH, v_BxTxKxW):
+    if _fit_lanes(q_BxTxNxH, v_BxTxKxW):
         needed += block * (LANES // q_BxTxNxH.shape[3]) * LANES * (4 + 2 * size)
     return (2**24 if memory is None else memory) - needed
 
@@ -547,10 +463,10 @@ def _fused_bytes_left(block: int, q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array) ->
 # The choice.
 
 
-class AttentionImplementation(NamedTuple):
+class _AttentionImplementation(NamedTuple):
     """Implementation of attention and what it supports. All of them support grouped heads, windows and scales."""
 
-    attend: Callable[..., jax.Array]
+    attend: Callable[..., jax.Array]  # of inputs and options
     dtypes: tuple[DTypeLike, ...] = ()  # empty: all
     softcap: bool = True
     segments: bool = True
@@ -563,8 +479,8 @@ class AttentionImplementation(NamedTuple):
     needs_even_sharding: bool = False  # batch and heads must divide: the partitioner cannot split a kernel
 
 
-BLOCKED = AttentionImplementation(blocked_attention)
-XLA = AttentionImplementation(xla_attention, softcap=False, sinks=False, wide_values=False)
+BLOCKED = _AttentionImplementation(blocked_attention)
+XLA = _AttentionImplementation(xla_attention, softcap=False, sinks=False, wide_values=False)
 # cuDNN would take segments as a bias of all T x T scores. JAX then asks it for the gradient of that bias too, and with
 # it not every GPU has an algorithm that gives the same bits twice.
 CUDNN = XLA._replace(
@@ -574,7 +490,7 @@ CUDNN = XLA._replace(
     fits=_supports_cudnn,
     owner="library",
 )
-SPLASH = AttentionImplementation(splash_attention, length_multiple=LANES, needs_even_sharding=True, owner="library")
+SPLASH = _AttentionImplementation(splash_attention, length_multiple=LANES, needs_even_sharding=True, owner="library")
 FUSED = SPLASH._replace(
     attend=fused_attention,
     dtypes=(jnp.bfloat16, jnp.float32),
@@ -583,7 +499,7 @@ FUSED = SPLASH._replace(
     owner="ours",
 )
 # By platform, fastest first; the last one of each supports everything.
-IMPLEMENTATIONS: dict[str, tuple[AttentionImplementation, ...]] = {
+IMPLEMENTATIONS: dict[str, tuple[_AttentionImplementation, ...]] = {
     "cpu": (BLOCKED,),
     "cuda": (CUDNN, XLA._replace(dtypes=(jnp.float32,)), BLOCKED),
     "tpu": (FUSED, SPLASH, XLA, BLOCKED),
@@ -592,13 +508,13 @@ IMPLEMENTATIONS: dict[str, tuple[AttentionImplementation, ...]] = {
 
 
 def select_implementation(
-    platform: str, arrays: tuple[jax.Array, ...], softcap: float | None, has_sinks: bool = False
-) -> AttentionImplementation:
-    """Return the first implementation of a platform that supports these queries, keys, values and maybe segments.
+    platform: str, inputs: AttentionInputs, options: AttentionOptions
+) -> _AttentionImplementation:
+    """Return the first implementation of a platform that supports these inputs.
 
     Implementations that `memory.attention` excludes, and kernels that have failed their test, are left out.
     """
-    q_BxTxNxH, k_BxTxKxH, v_BxTxKxW = arrays[:3]
+    q_BxTxNxH, k_BxTxKxH, v_BxTxKxW = inputs[:3]
     use = get_kernel_use()
     # cuDNN is the one kernel of a library for which there is another choice on its platform.
     excluded = {"auto": (), "ours": (CUDNN.attend,), "library": (FUSED.attend,)}[use.attention]
@@ -613,27 +529,14 @@ def select_implementation(
         if one.attend not in excluded
         and use.is_allowed(one.attend.__name__)
         and (not one.dtypes or q_BxTxNxH.dtype in one.dtypes)
-        and (one.softcap or softcap is None)
-        and (one.segments or len(arrays) == 3)
-        and (one.sinks or not has_sinks)
+        and (one.softcap or options.softcap is None)
+        and (one.segments or inputs.segments is None)
+        and (one.sinks or inputs.sinks is None)
         and (one.wide_values or v_BxTxKxW.shape[3] <= k_BxTxKxH.shape[3])
         and one.fits(q_BxTxNxH, v_BxTxKxW)
         and _is_worth_padding(q_BxTxNxH.shape[1], one.length_multiple)
         and (not one.needs_even_sharding or divides_over_mesh())
     )
-
-
-def _find_rotating_implementation(
-    q_BxTxNxH: jax.Array, v_BxTxKxW: jax.Array, softcap: float | None
-) -> AttentionImplementation | None:
-    """Return the implementation that rotates queries and keys as it reads them; None if another one is selected.
-
-    A v4 has no room for the rotated keys.
-    """
-    if platform() != "tpu" or vmem_limit_bytes() is None or num_sequence_shards() > 1:
-        return None
-    selected = select_implementation("tpu", (q_BxTxNxH, q_BxTxNxH, v_BxTxKxW), softcap)
-    return selected if selected.applies_rotation else None
 
 
 # Tests of kernels.
@@ -642,20 +545,11 @@ MAX_TESTED_GROUP = 4
 SCORE_STDDEV = 2.0  # sharp enough that a key too many or too few shows in a row
 
 
-def reference_attention(
-    q_BxTxNxH: jax.Array,
-    k_BxTxKxH: jax.Array,
-    v_BxTxKxW: jax.Array,
-    segments_BxT: jax.Array | None = None,
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    sinks_N: jax.Array | None = None,
-    rotation: Rotation | None = None,
-) -> jax.Array:
+def reference_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array:
     """Attend in float32 with every score of the square at once: the definition, written without any other function."""
-    q, k, v = (x.astype(jnp.float32) for x in (q_BxTxNxH, k_BxTxKxH, v_BxTxKxW))
+    q, k, v = (x.astype(jnp.float32) for x in inputs[:3])
+    _, _, _, segments_BxT, rotation, sinks_N = inputs
+    window, softcap, scale = options
     if rotation is not None:
         q, k = rotate_halves(q, rotation), rotate_halves(k, rotation)
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
@@ -675,24 +569,18 @@ def reference_attention(
     return product("bnts,bsnw->btnw", weights_BxNxTxS / total_BxNxTx1, v)
 
 
-def _make_case(
-    one: AttentionImplementation,
-    arrays: tuple[jax.Array, ...],
-    rotation: Rotation | None,
-    sinks_N: jax.Array | None,
-    options: AttentionOptions,
-) -> KernelCase:
+def _make_case(one: _AttentionImplementation, inputs: AttentionInputs, options: AttentionOptions) -> KernelCase:
     """Return the case of a kernel for such arrays: the same blocks and masks on few heads and few blocks."""
-    q_BxTxNxH, _, v_BxTxKxW = arrays[:3]
+    q_BxTxNxH, _, v_BxTxKxW, segments_BxT, rotation, sinks_N = inputs
     (_, T, N, H), (_, _, K, W), dtype = q_BxTxNxH.shape, v_BxTxKxW.shape, q_BxTxNxH.dtype
-    window, blocks = options["window"], BlockSizes(1, 256)
+    window, blocks = options.window, BlockSizes(1, 256)
     if one.attend is fused_attention:
         block = _fused_block_tokens(q_BxTxNxH, v_BxTxKxW)
         blocks = BlockSizes(block, block)
     elif one.attend is splash_attention:
         blocks = _splash_block_tokens(T, window, q_BxTxNxH, v_BxTxKxW)
     # A row of lanes at least, if heads are packed.
-    is_packed = one.attend is fused_attention and _can_pack(q_BxTxNxH, v_BxTxKxW, sinks_N)
+    is_packed = one.attend is fused_attention and _can_pack(inputs)
     pack = LANES // H if is_packed else 1
     group = min(N // K, max(MAX_TESTED_GROUP, pack))
     heads = group * min(K, max(2, pack))
@@ -705,7 +593,6 @@ def _make_case(
     padding = -T % blocks.multiple
     length = min(T, number * blocks.read - padding)
     window = None if window is None or window >= length else window
-    tested: AttentionOptions = {**options, "window": window}
     facts: JsonObject = {
         "sequences": 1 if rotation is None or rotation.cos.shape[0] == 1 else 2,
         "positions": length,
@@ -714,11 +601,11 @@ def _make_case(
         "head": H,
         "value": W,
         "blocks": list(blocks),
-        "segments": len(arrays) > 3,
+        "segments": segments_BxT is not None,
         "rotation": rotation is not None,
         "sinks": sinks_N is not None,
         "packed": is_packed,
-        **tested,
+        **options._replace(window=window)._asdict(),
     }
     fallbacks = {"fused_attention": "JAX's splash attention", "splash_attention": "plain XLA ops"}
     return KernelCase(
@@ -736,7 +623,7 @@ def _make_case(
 
 def make_attention_trial(attend: Callable[..., jax.Array], facts: Mapping[str, Any], dtype: DTypeLike) -> KernelTrial:
     """Return the functions to compare, result and gradients of attention, with random inputs."""
-    generator, options = np.random.default_rng(0), {name: facts[name] for name in ("window", "softcap", "scale")}
+    generator, options = np.random.default_rng(0), AttentionOptions(*(facts[name] for name in AttentionOptions._fields))
     B, T, N, K, H, W = (facts[name] for name in ("sequences", "positions", "heads", "key_heads", "head", "value"))
     q, k, v, g = (
         generator.normal(size=(B, T, *shape)).astype(np.float32) for shape in ((N, H), (K, H), (K, W), (N, W))
@@ -761,11 +648,10 @@ def make_attention_trial(attend: Callable[..., jax.Array], facts: Mapping[str, A
 
     def run(form: Callable[..., jax.Array], *leaves: jax.Array) -> Any:
         named = dict(zip(inputs, leaves, strict=True))
-        rotation = {"rotation": Rotation(named["cos"], named["sin"])} if "cos" in named else {}
+        rotation = Rotation(named["cos"], named["sin"]) if "cos" in named else None
 
-        def attend_to(q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array) -> jax.Array:
-            ids = (named["segments"],) if "segments" in named else ()
-            return form(q, k, v, *ids, **options, **rotation, **({"sinks_N": sinks[0]} if sinks else {}))
+        def attend_to(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+            return form(AttentionInputs(q, k, v, named.get("segments"), rotation, sinks), options)
 
         out, pull_back = jax.vjp(attend_to, *(named[name] for name in ("q", "k", "v", "sinks") if name in named))
         return out, *pull_back(named["g"].astype(out.dtype))
@@ -778,7 +664,6 @@ def make_attention_trial(attend: Callable[..., jax.Array], facts: Mapping[str, A
 
 
 def _is_worth_padding(length: int, multiple: int) -> bool:
-    """Return True if padding to the multiple adds at most an eighth."""
     return 8 * (-length % multiple) <= length
 
 

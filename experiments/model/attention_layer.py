@@ -22,8 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from experiments.model.attention import AttentionOptions, cached_attention, causal_attention
+from experiments.model.attention import cached_attention, causal_attention
 from experiments.model.config import DecoderConfig, LatentConfig, LayerKind, Sharing
+from experiments.model.context_layout import AttentionOptions
 from experiments.model.layers import (
     INIT_STDDEV,
     Dense,
@@ -47,14 +48,14 @@ from runner.config import ContextParallelMethod
 LATENT_NORM_EPSILON = 1e-6  # in every published model, whatever the epsilon of its other norms
 
 
-class LayerCache(NamedTuple):
+class _LayerCache(NamedTuple):
     """Keys and values of one layer, or of several stacked layers, at positions 0 to S - 1."""
 
     keys: jax.Array  # (B, S, K, H)
     values: jax.Array
 
 
-class LatentCache(NamedTuple):
+class _LatentCache(NamedTuple):
     """Normalised latents of one layer or of several stacked layers, followed by the rotated parts of keys."""
 
     latents: jax.Array  # (B, S, 1, C + R)
@@ -67,7 +68,7 @@ class DeltaCache(NamedTuple):
     states: jax.Array  # (B, K, R, P, W), float32
 
 
-Cache = LayerCache | LatentCache | DeltaCache
+Cache = _LayerCache | _LatentCache | DeltaCache
 
 
 class SequenceInfo(NamedTuple):
@@ -79,7 +80,7 @@ class SequenceInfo(NamedTuple):
     start: jax.Array | None  # position of the first token, if there is a cache
     num_real: jax.Array | None = None  # tokens of a call with a cache that are real; None: all
     # Keys and values that the last layer of each kind gives to layers without their own: not rotated, or its cache.
-    given: Mapping[LayerKind, LayerCache] | None = None
+    given: Mapping[LayerKind, _LayerCache] | None = None
     examples: jax.Array | None = None  # (B), place of each example in the step; None: 0, 1, 2 ...
 
 
@@ -105,11 +106,11 @@ def make_cache(
         inputs = jnp.zeros((*shape[:2], linear.conv_width - 1, K, 2 * P + R * W), dtype)
         return DeltaCache(inputs, jnp.zeros((*shape[:2], K, R, P, W), jnp.float32))
     if config.latent is not None:
-        return LatentCache(jnp.zeros((*shape, 1, config.latent.cached_width), dtype))
+        return _LatentCache(jnp.zeros((*shape, 1, config.latent.cached_width), dtype))
     if sharing == "takes":
         return None
     shape = (*shape, config.get_key_heads(kind), config.get_head_size(kind))
-    return LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    return _LayerCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 class Attention(nn.Module):
@@ -123,8 +124,8 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: jax.Array, info: SequenceInfo, cache: LayerCache | None
-    ) -> tuple[jax.Array, LayerCache | None]:
+        self, x_BxTxD: jax.Array, info: SequenceInfo, cache: _LayerCache | None
+    ) -> tuple[jax.Array, _LayerCache | None]:
         """Return the output (B, T, D), and the cache with the keys and values of these tokens, if there is one.
 
         A layer that gives its keys and values returns them also if there is no cache.
@@ -160,10 +161,10 @@ class Attention(nn.Module):
             qkv, rope = (q_BxTxNxH, k_BxTxKxH, v_BxTxKxH), config.get_rope(self.kind)
             rotation = info.rotations[self.kind], "halves" if rope is None else rope.pairs
             a_BxTxNxH = causal_attention(
-                *qkv, info.segments, *rotation, **options, sinks_N=sinks_N, row_attention=self.row_attention
+                *qkv, info.segments, *rotation, **options._asdict(), sinks_N=sinks_N, row_attention=self.row_attention
             )
             if self.sharing == "gives":
-                cache = LayerCache(k_BxTxKxH, v_BxTxKxH)
+                cache = _LayerCache(k_BxTxKxH, v_BxTxKxH)
         else:
             assert info.start is not None, "a call with a cache needs start"
             # The cache holds rotated keys: their positions are known now and never change.
@@ -171,9 +172,9 @@ class Attention(nn.Module):
             if cache is not None:
                 k_BxTxKxH = _rotate(k_BxTxKxH, info, config, self.kind)
                 keys, values = _update(cache.keys, k_BxTxKxH, info.start), _update(cache.values, v_BxTxKxH, info.start)
-                given = cache = LayerCache(keys, values)
+                given = cache = _LayerCache(keys, values)
             assert given is not None
-            a_BxTxNxH = cached_attention(q_BxTxNxH, *given, info.start, **options, sinks_N=sinks_N)
+            a_BxTxNxH = cached_attention(q_BxTxNxH, *given, info.start, **options._asdict(), sinks_N=sinks_N)
             a_BxTxNxH = a_BxTxNxH.astype(q_BxTxNxH.dtype)
         if gate_BxTxNxH is not None:
             a_BxTxNxH = apply_gate(jax.nn.sigmoid, a_BxTxNxH, gate_BxTxNxH)
@@ -218,8 +219,8 @@ class LatentAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x_BxTxD: jax.Array, info: SequenceInfo, cache: LatentCache | None
-    ) -> tuple[jax.Array, LatentCache | None]:
+        self, x_BxTxD: jax.Array, info: SequenceInfo, cache: _LatentCache | None
+    ) -> tuple[jax.Array, _LatentCache | None]:
         """Return the output (B, T, D), and the cache with the latents of these tokens, if there is one."""
         config, latent, (B, T, D) = self.config, self._latent, x_BxTxD.shape
         N, C, P = config.heads, latent.key_value_rank, latent.plain_head_dim
@@ -246,13 +247,13 @@ class LatentAttention(nn.Module):
             # The rotated part of a key is shared by all heads.
             k_BxTxNxR = jnp.broadcast_to(k_BxTx1xR, q_BxTxNxR.shape)
             q_BxTxNxH, k_BxTxNxH = _concatenate(q_BxTxNxP, q_BxTxNxR), _concatenate(kv_BxTxNxPW[..., :P], k_BxTxNxR)
-            options = _make_options(config, self.kind)
+            options = _make_options(config, self.kind)._asdict()
             qkv = (q_BxTxNxH, k_BxTxNxH, kv_BxTxNxPW[..., P:])
             a_BxTxNxW = causal_attention(*qkv, info.segments, **options, row_attention=self.row_attention)
         else:
             assert info.start is not None, "a call with a cache needs start"
             new = _concatenate(c_BTxC.reshape(B, T, 1, C), k_BxTx1xR)
-            cache = LatentCache(_update(cache.latents, new, info.start))
+            cache = _LatentCache(_update(cache.latents, new, info.start))
             # With a cache the projection moves to the few new queries, so that keys and values are never made.
             a_BxTxNxW = self._attend_to_latents(q_BxTxNxP, q_BxTxNxR, up_CxNPW, cache, info.start)
         axes = ("heads", "embed")
@@ -260,13 +261,13 @@ class LatentAttention(nn.Module):
         return out(a_BxTxNxW), cache
 
     def _attend_to_latents(
-        self, q_BxTxNxP: jax.Array, q_BxTxNxR: jax.Array, up_CxNPW: jax.Array, cache: LatentCache, start: jax.Array
+        self, q_BxTxNxP: jax.Array, q_BxTxNxR: jax.Array, up_CxNPW: jax.Array, cache: _LatentCache, start: jax.Array
     ) -> jax.Array:
         """Attend as if keys and values were projected from all latents of the cache; returns (B, T, N, W)."""
         N, C, P = self.config.heads, self._latent.key_value_rank, self._latent.plain_head_dim
         up_CxNxPW = up_CxNPW.reshape(C, N, -1)
         q_BxTxNxC = jnp.einsum("btnp,cnp->btnc", q_BxTxNxP, up_CxNxPW[..., :P])
-        options = _make_options(self.config, self.kind)
+        options = _make_options(self.config, self.kind)._asdict()
         # By default the scale is that of a head, and not of a latent, which these queries are as wide as.
         options["scale"] = options["scale"] or 1 / math.sqrt(self.config.head_size)
         keys, values = cache.latents, cache.latents[..., :C]
@@ -297,7 +298,7 @@ def residual_stddev(config: DecoderConfig) -> float:
 
 def _make_options(config: DecoderConfig, kind: LayerKind) -> AttentionOptions:
     scale = None if config.query_scale == "auto" else config.query_scale
-    return {"window": config.get_window(kind), "softcap": config.attention_softcap, "scale": scale}
+    return AttentionOptions(config.get_window(kind), config.attention_softcap, scale)
 
 
 def _rotate(x_BxTxNxH: jax.Array, info: SequenceInfo, config: DecoderConfig, kind: LayerKind) -> jax.Array:
@@ -306,7 +307,6 @@ def _rotate(x_BxTxNxH: jax.Array, info: SequenceInfo, config: DecoderConfig, kin
 
 
 def _update(cached: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-    """Return `cached` with `new` written from position `start` on."""
     return jax.lax.dynamic_update_slice(cached, new.astype(cached.dtype), (0, start, 0, 0))
 
 

@@ -676,7 +676,6 @@ class DecoderConfig(WidthScaledConfig):
     def _make_stages(
         self, first: int, stop: int, prefix: str, is_sparse: bool, sharing: Sharing = "none"
     ) -> list[Stage]:
-        """Return the stages of the layers from `first` up to but not including `stop`."""
         shift = first % len(self.layer_pattern)
         pattern = (*self.layer_pattern[shift:], *self.layer_pattern[:shift])
         repeats, rest = divmod(stop - first, len(pattern))

@@ -109,11 +109,8 @@ def describe_unknown_keys(
 ) -> str:
     """Return one line about the keys of a config.json that may make another model of it than is built; "" if none.
 
-    Args:
-        config: content of the file, or its part for the decoder. A key whose value is null counts as absent.
-        family: name of the family.
-        keys: keys that the family reads, or that have no effect in it.
-        values: keys that it does not read, with the values that the model has.
+    A key whose value is null counts as absent. The family reads `keys`, or they have no effect in it. It does not read
+    those of `values`, which have the values that the model has.
     """
     entries: list[tuple[str, str, Any]] = []  # path in the file, name in the tables, value
     for section, content in config.items():
@@ -247,13 +244,20 @@ def _write_rope(rope: Rope) -> Json:
     return {"rope_theta": rope.theta, "rope_scaling": written}
 
 
-def _read_rope(config: Json, theta: float, kind: str | None = None) -> Json:
-    """Return the keys of a `Rope`.
+def _write_ropes_by_kind(config: DecoderConfig) -> Json:
+    """Return the rotary positions of each kind of layers, in the form of version 5 of transformers."""
+    ropes = {"full_attention": config.rope, "sliding_attention": config.window_rope or config.rope}
+    written = {kind: _write_rope(rope) for kind, rope in ropes.items()}
+    return {
+        kind: {"rope_type": "default", **(rope["rope_scaling"] or {}), "rope_theta": rope["rope_theta"]}
+        for kind, rope in written.items()
+    }
 
-    Args:
-        config: content of config.json. Version 5 of transformers has `rope_parameters`, older ones `rope_scaling`.
-        theta: the family's default.
-        kind: kind of layers, in families whose files may have rotary positions for each kind.
+
+def _read_rope(config: Json, theta: float, kind: str | None = None) -> Json:
+    """Return the keys of a `Rope`. Version 5 of transformers has `rope_parameters`, older ones `rope_scaling`.
+
+    `theta` is the family's default, and `kind` a kind of layers, in families whose files may have positions for each.
     """
     given = config.get("rope_parameters") or {}
     given = given.get(kind, {}) if kind is not None and kind in given else given
@@ -309,6 +313,12 @@ def _write_activation(config: DecoderConfig) -> Json:
     return {"hidden_act": "gelu_pytorch_tanh" if config.mlp == "geglu" else "silu"}
 
 
+def _read_attention_bias(config: Json) -> Json:
+    """Return the `bias` section of families in which all matmuls of attention have a bias, or none has."""
+    bias = config.get("attention_bias", False)
+    return {"query_key_value": bias, "attention_out": bias}
+
+
 def _read_activation(config: Json, key: str, default: str) -> str:
     name = config.get(key, default) or default
     known = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu"}
@@ -338,7 +348,8 @@ def _find_pattern(kinds: list[LayerKind]) -> list[LayerKind]:
     """Return the shortest pattern that repeats to these layers."""
     # The shortest pattern compiles fastest, because layers are looped over by repetitions of it.
     lengths = range(1, len(kinds) + 1)
-    return next(kinds[:n] for n in lengths if all(kind == kinds[layer % n] for layer, kind in enumerate(kinds)))
+    fitting = (kinds[:n] for n in lengths if all(kind == kinds[layer % n] for layer, kind in enumerate(kinds)))
+    return next(fitting, kinds)
 
 
 _EXPERT_KEYS = {
@@ -377,11 +388,10 @@ def _write_llama(config: DecoderConfig) -> Json:
 
 
 def _read_llama(config: Json) -> Json:
-    attention, mlp = config.get("attention_bias", False), config.get("mlp_bias", False)
     return {
         "mlp": _read_activation(config, "hidden_act", "silu"),
         "rope": _read_rope(config, 10_000.0),
-        "bias": {"query_key_value": attention, "attention_out": attention, "mlp": mlp},
+        "bias": _read_attention_bias(config) | {"mlp": config.get("mlp_bias", False)},
     }
 
 
@@ -416,9 +426,7 @@ def _write_qwen3(config: DecoderConfig) -> Json:
 
 
 def _read_qwen3(config: Json) -> Json:
-    bias = config.get("attention_bias", False)
-    biases = {"bias": {"query_key_value": bias, "attention_out": bias}}
-    return _read_qwen(config) | biases | {"query_key_norm": "head"}
+    return _read_qwen(config) | {"bias": _read_attention_bias(config), "query_key_norm": "head"}
 
 
 def _write_olmo2(config: DecoderConfig) -> Json:
@@ -432,13 +440,7 @@ def _read_olmo2(config: Json) -> Json:
 
 def _write_olmo3(config: DecoderConfig) -> Json:
     # Version 5 of transformers would take the default for the theta of windows if it found only the older keys.
-    kinds = {"full_attention": config.rope, "sliding_attention": config.window_rope or config.rope}
-    written = {kind: _write_rope(rope) for kind, rope in kinds.items()}
-    parameters = {
-        kind: {"rope_type": "default", **(rope["rope_scaling"] or {}), "rope_theta": rope["rope_theta"]}
-        for kind, rope in written.items()
-    }
-    return _write_olmo2(config) | _write_windows(config) | {"rope_parameters": parameters}
+    return _write_olmo2(config) | _write_windows(config) | {"rope_parameters": _write_ropes_by_kind(config)}
 
 
 def _read_olmo3(config: Json) -> Json:
@@ -478,7 +480,6 @@ def _write_gemma2(config: DecoderConfig) -> Json:
 
 def _read_gemma(config: Json, pattern: int, softcap: float | None) -> Json:
     """Return what Gemma 2 to 4 share; `pattern` and `softcap` are defaults: layers up to a full one, and of logits."""
-    bias = config.get("attention_bias", False)
     return {
         "mlp": _read_activation(config, "hidden_activation", "gelu_pytorch_tanh"),
         "head_dim": config.get("head_dim", 256),
@@ -486,7 +487,7 @@ def _read_gemma(config: Json, pattern: int, softcap: float | None) -> Json:
         "norm_offset": True,
         "embedding_scale": "sqrt_width",
         "logit_softcap": config.get("final_logit_softcapping", softcap),
-        "bias": {"query_key_value": bias, "attention_out": bias},
+        "bias": _read_attention_bias(config),
         **_read_windows(config, lambda layer: "window" if (layer + 1) % pattern else "full"),
     }
 
@@ -520,11 +521,8 @@ _GEMMA4_HEADS = {"head_dim": "head_dim", "num_key_value_heads": "key_value_heads
 
 def _write_gemma4(config: DecoderConfig) -> Json:
     full, sharing, moe = config.full_heads, config.key_value_sharing, config.moe
-    ropes = {"full_attention": config.rope, "sliding_attention": config.window_rope or config.rope}
-    parameters: Json = {}
-    for kind, rope in ropes.items():
-        written = _write_rope(rope)
-        parameters[kind] = {"rope_type": "default", **(written["rope_scaling"] or {}), "rope_theta": rope.theta}
+    parameters = _write_ropes_by_kind(config)
+    for kind, rope in (("full_attention", config.rope), ("sliding_attention", config.window_rope or config.rope)):
         if rope.proportional:
             factor = {} if rope.scaling is None else {"factor": rope.scaling.factor}
             parameters[kind] |= {"rope_type": "proportional", "partial_rotary_factor": rope.fraction, **factor}
@@ -684,14 +682,14 @@ def _read_hybrid(config: Json) -> Json:
     if not is_next:
         # transformers reads neither key in Qwen3.5.
         config = config | {"norm_topk_prob": True, "mlp_only_layers": []}
-    rope, bias = config.get("rope_parameters") or {}, config.get("attention_bias", False)
+    rope = config.get("rope_parameters") or {}
     fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
     keys = {
         "head_dim": config.get("head_dim") or 256,
         "norm_offset": True,
         "query_key_norm": "head",
         "attention_gate": True,
-        "bias": {"query_key_value": bias, "attention_out": bias},
+        "bias": _read_attention_bias(config),
         "rope": _read_rope(config, 10_000.0) | {"fraction": fraction},
         "layer_pattern": _find_pattern(kinds),
         "linear": linear if "linear" in kinds else None,
@@ -795,16 +793,8 @@ def _write_deepseek(config: DecoderConfig) -> Json:
 
 
 def _read_deepseek(config: Json, router: Json, *, dense_layers: int, routed_scale: float) -> Json:
-    """Return what DeepSeek's families share.
-
-    Args:
-        config: content of config.json.
-        router: keys of `moe` that say how experts are chosen.
-        dense_layers: the family's default number of layers without experts.
-        routed_scale: the family's default factor on the output of routed experts.
-    """
-    bias, rope = config.get("attention_bias", False), _read_rope(config, 10_000.0)
-    latent = {key: config[name] for name, key in _LATENT_KEYS.items()}
+    """Return what DeepSeek's families share; `router` are keys of `moe`, and the numbers the family's defaults."""
+    rope, latent = _read_rope(config, 10_000.0), {key: config[name] for name, key in _LATENT_KEYS.items()}
     given, growth = config.get("rope_scaling") or config.get("rope_parameters") or {}, 1.0
     if given.get("mscale_all_dim"):
         growth = 0.1 * given["mscale_all_dim"] * math.log(max(given["factor"], 1)) + 1
@@ -813,7 +803,7 @@ def _read_deepseek(config: Json, router: Json, *, dense_layers: int, routed_scal
         "head_dim": "auto",
         "mlp": _read_activation(config, "hidden_act", "silu"),
         "rope": rope | {"pairs": "neighbours"},
-        "bias": {"query_key_value": bias, "attention_out": bias},
+        "bias": _read_attention_bias(config),
         "latent": latent,
         "query_scale": growth**2 / math.sqrt(latent["plain_head_dim"] + latent["rotary_head_dim"]),
     }

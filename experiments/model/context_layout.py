@@ -1,4 +1,4 @@
-"""Layout of sequences under context parallelism, the choice of its method, and the schedule between shards.
+"""Arguments of attention; layout of sequences under context parallelism, its method and schedule between shards.
 
 Attention over sequences that are sharded over several devices can exchange keys and values in two ways:
 
@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from experiments.model.layers import make_partition_spec, num_devices, num_sequence_shards
 from experiments.model.platform import platform
+from experiments.model.rotary import Rotation
 from runner.accelerator import PeakRates, find_chip
 from runner.config import ContextParallelMethod
 
@@ -39,48 +40,57 @@ MAX_BLOCK_TOKENS = 512
 KERNEL_TOKENS = 128  # the splash kernel needs halves that are a multiple of it
 
 
-@dataclass(frozen=True)
-class SequenceLayout:
-    """Static description of sharded sequences and of the attention to compute.
+class AttentionInputs(NamedTuple):
+    """Arrays that attention reads. Their gradients have the same form, with None for what has none.
 
-    Attributes:
-        length: positions of a whole sequence, a multiple of 2 `num_shards`.
-        num_shards: devices that share a sequence.
-        axes: mesh axes over which positions are sharded.
-        spec: sharding of (B, T, N, H) and (B, T, K, H).
-        way: `ring` or `gather`.
-        window: positions that a query attends to; None is its whole past.
-        softcap: soft-cap of scores.
-        scale: factor on scores.
-        block_tokens: C, positions of a block.
-        has_kernel: True if the splash kernel is to be used.
+    B batch, N heads of queries, K heads of keys and values, H width of a head of queries and keys, W of values.
     """
 
-    length: int
-    num_shards: int
-    axes: str | tuple[str, ...]
-    spec: PartitionSpec
-    way: ContextMethod
-    window: int | None
-    softcap: float | None
-    scale: float
-    block_tokens: int
-    has_kernel: bool
+    q: jax.Array  # (B, T, N, H)
+    k: jax.Array  # (B, T, K, H)
+    v: jax.Array  # (B, T, K, W)
+    segments: jax.Array | None = None  # (B, T), int32: documents of each sequence
+    rotation: Rotation | None = None  # of halves of queries and keys, to apply first
+    sinks: jax.Array | None = None  # (N), in the dtype of q: score of each head of queries for the value zero
+
+
+class AttentionOptions(NamedTuple):
+    """Static options of attention."""
+
+    window: int | None = None  # positions that a query attends to, its own included; None: its whole past
+    softcap: float | None = None  # a score s becomes softcap tanh(s / softcap), before masking
+    scale: float | None = None  # factor on scores; None: 1 / sqrt(H)
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """Static description of sharded sequences and of the attention to compute."""
+
+    length: int  # positions of a whole sequence, a multiple of 2 `num_shards`
+    num_shards: int  # devices that share a sequence
+    axes: str | tuple[str, ...]  # mesh axes over which positions are sharded
+    spec: PartitionSpec  # sharding of (B, T, N, H) and (B, T, K, H)
+    way: ContextMethod  # `ring` or `gather`
+    options: AttentionOptions
+    scale: float  # factor on scores
+    block_tokens: int  # C, positions of a block
+    has_kernel: bool  # True if the splash kernel is to be used
 
     @property
-    def segment_spec(self) -> PartitionSpec:
-        """Sharding of segments (B, T)."""
-        return PartitionSpec(*self.spec[:2])
+    def input_specs(self) -> AttentionInputs:
+        """Sharding of the inputs, which are not rotated here."""
+        segments, sinks = PartitionSpec(*self.spec[:2]), PartitionSpec(self.spec[2])
+        return AttentionInputs._make([self.spec, self.spec, self.spec, segments, None, sinks])
 
     @property
     def is_zigzag(self) -> bool:
         """True if queries are redistributed for load balance: each device gets a half from both ends of a sequence."""
-        return is_redistributed(self.length, self.num_shards, self.window)
+        return _is_redistributed(self.length, self.num_shards, self.options.window)
 
     @property
     def num_preceding(self) -> int:
         """Number of other devices that hold keys which a device needs."""
-        return count_key_shards(self.length, self.num_shards, self.window)
+        return _count_key_shards(self.length, self.num_shards, self.options.window)
 
     @property
     def num_rounds(self) -> int:
@@ -99,20 +109,14 @@ class SequenceLayout:
 
 
 def make_sequence_layout(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    row_attention: ContextParallelMethod,
-    *,
-    window: int | None,
-    softcap: float | None,
-    scale: float | None,
+    inputs: AttentionInputs, options: AttentionOptions, row_attention: ContextParallelMethod
 ) -> SequenceLayout | None:
     """Return the layout under the mesh and the rules of the caller.
 
     Returns:
         None if sequences are not sharded, or do not divide into two halves for each device.
     """
+    q, k, v = inputs[:3]
     spec, T = make_partition_spec(q.shape, "batch", "sequence", "heads", "head_dim"), q.shape[1]
     n = num_sequence_shards()
     if spec is None or n == 1 or T % (2 * n):
@@ -135,7 +139,7 @@ def make_sequence_layout(
             key_width=q.shape[3],
             value_width=v.shape[3],
             itemsize=k.dtype.itemsize,
-            window=window,
+            window=options.window,
             has_kernel=can_use_kernel,
         )
         device = jax.sharding.get_abstract_mesh().abstract_device
@@ -150,12 +154,12 @@ def make_sequence_layout(
     if 4 * block_tokens < most:
         block_tokens = -(-half_tokens // -(-half_tokens // most))
     has_kernel = can_use_kernel and way == "gather"
-    return SequenceLayout(T, n, axes, spec, way, window, softcap, score_scale(q, scale), block_tokens, has_kernel)
+    return SequenceLayout(T, n, axes, spec, way, options, score_scale(q, options), block_tokens, has_kernel)
 
 
-def score_scale(q: jax.Array, scale: float | None) -> float:
+def score_scale(q: jax.Array, options: AttentionOptions) -> float:
     """Return the factor on scores of queries whose last axis is a head."""
-    return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    return 1 / math.sqrt(q.shape[-1]) if options.scale is None else options.scale
 
 
 class BlockVisits(NamedTuple):
@@ -178,8 +182,8 @@ def compute_visits(layout: SequenceLayout, place: Any, number: Any) -> BlockVisi
     first_queries, last_queries = query_starts + starts[order], query_starts + ends[order]
     first_keys, last_keys = ((key_starts[:, None] + offsets).reshape(-1) for offsets in (starts, ends))
     is_behind = last_keys < np.zeros((M, 2, 1), np.int32)
-    if layout.window is not None:
-        is_behind |= last_keys < (first_queries - layout.window + 1)[..., None]
+    if layout.options.window is not None:
+        is_behind |= last_keys < (first_queries - layout.options.window + 1)[..., None]
     first, stop = is_behind.sum(-1), (first_keys <= last_queries[..., None]).sum(-1)
     return BlockVisits(first, (stop - first).clip(0), first_queries, key_starts + np.zeros((M, 1), np.int32))
 
@@ -221,34 +225,21 @@ def _key_positions(layout: SequenceLayout, place: Any, number: Any) -> Any:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Shape of attention on one device: its own examples and heads of sequences that are sharded over `shards` devices.
+    """Shape of attention on one device: its own examples and heads of sequences that are sharded."""
 
-    Attributes:
-        shards: number of devices over which a sequence is sharded.
-        batch: examples of the device.
-        length: positions of a whole sequence.
-        heads: heads of queries on the device.
-        key_heads: heads of keys and values on the device.
-        key_width: width of a head of queries and keys.
-        value_width: width of a head of values.
-        itemsize: bytes of an element of keys and values.
-        window: number of positions that a query attends to; None for its whole past.
-        has_kernel: True if `gather` runs a fused kernel, which keeps tiles of scores on the chip.
-    """
-
-    shards: int
-    batch: int
-    length: int
-    heads: int
-    key_heads: int
-    key_width: int
-    value_width: int
-    itemsize: int = 2
-    window: int | None = None
-    has_kernel: bool = False
+    shards: int  # devices over which a sequence is sharded
+    batch: int  # examples of the device
+    length: int  # positions of a whole sequence
+    heads: int  # heads of queries on the device
+    key_heads: int  # heads of keys and values on the device
+    key_width: int  # width of a head of queries and keys
+    value_width: int  # width of a head of values
+    itemsize: int = 2  # bytes of an element of keys and values
+    window: int | None = None  # number of positions that a query attends to; None for its whole past
+    has_kernel: bool = False  # True if `gather` runs a fused kernel, which keeps tiles of scores on the chip
 
 
-def count_key_shards(length: int, shards: int, window: int | None) -> int:
+def _count_key_shards(length: int, shards: int, window: int | None) -> int:
     """Return the number of devices before its own from which a device needs keys.
 
     This is all other devices if queries are redistributed, since then the two halves of a device's queries come from
@@ -256,10 +247,10 @@ def count_key_shards(length: int, shards: int, window: int | None) -> int:
     """
     share = length // shards
     before = -(-((window or length) - 1) // share)
-    return shards - 1 if is_redistributed(length, shards, window) else before
+    return shards - 1 if _is_redistributed(length, shards, window) else before
 
 
-def is_redistributed(length: int, shards: int, window: int | None) -> bool:
+def _is_redistributed(length: int, shards: int, window: int | None) -> bool:
     """Return True if queries are redistributed, so that all devices have as many keys to attend to.
 
     A narrow window needs no redistribution: its work is balanced, and its keys are on neighbouring devices.
@@ -286,10 +277,7 @@ def predict_attention_seconds(
     reduce-scattered. A ring overlaps communication with computation. Its last term redistributes keys and values,
     twice, and returns their gradients. A fused kernel avoids the tiles of `gather`.
 
-    Args:
-        shape: shape of the attention of one device.
-        speeds: peak rates of one device.
-        bytes_per_second: bandwidth out of one device to the others that share a sequence.
+    `bytes_per_second` is the bandwidth out of one device to the others that share a sequence.
 
     Returns:
         Seconds by method. `gather` is infinite if the gathered keys and values and their gradients would take more than
@@ -304,7 +292,7 @@ def predict_attention_seconds(
     backward = 2 * scores * (3 * H + 2 * W) / speeds.flops_per_second
     tile = scores * _TILE_BYTES / speeds.hbm_bytes_per_second
     chunk_bytes = shape.batch * shape.length / shape.shards * shape.key_heads * (H + W) * shape.itemsize
-    before = count_key_shards(shape.length, shape.shards, shape.window)
+    before = _count_key_shards(shape.length, shape.shards, shape.window)
     rounds, wide, move = before + 1, 4 / shape.itemsize, chunk_bytes / bytes_per_second
     tiles = 0.0 if shape.has_kernel else 6 * tile
     gather = forward + backward + tiles + 3 * before * move
@@ -325,9 +313,7 @@ def find_peak_rates(device_kind: str, neighbours: int) -> tuple[PeakRates, float
 
     GPUs of several nodes communicate over the network. Chips of one slice are assumed to use their interconnect.
 
-    Args:
-        device_kind: `device_kind` of the jax device.
-        neighbours: number of adjacent devices that communicate.
+    `neighbours` is the number of adjacent devices that communicate.
     """
     chip = find_chip(device_kind)
     if chip is None or chip.speeds is None:

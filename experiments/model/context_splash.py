@@ -19,11 +19,9 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from experiments.model.context_layout import KERNEL_TOKENS, SequenceLayout
-from experiments.model.platform import LONG_BLOCK_TOKENS, uses_long_blocks
+from experiments.model.context_layout import AttentionInputs, SequenceLayout
+from experiments.model.platform import LONG_BLOCK_TOKENS, SPLASH_BLOCK_TOKENS, uses_long_blocks
 from experiments.model.ring_attention import from_zigzag, gather_keys, to_zigzag
-
-BLOCK_TOKENS = (512, 256, KERNEL_TOKENS)  # from the same measurements as `attention.TPU_BLOCK_TOKENS`
 
 _SAVED_NAME = "row_attention"  # checkpoint name of the kernel's residuals
 _EMPTY, _PARTIAL, _FULL = (np.array([block]) for block in ([False], [True, False], [True]))
@@ -69,39 +67,35 @@ class SequenceMask(splash.Mask):
         return self.q_sequence.tobytes(), self._num_keys, self._window
 
 
-def sharded_splash_attention(
-    layout: SequenceLayout,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *segments: jax.Array,
-    sinks_N: jax.Array | None = None,
-) -> jax.Array:
-    """Attend from all positions of sharded sequences; returns (B, T, N, W) in the dtype of `v`.
-
-    Arguments are whole arrays, in a program that the partitioner splits under the caller's mesh.
-    """
-    num_visible = min(layout.length, layout.window or layout.length)
-    is_long = uses_long_blocks(layout.half_tokens, num_visible, q, v)
-    kernel = _make_kernel(layout, q.shape[2] // k.shape[2], is_long)
+def sharded_splash_attention(layout: SequenceLayout, inputs: AttentionInputs) -> jax.Array:
+    """Attend as `ring_attention.sharded_attention` does."""
+    num_visible = min(layout.length, layout.options.window or layout.length)
+    is_long = uses_long_blocks(layout.half_tokens, num_visible, inputs.q, inputs.v)
+    unit = next(size for size in SPLASH_BLOCK_TOKENS if layout.half_tokens % size == 0)
+    kernel = make_kernel(
+        _make_mask(layout),
+        inputs.q.shape[2] // inputs.k.shape[2],
+        unit,
+        LONG_BLOCK_TOKENS if is_long else unit,
+        layout.options.softcap,
+        _SAVED_NAME,
+        num_shards=layout.num_shards if layout.is_zigzag else 1,
+    )
     mesh = jax.sharding.get_abstract_mesh()
     queries = PartitionSpec(None, layout.axes if layout.is_zigzag else None)
     run = jax.shard_map(
         functools.partial(_attend_on_device, layout),
         in_specs=(
             kernel.manual_sharding_spec(NamedSharding(AbstractMesh(mesh.axis_sizes, mesh.axis_names), queries)),
-            PartitionSpec(layout.spec[2]),
-            *[layout.spec] * 3,
-            *[layout.segment_spec] * len(segments),
+            layout.input_specs,
         ),
         out_specs=layout.spec,
         check_vma=False,
     )
-    return run(kernel, sinks_N, q, k, v, *segments)
+    return run(kernel, inputs)
 
 
-def _make_kernel(layout: SequenceLayout, num_heads: int, is_long: bool) -> Any:
-    """Return attention of heads (G, t, H) to one head of keys (S, H) and values (S, W), for any of the devices."""
+def _make_mask(layout: SequenceLayout) -> SequenceMask:
     n, c = layout.num_shards, layout.half_tokens
     if layout.is_zigzag:
         halves = [half for place in range(n) for half in (place, 2 * n - 1 - place)]
@@ -110,33 +104,41 @@ def _make_kernel(layout: SequenceLayout, num_heads: int, is_long: bool) -> Any:
         # Positions are counted from the first gathered key, so that all devices share one mask.
         positions = 2 * c * layout.num_preceding + np.arange(2 * c)
         num_keys = 2 * c * (layout.num_preceding + 1)
-    unit = next(size for size in BLOCK_TOKENS if c % size == 0)
-    block = LONG_BLOCK_TOKENS if is_long else unit
-    sizes = splash.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_kv_compute=unit,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_kv_dkv_compute=unit,
-        block_q_dq=block,
-        block_kv_dq=block,
-    )
+    return SequenceMask(positions, num_keys, layout.options.window)
+
+
+def make_kernel(
+    mask: SequenceMask,
+    num_heads: int,
+    computed: int,
+    block: int,
+    softcap: float | None,
+    saved_name: str,
+    num_shards: int = 1,
+) -> Any:
+    """Return attention of heads (G, t, H) to one head of keys (S, H) and values (S, W), for any of the devices.
+
+    Blocks of `block` positions are read at once, and scores of `computed` keys computed at once. `saved_name` is the
+    checkpoint name of its residuals, and `num_shards` the number of devices that share the queries of the mask.
+    """
+    blocks = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    sizes: Any = dict.fromkeys(blocks, block) | dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), computed)
     return splash.make_splash_mqa(
-        splash.MultiHeadMask([SequenceMask(positions, num_keys, layout.window)] * num_heads),
-        block_sizes=sizes,
-        attn_logits_soft_cap=layout.softcap,
+        splash.MultiHeadMask([mask] * num_heads),
+        block_sizes=splash.BlockSizes(**sizes),
+        attn_logits_soft_cap=softcap,
         head_shards=1,
-        q_seq_shards=n if layout.is_zigzag else 1,
-        residual_checkpoint_name=_SAVED_NAME,
+        q_seq_shards=num_shards,
+        residual_checkpoint_name=saved_name,
     )
 
 
-def _attend_on_device(layout: SequenceLayout, kernel: Any, sinks_N: jax.Array | None, *arrays: jax.Array) -> jax.Array:
+def _attend_on_device(layout: SequenceLayout, kernel: Any, inputs: AttentionInputs) -> jax.Array:
     policy = jax.checkpoint_policies.save_only_these_names(_SAVED_NAME)
 
     @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
-    def attend(sinks_N: jax.Array | None, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
+    def attend(inputs: AttentionInputs) -> jax.Array:
+        q, k, v, ids, _, sinks_N = inputs
         B, t, N, H = q.shape
         # The kernel takes no scale. The product with it is rounded once in 16 bits; the factor itself is not rounded.
         q = (q.astype(jnp.float32) * layout.scale).astype(q.dtype)
@@ -154,20 +156,18 @@ def _attend_on_device(layout: SequenceLayout, kernel: Any, sinks_N: jax.Array | 
         out = out_BxKxGxtxW.transpose(0, 3, 1, 2, 4).reshape(B, 2, layout.half_tokens, N, -1)
         return from_zigzag(layout, out)
 
-    return attend(sinks_N, *arrays)
+    return attend(inputs)
 
 
-def _make_segments(
-    layout: SequenceLayout, shape: tuple[int, ...], ids: tuple[jax.Array, ...]
-) -> list[splash.SegmentIds]:
+def _make_segments(layout: SequenceLayout, shape: tuple[int, ...], ids: jax.Array | None) -> list[splash.SegmentIds]:
     """Return segments of queries and keys; none if every key that a device gathers is of one segment.
 
     Keys that precede a sequence, which the first devices gather as zeros, get a segment that no query has.
     """
-    if layout.is_zigzag and not ids:
+    if layout.is_zigzag and ids is None:
         return []
-    if ids:
-        queries, keys = to_zigzag(layout, ids[0]).reshape(shape), gather_keys(layout, ids[0])
+    if ids is not None:
+        queries, keys = to_zigzag(layout, ids).reshape(shape), gather_keys(layout, ids)
     else:
         queries, keys = (jnp.zeros((shape[0], parts * shape[1]), jnp.int32) for parts in (1, layout.num_preceding + 1))
     if not layout.is_zigzag:

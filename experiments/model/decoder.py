@@ -149,7 +149,6 @@ class Block(nn.Module):
         return constrain_stream(x_BxTxD), (cache, statistics)
 
     def _norm(self, name: str, place: str, x_BxTxD: jax.Array) -> jax.Array:
-        """Return `x`, normalised if the config has norms at this place."""
         return make_norm(name, self.config, self.precision)(x_BxTxD) if self.config.norm in (place, "both") else x_BxTxD
 
 
@@ -176,7 +175,7 @@ class PatternRepetition(nn.Module):
         caches, embeddings = inputs
         block = rematerialised(Block, self.memory.remat, is_in_line=self.is_in_line)
         results = {}
-        for number, (name, kind) in enumerate(zip(list_layer_names(self.kinds), self.kinds, strict=True)):
+        for number, (name, kind) in enumerate(zip(_list_layer_names(self.kinds), self.kinds, strict=True)):
             options = (self.is_sparse, self.memory.row_attention, self.sharing)
             layer = block(self.config, kind, self.precision, *options, name=name)
             own = () if embeddings is None else (embeddings[number],)
@@ -206,13 +205,11 @@ class ExtraPrediction(nn.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, dict[str, Statistics]]]:
         """Return the normalised output for the next layer of this kind and for the loss, and statistics of experts.
 
-        Args:
-            x_BxTxD: normalised output of the layers so far.
-            info: properties of the sequences.
-            inputs: embeddings (B, T, D), and the positions (B, T) for which these are of the same document.
+        `x` is the normalised output of the layers so far. `inputs` are embeddings (B, T, D), and the positions (B, T)
+        for which these are of the same document.
         """
         embeddings_BxTxD, real_BxT = inputs
-        config, (layer_name,) = self.config, list_layer_names(self.stage.kinds)
+        config, (layer_name,) = self.config, _list_layer_names(self.stage.kinds)
         norm = functools.partial(make_norm, config=config, precision=self.precision)
         both_BxTx2D = jnp.concatenate([norm("embedding_norm")(embeddings_BxTxD), norm("input_norm")(x_BxTxD)], axis=-1)
         # The columns of the kernel are not sharded, so each device projects its own positions of the stream.
@@ -407,7 +404,7 @@ class Decoder(nn.Module):
         return {
             stage.name: {
                 name: make_cache(self.config, kind, stage.sharing, (stage.repeats, batch, length), dtype)
-                for name, kind in zip(list_layer_names(stage.kinds), stage.kinds, strict=True)
+                for name, kind in zip(_list_layer_names(stage.kinds), stage.kinds, strict=True)
             }
             for stage in self.config.stages
         }
@@ -459,7 +456,7 @@ def _find_real_tokens(
     return jax.lax.cummax((targets[1] > 0).astype(jnp.int32), axis=1, reverse=True) > 0
 
 
-def list_layer_names(kinds: tuple[LayerKind, ...]) -> list[str]:
+def _list_layer_names(kinds: tuple[LayerKind, ...]) -> list[str]:
     """Return the module names of the layers of one repetition of the pattern."""
     return [f"layer_{number}" for number in range(len(kinds))]
 
@@ -527,7 +524,7 @@ class PretrainDecoder(BaseTrainer):
             for stage in [*config.stages, config.extra_stage]
             if stage.is_sparse
             for repeat in range(stage.repeats)
-            for name in list_layer_names(stage.kinds)
+            for name in _list_layer_names(stage.kinds)
         ]
         # Layers without experts come first, so the others are numbered from the end.
         first = config.num_trained_layers - len(places)

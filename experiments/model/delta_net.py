@@ -112,7 +112,7 @@ class GatedDeltaNet(nn.Module):
         init, widths = nn.initializers.normal(L**-0.5), {"query": P, "key": P, "value": R * W}
         # A filter for each input, in the form of published files: (inputs, 1, L).
         taps = [parameter(f"{name}_conv", init, K * width, 1, L).reshape(K, width, L) for name, width in widths.items()]
-        weights = DeltaWeights(
+        weights = _DeltaWeights(
             jnp.concatenate(taps, axis=1),
             parameter("a_log", init_rates, K * R).reshape(K, R),
             parameter("dt_bias", nn.initializers.ones, K * R).reshape(K, R),
@@ -147,7 +147,7 @@ class GatedDeltaNet(nn.Module):
         ), cache
 
 
-class DeltaWeights(NamedTuple):
+class _DeltaWeights(NamedTuple):
     """Parameters of a linear layer beside its matmuls, float32."""
 
     taps: jax.Array  # (K, I, L), filters of the convolution; the last tap is that of the token itself
@@ -161,22 +161,16 @@ def _read_sequence(
     x_BxTxKxI: jax.Array,
     b_BxTxKxR: jax.Array,
     a_BxTxKxR: jax.Array,
-    weights: DeltaWeights,
+    weights: _DeltaWeights,
     age_BxT: jax.Array | None,
     before: DeltaCache | None = None,
     is_real_T: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return what each token reads (B, T, K, R W), float32 and without norm and gate, and the states at the end.
 
-    Args:
-        P: width of a head of keys.
-        x_BxTxKxI: queries, keys and values before the convolution.
-        b_BxTxKxR: beta before the sigmoid.
-        a_BxTxKxR: decay before the softplus.
-        weights: parameters.
-        age_BxT: tokens before each token in its document; None if a sequence is one document.
-        before: cache of the tokens before; None: there are none.
-        is_real_T: False for padding at the end, which changes no state; None: all are real.
+    P is the width of a head of keys. Queries, keys and values `x` come before the convolution, beta `b` before the
+    sigmoid, and the decay `a` before the softplus. `age_BxT` is the number of tokens before each token in its document;
+    None if a sequence is one document. `is_real_T` is False for padding at the end, which changes no state.
     """
     B, T, K, R = b_BxTxKxR.shape
     inputs = None if before is None else before.inputs
@@ -284,7 +278,7 @@ def apply_delta_rule(
     def read_chunk(S: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q, k, v, beta, since, up_to, system, inverse, scores = chunk
         known = since[..., None] * _einsum("bkcp,bkrpw->bkrcw", k, S)
-        correction = solve_unit_triangular(system, inverse, beta[..., None] * (v - known))
+        correction = _solve_unit_triangular(system, inverse, beta[..., None] * (v - known))
         o = since[..., None] * _einsum("bkcp,bkrpw->bkrcw", q, S) + _einsum("bkrcs,bkrsw->bkrcw", scores, correction)
         S = since[..., -1:, None] * S + _einsum("bkcp,bkrcw->bkrpw", k, up_to[..., None] * correction)
         return S, o
@@ -335,7 +329,7 @@ def invert_unit_triangular(system: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def solve_unit_triangular(system: jax.Array, inverse: jax.Array, right: jax.Array) -> jax.Array:
+def _solve_unit_triangular(system: jax.Array, inverse: jax.Array, right: jax.Array) -> jax.Array:
     """Return the solution u of (1 + `system`) u = `right`, with the inverse at hand.
 
     The gradient of the system is an outer product of the solution; that of its inverse would be two products more.
@@ -349,6 +343,6 @@ def _solve_backward(residuals: Residuals, gradient: jax.Array) -> tuple[jax.Arra
     return -_einsum("bkrcw,bkrsw->bkrcs", of_right, solution), None, of_right
 
 
-solve_unit_triangular.defvjp(
-    lambda *arrays: (solution := solve_unit_triangular(*arrays), (arrays[1], solution)), _solve_backward
+_solve_unit_triangular.defvjp(
+    lambda *arrays: (solution := _solve_unit_triangular(*arrays), (arrays[1], solution)), _solve_backward
 )

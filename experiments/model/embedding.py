@@ -71,12 +71,7 @@ class EmbeddingNoise(nn.Module):
 
     @nn.compact
     def __call__(self, x_BxTxD: jax.Array, examples_B: jax.Array | None = None) -> jax.Array:
-        """Return the embeddings with noise.
-
-        Args:
-            x_BxTxD: embeddings.
-            examples_B: `batch["example"]`, the place of each example in the step; None is 0, 1, 2 ...
-        """
+        """Return the embeddings with noise; `examples_B` is `batch["example"]`, and None is 0, 1, 2 ..."""
         if self.deterministic or self.alpha == 0:
             return x_BxTxD
         B, T, D = x_BxTxD.shape
@@ -220,7 +215,6 @@ take_rows_sorted.defvjp(lambda table, tokens: (table[tokens], (table[:, :0], tok
 
 
 def _make_case(table_VxD: jax.Array) -> KernelCase:
-    """Return the case of `take_rows_sorted` for rows of such a table."""
     D, dtype = table_VxD.shape[1], table_VxD.dtype
 
     def make_trial() -> KernelTrial:

@@ -79,23 +79,14 @@ _WINDOW_MULTIPLE = 8  # the slots of a window are a multiple of this
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """Static description of a layer's experts.
-
-    Attributes:
-        expert: function of an expert.
-        num_experts: experts of the layer.
-        capacity: most tokens that an expert takes of a sequence of `length`; None is no limit.
-        length: length of a whole sequence.
-        platform: platform that the program is compiled for.
-        matmul: type of the operands of matmuls.
-    """
+    """Static description of a layer's experts."""
 
     expert: Expert
     num_experts: int
-    capacity: int | None
-    length: int
-    platform: str
-    matmul: MatmulType = "compute"
+    capacity: int | None  # most tokens that an expert takes of a sequence of `length`; None is no limit
+    length: int  # length of a whole sequence
+    platform: str  # platform that the program is compiled for
+    matmul: MatmulType = "compute"  # type of the operands of matmuls
 
     def max_tokens(self, num_sequences: int, num_positions: int) -> int | None:
         """Return the most tokens that an expert takes of these sequences; None if they are shards or have no limit."""
@@ -103,17 +94,12 @@ class ExpertLayer:
 
 
 @dataclass(frozen=True)
-class ExpertSharding:
-    """Mesh axes over which tokens and experts are sharded.
+class _ExpertSharding:
+    """Mesh axes over which tokens and experts are sharded."""
 
-    Attributes:
-        batch, positions: of tokens, as in the residual stream.
-        experts, widths, columns: of the experts' matrices; columns are those of the hidden layer.
-    """
-
-    batch: Axes
+    batch: Axes  # of tokens, as in the residual stream; so are positions
     positions: Axes
-    experts: Axes
+    experts: Axes  # of the experts' matrices; so are widths, and columns, those of the hidden layer
     widths: Axes
     columns: Axes
 
@@ -135,7 +121,7 @@ class ExpertSharding:
         return () if set(self.experts) & set(self.reduce_axes) else self.experts
 
 
-class RoutedTokens(NamedTuple):
+class _RoutedTokens(NamedTuple):
     """Tokens of a device with their routing."""
 
     x: jax.Array  # (M, D)
@@ -171,19 +157,13 @@ def compute_sharded_experts(
 ) -> jax.Array:
     """Return the weighted sum of the outputs of each token's experts, (B, T, D), under the caller's mesh.
 
-    Args:
-        x_BxTxD: tokens, as whole arrays.
-        experts_BxTxK: experts of each token.
-        gates_BxTxK: weight of each assignment.
-        is_kept_BxTxK: assignments to compute.
-        weights: matrices stacked by experts. The last one has the hidden layer in its second axis, all others in their
-            third.
-        biases: those of the hidden layer, (E, 1, F) for each matrix into it, or none.
-        layer: static description.
+    All arrays are whole. `weights` are matrices stacked by experts, of which the last one has the hidden layer in its
+    second axis, all others in their third. `biases` are those of the hidden layer, (E, 1, F) for each matrix into it,
+    or none.
     """
     D = x_BxTxD.shape[2]
     token_axes = get_token_axes(*x_BxTxD.shape[:2])
-    sharding = ExpertSharding(*token_axes, *_get_mesh_axes(("expert", "embed", "mlp"), *weights[0].shape))
+    sharding = _ExpertSharding(*token_axes, *_get_mesh_axes(("expert", "embed", "mlp"), *weights[0].shape))
     if set(sharding.experts) & set(sharding.reduce_axes) and set(sharding.experts) & {*token_axes[0], *token_axes[1]}:
         # Tokens would have to travel over one of the experts' axes and not over another. This is rare, and every device
         # then has all experts.
@@ -196,7 +176,7 @@ def compute_sharded_experts(
         shards = join_matrices(weights, biases)
         b, t, _ = leaves[0].shape
         max_tokens = layer.max_tokens(b, t)
-        tokens = RoutedTokens(*(leaf.reshape(b * t, -1) for leaf in leaves))
+        tokens = _RoutedTokens(*(leaf.reshape(b * t, -1) for leaf in leaves))
         if num_devices(sharding.experts) == 1:
             y_MxD = _compute_local(layer, max_tokens, 0, sharding, shards, tokens)
         elif not sharding.exchange_axes:
@@ -213,7 +193,9 @@ def compute_sharded_experts(
 
     if sharding.gather_axes:
         # The backward pass keeps everything except the gathered tokens, which it gathers again.
-        compute = jax.checkpoint(compute, policy=_is_not_gather, prevent_cse=False)
+        compute = jax.checkpoint(
+            compute, policy=lambda primitive, *_, **__: primitive is not lax.all_gather_p, prevent_cse=False
+        )
     # Axes with one device are named too: gradients are summed over all axes that are not.
     tokens = PartitionSpec(sharding.batch, sharding.positions)
     into = PartitionSpec(sharding.experts, sharding.widths, sharding.columns)
@@ -222,11 +204,6 @@ def compute_sharded_experts(
     in_specs = (tokens, tokens, tokens, tokens, [*[into] * (len(weights) - 1), out], [bias] * len(biases))
     run = jax.shard_map(compute, in_specs=in_specs, out_specs=tokens, check_vma=False)
     return run(x_BxTxD, experts_BxTxK, gates_BxTxK, is_kept_BxTxK, [*weights], [*biases])
-
-
-def _is_not_gather(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Checkpoint policy that saves the results of everything except all-gathers."""
-    return primitive is not lax.all_gather_p
 
 
 def _all_gather(leaf: jax.Array, axes: Axes, axis: int) -> jax.Array:
@@ -266,16 +243,16 @@ def _gather_weights(shard: jax.Array, axes: Axes, axis: int | None) -> jax.Array
     return _all_gather(lax.all_to_all(shard, axes, split_axis=0, concat_axis=axis, tiled=True), axes, 0)
 
 
-class WeightShard(NamedTuple):
+class _WeightShard(NamedTuple):
     """Shard of the matrices of a device's experts, and the axis that is sharded; None if it is whole."""
 
     weights: jax.Array
     axis: int | None
 
 
-def _make_shards(weights: Weights) -> list[WeightShard]:
+def _make_shards(weights: Weights) -> list[_WeightShard]:
     """Return joined matrices as shards: the width is the second axis of those into the hidden layer, else the third."""
-    return [WeightShard(leaf, axis) for leaf, axis in zip(weights, (1, 2, None), strict=False)]
+    return [_WeightShard(leaf, axis) for leaf, axis in zip(weights, (1, 2, None), strict=False)]
 
 
 def make_expert(
@@ -283,21 +260,17 @@ def make_expert(
 ) -> Callable[[jax.Array, jax.Array, GroupedMatmul], jax.Array]:
     """Return the function of experts whose matrices are sharded over the axes `widths`, and the hidden layer `columns`.
 
-    Args:
-        expert: function of one expert.
-        matmul_type: type of the operands of matmuls, except for those of biases.
-        widths: axes of the residual stream, over which matrices are gathered.
-        columns: axes of the hidden layer, over which they are not.
-        shards: matrices as `join_matrices` returns them.
+    `shards` are matrices as `join_matrices` returns them. They are gathered over `widths`, and not over `columns`.
+    Matmuls of biases always have the compute type.
     """
 
     def apply(x_PxD: jax.Array, gates_P: jax.Array, matmul: GroupedMatmul) -> jax.Array:
-        def multiply(x_PxI: jax.Array, shard: WeightShard) -> jax.Array:
+        def multiply(x_PxI: jax.Array, shard: _WeightShard) -> jax.Array:
             if matmul_type == "compute" or shard.axis is None:
                 if not widths:
                     return matmul(x_PxI, shard.weights)
                 return _gather_and_multiply(widths, shard.axis, matmul.multiply, x_PxI, shard.weights)
-            form = EightBitForm(matmul_type, widths, columns, shard.axis)
+            form = _EightBitForm(matmul_type, widths, columns, shard.axis)
             tokens = matmul.tokens if shard.axis == 1 else None
             return _gather_and_multiply_in_8_bits(form, matmul._replace(tokens=None), tokens, x_PxI, shard.weights)
 
@@ -315,12 +288,6 @@ def _gather_and_multiply(
     return product
 
 
-def _gather_and_multiply_forward(
-    axes: Axes, axis: int | None, matmul: Partial, x_PxI: jax.Array, shard: jax.Array
-) -> tuple[jax.Array, Any]:
-    return _gather_and_multiply(axes, axis, matmul, x_PxI, shard), (matmul, x_PxI, shard)
-
-
 def _gather_and_multiply_backward(
     axes: Axes, axis: int | None, residuals: Any, dy_PxO: jax.Array
 ) -> tuple[None, jax.Array, jax.Array]:
@@ -332,22 +299,18 @@ def _gather_and_multiply_backward(
     return None, dx_PxI, dshard
 
 
-_gather_and_multiply.defvjp(_gather_and_multiply_forward, _gather_and_multiply_backward)
+_gather_and_multiply.defvjp(
+    lambda axes, axis, *arrays: (_gather_and_multiply(axes, axis, *arrays), arrays), _gather_and_multiply_backward
+)
 
 
-class EightBitForm(NamedTuple):
-    """Static description of a matmul of experts from operands in 8 bits.
-
-    Attributes:
-        matmul: type of the operands.
-        widths, columns: mesh axes over which the residual stream and the hidden layer are sharded.
-        axis: axis of the matrices that is the residual stream; 3 - axis is the hidden layer.
-    """
+class _EightBitForm(NamedTuple):
+    """Static description of a matmul of experts from operands in 8 bits."""
 
     matmul: MatmulType
-    widths: Axes
-    columns: Axes
-    axis: int
+    widths: Axes  # mesh axes over which the residual stream is sharded
+    columns: Axes  # mesh axes over which the hidden layer is sharded
+    axis: int  # axis of the matrices that is the residual stream; 3 - axis is the hidden layer
 
     def quantise_slots(self, x_PxI: jax.Array, contracted: int, dtype: DTypeLike) -> Quantised:
         """Return operands of a product along the axis `contracted` of the matrices in 8 bits."""
@@ -368,7 +331,7 @@ class EightBitForm(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather_and_multiply_in_8_bits(
-    form: EightBitForm, matmul: GroupedMatmul, tokens: Quantised | None, x_PxI: jax.Array, shard: jax.Array
+    form: _EightBitForm, matmul: GroupedMatmul, tokens: Quantised | None, x_PxI: jax.Array, shard: jax.Array
 ) -> jax.Array:
     """Multiply from operands in 8 bits, by the recipe of `quantised`.
 
@@ -376,12 +339,7 @@ def _gather_and_multiply_in_8_bits(
     each of its experts. For that, the product with the matrices out of the hidden layer is combined into the sum over
     the experts of each token here, and the result is (M, O).
 
-    Args:
-        form: static description.
-        matmul: matmul of slots by the expert of each.
-        tokens: `x` in 8 bits; None to quantise it here.
-        x_PxI: slots.
-        shard: shard of the matrices.
+    `tokens` is `x` in 8 bits; None to quantise it here.
     """
     if tokens is None:
         tokens = form.quantise_slots(x_PxI, 1, TYPES[form.matmul].forward)
@@ -390,7 +348,7 @@ def _gather_and_multiply_in_8_bits(
 
 
 def _gather_and_multiply_in_8_bits_backward(
-    form: EightBitForm, residuals: Any, dy_PxO: jax.Array
+    form: _EightBitForm, residuals: Any, dy_PxO: jax.Array
 ) -> tuple[None, None, jax.Array, jax.Array]:
     matmul, x_PxI, shard = residuals
     dy = form.quantise_slots(dy_PxO, 2, TYPES[form.matmul].gradient)
@@ -418,9 +376,9 @@ def _compute_local(
     layer: ExpertLayer,
     max_tokens: int | None,
     first: int | jax.Array,
-    sharding: ExpertSharding,
+    sharding: _ExpertSharding,
     shards: Weights,
-    tokens: RoutedTokens,
+    tokens: _RoutedTokens,
 ) -> jax.Array:
     """Return the weighted sum over a device's own experts, which begin with the number `first`, for its tokens."""
     num_local = shards[0].shape[0]
@@ -441,9 +399,9 @@ def _compute_local(
 def _exchange_fixed_slots(
     layer: ExpertLayer,
     max_tokens: int,
-    sharding: ExpertSharding,
+    sharding: _ExpertSharding,
     shards: Weights,
-    tokens: RoutedTokens,
+    tokens: _RoutedTokens,
 ) -> jax.Array:
     """Exchange tokens in `max_tokens` slots for each expert, filled or not."""
     num_local, D, axes = shards[0].shape[0], tokens.x.shape[1], sharding.exchange_axes
@@ -466,7 +424,7 @@ def _exchange_fixed_slots(
 # In rounds.
 
 
-class ExchangeCounts(NamedTuple):
+class _ExchangeCounts(NamedTuple):
     """Assignments by place, and how many are sent where; all integers."""
 
     slots: jax.Array  # (M, K): place of an assignment among those of this device, expert by expert; A if it is dropped
@@ -476,20 +434,20 @@ class ExchangeCounts(NamedTuple):
     num_rounds: jax.Array  # the same on all devices of the group
 
 
-class ExchangeRounds(NamedTuple):
+class _ExchangeRounds(NamedTuple):
     """Static description of the rounds."""
 
     layer: ExpertLayer
     axes: Axes  # of the group
-    sharding: ExpertSharding
+    sharding: _ExpertSharding
     window: int  # slots of a window
 
 
 def _exchange_in_rounds(
     layer: ExpertLayer,
-    sharding: ExpertSharding,
+    sharding: _ExpertSharding,
     shards: Weights,
-    tokens: RoutedTokens,
+    tokens: _RoutedTokens,
 ) -> jax.Array:
     """Exchange all assignments that are kept, in as many rounds as it takes."""
     num_local, (M, K), axes = shards[0].shape[0], tokens.experts.shape, sharding.exchange_axes
@@ -502,20 +460,13 @@ def _exchange_in_rounds(
     received_GxL = _all_to_all(counts_E, axes).reshape(num_group, num_local)
     # Every device runs as many rounds as the one that needs most: rounds contain collectives.
     num_rounds = lax.pmax(-(-jnp.max(sent_G) // window), axes)
-    counts = ExchangeCounts(*layout, sent_G, received_GxL, num_rounds)
-    rounds = ExchangeRounds(layer, axes, sharding, window)
+    counts = _ExchangeCounts(*layout, sent_G, received_GxL, num_rounds)
+    rounds = _ExchangeRounds(layer, axes, sharding, window)
     return _run_rounds(rounds, tokens.x, tokens.gates, tuple(shards), counts)
 
 
 def choose_window(num_tokens: int, experts_per_token: int, num_local: int, num_group: int) -> int:
-    """Return the slots that a device has in a round for what it sends to one other device.
-
-    Args:
-        num_tokens: tokens of a device.
-        experts_per_token: experts of a token.
-        num_local: experts of a device.
-        num_group: devices of the group.
-    """
+    """Return the slots that a device of a group has in a round for what it sends to one other device."""
     most = num_tokens * min(experts_per_token, num_local)
     mean = num_tokens * experts_per_token / num_group
     return _WINDOW_MULTIPLE * math.ceil(min(most, 1.25 * mean) / _WINDOW_MULTIPLE)
@@ -523,11 +474,11 @@ def choose_window(num_tokens: int, experts_per_token: int, num_local: int, num_g
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run_rounds(
-    rounds: ExchangeRounds,
+    rounds: _ExchangeRounds,
     x_MxD: jax.Array,
     gates_MxK: jax.Array,
     shards: tuple[jax.Array, ...],
-    counts: ExchangeCounts,
+    counts: _ExchangeCounts,
 ) -> jax.Array:
     weights = _gather_joined(rounds.sharding.widths, shards)
 
@@ -542,11 +493,7 @@ def _gather_joined(axes: Axes, shards: tuple[jax.Array, ...]) -> tuple[jax.Array
     return tuple(_gather_weights(shard.weights, axes, shard.axis) for shard in _make_shards(shards))
 
 
-def _run_rounds_forward(rounds: ExchangeRounds, *arrays: Any) -> tuple[jax.Array, Any]:
-    return _run_rounds(rounds, *arrays), arrays
-
-
-def _run_rounds_backward(rounds: ExchangeRounds, residuals: Any, dy_MxD: jax.Array) -> tuple[Any, Any, Any, None]:
+def _run_rounds_backward(rounds: _ExchangeRounds, residuals: Any, dy_MxD: jax.Array) -> tuple[Any, Any, Any, None]:
     x_MxD, gates_MxK, shards, counts = residuals
     weights, scatter = jax.vjp(functools.partial(_gather_joined, rounds.sharding.widths), shards)
     inputs = x_MxD, gates_MxK, weights
@@ -561,12 +508,12 @@ def _run_rounds_backward(rounds: ExchangeRounds, residuals: Any, dy_MxD: jax.Arr
     return dx_MxD, dgates_MxK, *scatter(dweights), None
 
 
-_run_rounds.defvjp(_run_rounds_forward, _run_rounds_backward)
+_run_rounds.defvjp(lambda rounds, *arrays: (_run_rounds(rounds, *arrays), arrays), _run_rounds_backward)
 
 
 def _run_round(
-    rounds: ExchangeRounds,
-    counts: ExchangeCounts,
+    rounds: _ExchangeRounds,
+    counts: _ExchangeCounts,
     number: jax.Array,
     x_MxD: jax.Array,
     gates_MxK: jax.Array,
@@ -600,7 +547,7 @@ def _run_round(
     return combine(swap(y_RxD, received_G, sent_G), layout)
 
 
-def _make_window_layout(counts: ExchangeCounts, first: jax.Array, window: int) -> GroupLayout:
+def _make_window_layout(counts: _ExchangeCounts, first: jax.Array, window: int) -> GroupLayout:
     """Return the layout of one window for each device, which begins at place `first` of what that device is sent."""
     num_group = counts.sent.size
     starts_G = jnp.cumsum(counts.sent) - counts.sent + first
@@ -629,12 +576,6 @@ def _swap_windows(axes: Axes, is_ragged: bool, x_WxD: jax.Array, sent_G: jax.Arr
     return lax.ragged_all_to_all(x_WxD, into_WxD, starts_G, sent_G, own_G, received_G, axis_name=axes)
 
 
-def _swap_windows_forward(
-    axes: Axes, is_ragged: bool, x_WxD: jax.Array, sent_G: jax.Array, received_G: jax.Array
-) -> tuple[jax.Array, Any]:
-    return _swap_windows(axes, is_ragged, x_WxD, sent_G, received_G), (sent_G, received_G)
-
-
 def _swap_windows_backward(
     axes: Axes, is_ragged: bool, residuals: Any, dx_WxD: jax.Array
 ) -> tuple[jax.Array, None, None]:
@@ -642,4 +583,7 @@ def _swap_windows_backward(
     return _swap_windows(axes, is_ragged, dx_WxD, received_G, sent_G), None, None
 
 
-_swap_windows.defvjp(_swap_windows_forward, _swap_windows_backward)
+_swap_windows.defvjp(
+    lambda axes, is_ragged, x_WxD, *counts: (_swap_windows(axes, is_ragged, x_WxD, *counts), counts),
+    _swap_windows_backward,
+)

@@ -46,19 +46,15 @@ Multiply = Callable[[jax.Array, Any], jax.Array]  # (P, I) by experts in any for
 
 
 class GroupedMatmul(NamedTuple):
-    """Matmul of slots by the expert of each, in the form of a layout.
+    """Matmul of slots by the expert of each, in the form of a layout."""
 
-    Attributes:
-        multiply: ((P, I), (E, I, O)) -> (P, O) in the dtype of both. It holds a layout's integer arrays.
-        multiply_in_8_bits: the same for `Quantised` operands, scales (P, 1) and (E, 1, O). The third argument is the
-            dtype of the result. With `is_transposed`: ((P, O), (E, I, O)) -> (P, I), with scales (P, 1) and (E, I, 1).
-        tokens: the token of each slot in 8 bits; None if tokens are not quantised before `dispatch`.
-        layout: layout of the slots if the caller must apply `combine` to its last product; else None.
-    """
-
-    multiply: Partial
+    multiply: Partial  # ((P, I), (E, I, O)) -> (P, O) in the dtype of both. It holds a layout's integer arrays.
+    # The same for `Quantised` operands, scales (P, 1) and (E, 1, O). The third argument is the dtype of the result.
+    # With `is_transposed`: ((P, O), (E, I, O)) -> (P, I), with scales (P, 1) and (E, I, 1).
     multiply_in_8_bits: Partial
+    # The token of each slot in 8 bits; None if tokens are not quantised before `dispatch`.
     tokens: Quantised | None = None
+    # Layout of the slots if the caller must apply `combine` to its last product; else None.
     layout: "GroupLayout | None" = None
 
     def __call__(self, x_PxI: jax.Array, w_ExIxO: jax.Array) -> jax.Array:
@@ -264,10 +260,7 @@ def _ragged_backward(residuals: Any, dy_PxO: jax.Array) -> tuple[None, jax.Array
     return None, dx_PxI[:num_slots], dw_ExIxO
 
 
-ragged_matmul.defvjp(
-    lambda counts_E, x_PxI, w_ExIxO: (ragged_matmul(counts_E, x_PxI, w_ExIxO), (counts_E, x_PxI, w_ExIxO)),
-    _ragged_backward,
-)
+ragged_matmul.defvjp(lambda *arrays: (ragged_matmul(*arrays), arrays), _ragged_backward)
 
 
 def list_visits(counts_E: jax.Array, num_slots: int, tile: int) -> tuple[tuple[jax.Array, ...], jax.Array]:
@@ -277,10 +270,7 @@ def list_visits(counts_E: jax.Array, num_slots: int, tile: int) -> tuple[tuple[j
     A tile is visited by each expert that has slots in it. Megablox computes the same by scatters, which libtpu offloads
     to sparse cores; with those of several matmuls in a step its compiler overflows its stack (0.0.42.1).
 
-    Args:
-        counts_E: slots of each expert (int32); they sum to `num_slots`.
-        num_slots: a multiple of `tile`.
-        tile: slots of a tile.
+    `counts_E` (int32) add up to `num_slots`, which is a multiple of `tile`.
     """
     ends_E = jnp.cumsum(counts_E)
     first_E = (ends_E - counts_E) // tile
@@ -373,7 +363,6 @@ def ragged_matmul_in_8_bits(
 
 
 def _make_case(x_PxI: jax.Array, w_ExIxO: jax.Array) -> KernelCase:
-    """Return the case of `ragged_matmul` for such slots and experts."""
     (P, E, I, O), dtype = _choose_sizes(x_PxI.shape[0], *w_ExIxO.shape), x_PxI.dtype  # noqa: E741
 
     def make_trial() -> KernelTrial:
@@ -491,12 +480,6 @@ def blocked_matmul(
     return lax.fori_loop(0, num_blocks, multiply, jnp.zeros((x_PxI.shape[0], w_ExIxO.shape[2]), x_PxI.dtype))
 
 
-def _blocked_forward(
-    block: int, expert_N: jax.Array, num_blocks: jax.Array, x_PxI: jax.Array, w_ExIxO: jax.Array
-) -> tuple[jax.Array, Any]:
-    return blocked_matmul(block, expert_N, num_blocks, x_PxI, w_ExIxO), (expert_N, num_blocks, x_PxI, w_ExIxO)
-
-
 def _blocked_backward(block: int, residuals: Any, dy_PxO: jax.Array) -> tuple[None, None, jax.Array, jax.Array]:
     expert_N, num_blocks, x_PxI, w_ExIxO = residuals
 
@@ -517,7 +500,7 @@ def _blocked_backward(block: int, residuals: Any, dy_PxO: jax.Array) -> tuple[No
     return None, None, dx_PxI, dw_ExIxO.astype(w_ExIxO.dtype)
 
 
-blocked_matmul.defvjp(_blocked_forward, _blocked_backward)
+blocked_matmul.defvjp(lambda block, *arrays: (blocked_matmul(block, *arrays), arrays), _blocked_backward)
 
 
 def blocked_matmul_in_8_bits(

@@ -224,15 +224,7 @@ class DecoderFiles(Family):
     def _list_layer_pieces(
         self, tensors: str, leaves: str, index: int, kind: LayerKind, stage: Stage
     ) -> list[TensorPiece]:
-        """Return the pieces of one layer.
-
-        Args:
-            tensors: prefix of the layer's tensors.
-            leaves: prefix of the layer's parameters.
-            index: place of the layer in the stacked parameters.
-            kind: kind of the layer.
-            stage: stage that the layer belongs to.
-        """
+        """Return the pieces of one layer, at `index` of stacked parameters; `tensors` and `leaves` are prefixes."""
         config, has_gate, is_sparse = self._config, self._config.mlp != "squared_relu", stage.is_sparse
         has_mlp = not is_sparse or (config.moe is not None and config.moe.beside_mlp)
         attention_norms: dict[str, str] = {}

@@ -141,7 +141,6 @@ def _mean(x: jax.Array) -> jax.Array:
 
 
 def _sum_over_tokens(x: jax.Array, parameter_D: jax.Array) -> jax.Array:
-    """Return the sum over all tokens, in the dtype of the parameter."""
     return jnp.sum(x, axis=tuple(range(x.ndim - 1))).astype(parameter_D.dtype)
 
 
@@ -234,9 +233,7 @@ def split_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def with_scattered_gradient(matrix: jax.Array, spec: PartitionSpec | None) -> jax.Array:
     """Return `matrix` (I, O), sharded by `spec`; on TPUs its gradient is reduce-scattered if O is sharded.
 
-    Args:
-        matrix: parameter in the compute dtype.
-        spec: its sharding; None means that there is no mesh.
+    Without a mesh `spec` is None.
     """
     if spec is None or not reduce_scatters_only_rows():
         return matrix

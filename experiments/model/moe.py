@@ -156,12 +156,8 @@ def route(
 ) -> Routing:
     """Choose each token's experts from float32 logits.
 
-    Args:
-        logits_BxTxE: scores of the router.
-        bias_E: added to the gates where experts are chosen, and nowhere else; None if there are no biases.
-        real_BxT: tokens that are not padding.
-        config: how experts are chosen.
-        axes: inside a `shard_map` the mesh axes over which sequences are sharded. The tokens are then one shard's.
+    `bias_E` is added to the gates where experts are chosen, and nowhere else. Inside a `shard_map`, `axes` are the mesh
+    axes over which sequences are sharded, and the tokens are one shard's.
     """
     if config.gate == "softmax":
         gates_BxTxE = normalised_BxTxE = jax.nn.softmax(logits_BxTxE, axis=-1)
@@ -416,7 +412,6 @@ _split_halves.defvjp(lambda both_PxF: (_split_halves(both_PxF), None), _split_ha
 
 
 def _is_sharded() -> bool:
-    """Return True if the rules of the caller shard sequences or experts."""
     return num_sequence_shards() > 1 or num_shards("expert") > 1
 
 
@@ -473,12 +468,9 @@ def _compute_statistics(
 
 
 def update_biases(biases_LxE: jax.Array, loads_LxE: jax.Array, rate: float) -> jax.Array:
-    """Return the biases after a step with these loads: each moves by `rate` towards an even load.
+    """Return the biases after a step: each moves by `rate` towards an even load.
 
-    Args:
-        biases_LxE: biases before the step.
-        loads_LxE: assignments to each expert in the whole step, integers.
-        rate: `bias_rate` of the config.
+    `loads_LxE` are the assignments to each expert in the whole step, integers.
     """
     means_L = jnp.mean(loads_LxE, axis=-1, keepdims=True, dtype=jnp.float32)
     return biases_LxE + jnp.float32(rate) * jnp.sign(means_L - loads_LxE)

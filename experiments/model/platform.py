@@ -29,6 +29,7 @@ SMALL_VMEM_TPUS = ("TPU v4", "TPU v4 lite")  # chips with 16 MiB of VMEM
 SAVED_NAME = "kept"  # checkpoint name of the residuals that `remat: dots` saves beside the results of matmuls
 QUANTISED_NAME = "quantised"  # checkpoint name of the results of 8-bit matmuls
 _save_quantised: Callable[..., bool] = jax.checkpoint_policies.save_only_these_names(QUANTISED_NAME)
+SPLASH_BLOCK_TOKENS = (512, 256, 128)  # block lengths of JAX's TPU attention kernel, the fastest first
 LONG_BLOCK_TOKENS = 1024  # block length of the TPU attention kernel where a query sees at least four such blocks
 
 # Sizes of `tpu_attention`. They are here because `attention` chooses block sizes without importing Pallas.
@@ -141,7 +142,7 @@ def saves_attention(topology: Topology, mesh: Mesh | AbstractMesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu"
 
 
-def save_dots(primitive: Any, *operands: Any, **params: Any) -> bool:
+def _save_dots(primitive: Any, *operands: Any, **params: Any) -> bool:
     """Return True for the result of a matmul of weights: the checkpoint policy of `remat: dots` without `mark_saved`.
 
     The result of an 8-bit matmul is saved after its scales are applied: the sums before that are twice as large.
@@ -153,9 +154,9 @@ def save_dots(primitive: Any, *operands: Any, **params: Any) -> bool:
 def dots_policy() -> Callable[..., bool]:
     """Return the checkpoint policy of `remat: dots`."""
     if not uses_head_major_layout():
-        return save_dots
+        return _save_dots
     policies = jax.checkpoint_policies
-    both: Callable[..., bool] = policies.save_from_both_policies(save_dots, policies.save_only_these_names(SAVED_NAME))
+    both: Callable[..., bool] = policies.save_from_both_policies(_save_dots, policies.save_only_these_names(SAVED_NAME))
     return both
 
 

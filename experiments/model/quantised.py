@@ -60,11 +60,11 @@ _SMALLEST = 1e-30  # values of a row that are all smaller count as zeros
 _ROUNDING_KEY = 0x38626974  # folded into the step's key
 _OFFSET_BITS = 16
 _current: contextvars.ContextVar[MatmulType] = contextvars.ContextVar("matmul_type", default="compute")
-_layer: contextvars.ContextVar["LayerRounding | None"] = contextvars.ContextVar("layer_rounding", default=None)
+_layer: contextvars.ContextVar["_LayerRounding | None"] = contextvars.ContextVar("layer_rounding", default=None)
 LayerCall = TypeVar("LayerCall", bound=Callable[..., Any])
 
 
-class EightBitTypes(NamedTuple):
+class _EightBitTypes(NamedTuple):
     """Types of operands."""
 
     forward: DTypeLike
@@ -72,8 +72,8 @@ class EightBitTypes(NamedTuple):
 
 
 TYPES = {
-    "int8": EightBitTypes(jnp.int8, jnp.int8),
-    "float8": EightBitTypes(jnp.float8_e4m3fn, jnp.float8_e5m2),
+    "int8": _EightBitTypes(jnp.int8, jnp.int8),
+    "float8": _EightBitTypes(jnp.float8_e4m3fn, jnp.float8_e5m2),
 }
 
 
@@ -92,7 +92,7 @@ def get_matmul_type() -> MatmulType:
     return _current.get()
 
 
-class LayerRounding(NamedTuple):
+class _LayerRounding(NamedTuple):
     """Random word of a layer at a step (uint32), the index of each example in the step (B), and numbers for matmuls."""
 
     word: jax.Array
@@ -125,7 +125,7 @@ def rounds_gradients(get_examples: Callable[[Any], jax.Array | None]) -> Callabl
             examples_B = get_examples(info)
             examples_B = jnp.arange(x_BxTxD.shape[0]) if examples_B is None else examples_B
             word = jax.random.bits(layer.make_rng(ROUNDING), dtype=jnp.uint32)
-            token = _layer.set(LayerRounding(word, examples_B, itertools.count()))
+            token = _layer.set(_LayerRounding(word, examples_B, itertools.count()))
             try:
                 return call(layer, x_BxTxD, info, *args, **kwargs)
             finally:
@@ -149,10 +149,7 @@ def draw_offsets(seed: RoundingSeed, shape: tuple[int, ...], num_token_axes: int
     The numbers are hashed from the word of the matmul, the example, the position and the column, so they depend neither
     on the sharding, nor on the examples that share a micro-batch, nor on the number of axes of tokens and columns.
 
-    Args:
-        seed: the matmul's.
-        shape: T and O; the axes of T are those of (B, T) or (BT,).
-        num_token_axes: number of axes of T.
+    `shape` is T and O, of which T has the first `num_token_axes` axes: (B, T) or (BT,).
     """
     tokens, columns = shape[:num_token_axes], shape[num_token_axes:]
     length = math.prod(tokens) // seed.examples.size
@@ -241,10 +238,7 @@ def quantise(
 def multiply(x_TxI: jax.Array, kernel_IxO: jax.Array, num_contracted: int = 1) -> jax.Array:
     """Return the product (T, O) in the type of both operands, quantised as the context says.
 
-    Args:
-        x_TxI: tokens, with any leading axes.
-        kernel_IxO: weights, whose first `num_contracted` axes are the last ones of `x`; a matrix if not quantised.
-        num_contracted: number of contracted axes.
+    The first `num_contracted` axes of the kernel are the last ones of `x`. It is a matrix if it is not quantised.
     """
     matmul = get_matmul_type()
     if matmul == "compute":

@@ -34,7 +34,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from experiments.model.context_layout import BlockVisits, SequenceLayout, compute_own_visits, max_steps
+from experiments.model.context_layout import (
+    AttentionInputs,
+    BlockVisits,
+    SequenceLayout,
+    compute_own_visits,
+    max_steps,
+)
 from runner.parallel.mesh import list_axes
 
 _WIDE = jnp.float32
@@ -141,7 +147,7 @@ class Keys(NamedTuple):
     ids: jax.Array | None = None  # (2nM, B, C): segments of the whole sequence, which are small and do not move
 
 
-class OutputGradients(NamedTuple):
+class _OutputGradients(NamedTuple):
     """Residuals and gradients of the result for the backward pass, in pairs of blocks of queries."""
 
     g: jax.Array  # (M, 2, B, K, R, W): gradient of the result
@@ -149,7 +155,7 @@ class OutputGradients(NamedTuple):
     dot: jax.Array  # (M, 2, B, K, R): product of the gradient and the result, summed over W
 
 
-class OnlineSoftmax(NamedTuple):
+class _OnlineSoftmax(NamedTuple):
     """State of a softmax that receives its scores block by block."""
 
     most: jax.Array  # (M, 2, B, K, R): largest score so far
@@ -157,65 +163,38 @@ class OnlineSoftmax(NamedTuple):
     out: jax.Array  # (M, 2, B, K, R, W): sum of exp(score - most) v
 
 
-def sharded_attention(
-    layout: SequenceLayout,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *segments: jax.Array,
-    sinks_N: jax.Array | None = None,
-) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def sharded_attention(layout: SequenceLayout, inputs: AttentionInputs) -> jax.Array:
     """Attend from all positions of sharded sequences; returns (B, T, N, W) in the dtype of `v`.
 
-    Arguments are whole arrays, in a program that the partitioner splits under the caller's mesh.
+    Inputs are whole arrays, in a program that the partitioner splits under the caller's mesh.
     """
-    return _attend(layout, q, k, v, segments, sinks_N)
+    return _forward(layout, inputs)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    layout: SequenceLayout,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    ids: tuple[jax.Array, ...],
-    sinks_N: jax.Array | None,
-) -> jax.Array:
-    return _forward(layout, q, k, v, ids, sinks_N)[0]
-
-
-def _forward(
-    layout: SequenceLayout,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    ids: tuple[jax.Array, ...],
-    sinks_N: jax.Array | None,
-) -> tuple[jax.Array, tuple[Any, ...]]:
+def _forward(layout: SequenceLayout, inputs: AttentionInputs) -> tuple[jax.Array, tuple[Any, ...]]:
     run = jax.shard_map(
         functools.partial(_forward_on_device, layout),
-        in_specs=(*[layout.spec] * 3, tuple(layout.segment_spec for _ in ids), PartitionSpec(layout.spec[2])),
+        in_specs=(layout.input_specs,),
         out_specs=(layout.spec, _lse_spec(layout)),
         check_vma=False,
     )
-    out, lse = run(q, k, v, ids, sinks_N)
-    return out, (q, k, v, ids, sinks_N, out, lse)
+    out, lse = run(inputs)
+    return out, (inputs, out, lse)
 
 
-def _backward(layout: SequenceLayout, residuals: tuple[Any, ...], g: jax.Array) -> tuple[Any, ...]:
-    q, k, v, ids, sinks_N, out, lse = residuals
-    segment_specs, heads = tuple(layout.segment_spec for _ in ids), PartitionSpec(layout.spec[2])
+def _backward(layout: SequenceLayout, residuals: tuple[Any, ...], g: jax.Array) -> tuple[AttentionInputs]:
+    inputs, out, lse = residuals
     run = jax.shard_map(
         functools.partial(_backward_on_device, layout),
-        in_specs=(*[layout.spec] * 3, segment_specs, heads, layout.spec, _lse_spec(layout), layout.spec),
-        out_specs=(*[layout.spec] * 3, heads),
+        in_specs=(layout.input_specs, layout.spec, _lse_spec(layout), layout.spec),
+        out_specs=layout.input_specs,
         check_vma=False,
     )
-    dq, dk, dv, dsinks_N = run(q, k, v, ids, sinks_N, out, lse, g)
-    return dq, dk, dv, None, dsinks_N
+    return (run(inputs, out, lse, g),)
 
 
-_attend.defvjp(_forward, _backward)
+sharded_attention.defvjp(_forward, _backward)
 
 
 def _lse_spec(layout: SequenceLayout) -> PartitionSpec:
@@ -223,30 +202,24 @@ def _lse_spec(layout: SequenceLayout) -> PartitionSpec:
     return PartitionSpec(positions, None, batch, heads, None)
 
 
-def _forward_on_device(
-    layout: SequenceLayout,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    ids: tuple[jax.Array, ...],
-    sinks_N: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
+def _forward_on_device(layout: SequenceLayout, inputs: AttentionInputs) -> tuple[jax.Array, jax.Array]:
+    q, k, v, _, _, sinks_N = inputs
     queries = _pair_blocks(layout, q, k.shape[2])
     shape = queries.shape[:-1]
-    softmax = OnlineSoftmax(
+    softmax = _OnlineSoftmax(
         jnp.full(shape, _MASKED), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, v.shape[3]), jnp.float32)
     )
     if sinks_N is not None:  # the first score of every query, for the value zero
         sinks_KxR = _repeat_for_rows(layout, sinks_N, k.shape[2])
-        softmax = OnlineSoftmax(jnp.broadcast_to(sinks_KxR, shape), jnp.ones(shape, jnp.float32), softmax.out)
+        softmax = _OnlineSoftmax(jnp.broadcast_to(sinks_KxR, shape), jnp.ones(shape, jnp.float32), softmax.out)
     last = layout.num_rounds - 1
 
-    def run_round(number: jax.Array, carry: tuple[Keys, OnlineSoftmax]) -> tuple[Keys, OnlineSoftmax]:
+    def run_round(number: jax.Array, carry: tuple[Keys, _OnlineSoftmax]) -> tuple[Keys, _OnlineSoftmax]:
         keys, softmax = carry
         next_keys = _pass_along_ring(layout, keys)  # issued first, so that it overlaps with the work on these keys
         return next_keys, _attend_to(layout, queries, keys, compute_own_visits(layout, number), range(last), softmax)
 
-    keys = _make_first_keys(layout, k, v, ids)
+    keys = _make_first_keys(layout, inputs)
     if last:
         keys, softmax = jax.lax.fori_loop(0, last, run_round, (keys, softmax))
     softmax = _attend_to(layout, queries, keys, compute_own_visits(layout, last), range(last, last + 1), softmax)
@@ -256,23 +229,16 @@ def _forward_on_device(
 
 
 def _backward_on_device(
-    layout: SequenceLayout,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    ids: tuple[jax.Array, ...],
-    sinks_N: jax.Array | None,
-    out: jax.Array,
-    lse: jax.Array,
-    g: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    layout: SequenceLayout, inputs: AttentionInputs, out: jax.Array, lse: jax.Array, g: jax.Array
+) -> AttentionInputs:
+    q, k, v, _, _, sinks_N = inputs
     K = k.shape[2]
     dot = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=-1, keepdims=True)
     pairs = [_pair_blocks(layout, x, K) for x in (q, g, dot)]
-    queries, outputs = pairs[0], OutputGradients(pairs[1], lse, pairs[2][..., 0])
+    queries, outputs = pairs[0], _OutputGradients(pairs[1], lse, pairs[2][..., 0])
     dq = jnp.zeros(queries.shape, jnp.float32)
     last = layout.num_rounds - 1
-    keys = _make_first_keys(layout, k, v, ids)
+    keys = _make_first_keys(layout, inputs)
     zeros = Keys(jnp.zeros(keys.k.shape, jnp.float32), jnp.zeros(keys.v.shape, jnp.float32))
 
     def run_round(number: jax.Array, carry: tuple[Keys, Keys, jax.Array]) -> tuple[Keys, Keys, jax.Array]:
@@ -310,20 +276,22 @@ def _backward_on_device(
         own_N = jnp.sum(own_KxR.reshape(q.shape[2], layout.block_tokens), axis=-1)
         # Devices with other sequences or other positions have the same sinks.
         dsinks_N = jax.lax.psum(own_N, (*list_axes(layout.spec[0]), *list_axes(layout.axes))).astype(sinks_N.dtype)
-    return _unpair_blocks(layout, dq, q.shape[2]).astype(q.dtype), returned[0], returned[1], dsinks_N
+    dq = _unpair_blocks(layout, dq, q.shape[2]).astype(q.dtype)
+    return AttentionInputs(dq, returned[0], returned[1], sinks=dsinks_N)
 
 
-def _make_first_keys(layout: SequenceLayout, k: jax.Array, v: jax.Array, ids: tuple[jax.Array, ...]) -> Keys:
+def _make_first_keys(layout: SequenceLayout, inputs: AttentionInputs) -> Keys:
     """Return the keys of the first round."""
 
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0], -1, layout.half_tokens, *x.shape[2:])
 
     if layout.way == "ring":
-        halves = [to_zigzag(layout, x) for x in (k, v)]
+        halves = [to_zigzag(layout, x) for x in (inputs.k, inputs.v)]
     else:
-        halves = [split(gather_keys(layout, x)) for x in (k, v)]
-    halves += [split(jax.lax.all_gather(x, layout.axes, axis=1, tiled=True)) for x in ids]
+        halves = [split(gather_keys(layout, x)) for x in (inputs.k, inputs.v)]
+    if inputs.segments is not None:
+        halves.append(split(jax.lax.all_gather(inputs.segments, layout.axes, axis=1, tiled=True)))
     k, v, *segments = (x.reshape(-1, *x.shape[2:]) for x in (_split_blocks(layout, half) for half in halves))
     return Keys(k, v, segments[0] if segments else None)
 
@@ -344,18 +312,18 @@ def _attend_to(
     keys: Keys,
     visits: BlockVisits,
     rounds: range,
-    softmax: OnlineSoftmax,
-) -> OnlineSoftmax:
+    softmax: _OnlineSoftmax,
+) -> _OnlineSoftmax:
     """Return the softmax of all queries (M, 2, B, K, R, H), updated with the keys at hand.
 
     The loop is as long as any device needs in any of `rounds`.
     """
     num_steps = max_steps(layout, rounds)
 
-    def attend_pair(_: None, pair: tuple[jax.Array, BlockVisits, OnlineSoftmax]) -> tuple[None, OnlineSoftmax]:
+    def attend_pair(_: None, pair: tuple[jax.Array, BlockVisits, _OnlineSoftmax]) -> tuple[None, _OnlineSoftmax]:
         queries, visits, softmax = pair
 
-        def step(number: jax.Array, softmax: OnlineSoftmax) -> OnlineSoftmax:
+        def step(number: jax.Array, softmax: _OnlineSoftmax) -> _OnlineSoftmax:
             tile = _make_tile(layout, queries, keys, visits, number)
             most, total, out = (_get(x, tile.half) for x in softmax)
             scores, _ = _compute_scores(layout, tile)
@@ -364,7 +332,7 @@ def _attend_to(
             shrink = jnp.exp(most - new_most)
             added = jnp.einsum("bkrs,bksw->bkrw", weights.astype(tile.v.dtype), tile.v, preferred_element_type=_WIDE)
             new = (new_most, total * shrink + jnp.sum(weights, axis=-1), out * shrink[..., None] + added)
-            return OnlineSoftmax(*(_put(x, part, tile.half) for x, part in zip(softmax, new, strict=True)))
+            return _OnlineSoftmax(*(_put(x, part, tile.half) for x, part in zip(softmax, new, strict=True)))
 
         return None, jax.lax.fori_loop(0, num_steps, step, softmax)
 
@@ -374,7 +342,7 @@ def _attend_to(
 def _differentiate(
     layout: SequenceLayout,
     queries: jax.Array,
-    outputs: OutputGradients,
+    outputs: _OutputGradients,
     keys: Keys,
     visits: BlockVisits,
     rounds: range,
@@ -385,7 +353,7 @@ def _differentiate(
     num_steps = max_steps(layout, rounds)
 
     def differentiate_pair(
-        gradients: Keys, pair: tuple[jax.Array, OutputGradients, BlockVisits, jax.Array]
+        gradients: Keys, pair: tuple[jax.Array, _OutputGradients, BlockVisits, jax.Array]
     ) -> tuple[Keys, jax.Array]:
         queries, outputs, visits, dq = pair
 
@@ -408,7 +376,7 @@ def _differentiate(
     return jax.lax.scan(differentiate_pair, gradients, (queries, outputs, visits, dq))
 
 
-class Tile(NamedTuple):
+class _Tile(NamedTuple):
     """Block of queries and the block of keys that it attends to in one step."""
 
     half: jax.Array  # 0 or 1: index in the pair of blocks of queries
@@ -419,7 +387,7 @@ class Tile(NamedTuple):
     mask: jax.Array  # (B or 1, 1, R, C)
 
 
-def _make_tile(layout: SequenceLayout, queries: jax.Array, keys: Keys, visits: BlockVisits, number: jax.Array) -> Tile:
+def _make_tile(layout: SequenceLayout, queries: jax.Array, keys: Keys, visits: BlockVisits, number: jax.Array) -> _Tile:
     """Return the tile of a step: the first block of the pair visits all its keys, then the second block does.
 
     A device that has fewer steps than another one masks everything in the remaining steps.
@@ -434,8 +402,8 @@ def _make_tile(layout: SequenceLayout, queries: jax.Array, keys: Keys, visits: B
     query_positions = (_get(visits.query_positions, half) + offsets)[:, None]
     key_positions = _get(visits.key_positions, block // layout.num_blocks) + in_half
     mask = (turn < count) & (in_half < layout.half_tokens) & (key_positions >= 0) & (query_positions >= key_positions)
-    if layout.window is not None:
-        mask &= query_positions - key_positions < layout.window
+    if layout.options.window is not None:
+        mask &= query_positions - key_positions < layout.options.window
     mask = mask[None]
     if keys.ids is not None:
         own, others = (
@@ -445,7 +413,7 @@ def _make_tile(layout: SequenceLayout, queries: jax.Array, keys: Keys, visits: B
     q = _get(queries, half)
     # The queries of all heads of a group are rows of one matmul.
     mask = jnp.tile(mask, (1, q.shape[2] // layout.block_tokens, 1))[:, None]
-    return Tile(half, block, q, _get(keys.k, block), _get(keys.v, block), mask)
+    return _Tile(half, block, q, _get(keys.k, block), _get(keys.v, block), mask)
 
 
 def _find_block(layout: SequenceLayout, position: jax.Array) -> jax.Array:
@@ -455,13 +423,14 @@ def _find_block(layout: SequenceLayout, position: jax.Array) -> jax.Array:
     return half * layout.num_blocks + in_half // layout.block_tokens
 
 
-def _compute_scores(layout: SequenceLayout, tile: Tile) -> tuple[jax.Array, jax.Array | float]:
+def _compute_scores(layout: SequenceLayout, tile: _Tile) -> tuple[jax.Array, jax.Array | float]:
     """Return masked scores (B, K, R, C) in float32, and their derivative by the scores before the soft-cap."""
     scores = jnp.einsum("bkrh,bksh->bkrs", tile.q, tile.k, preferred_element_type=_WIDE) * layout.scale
     slope: jax.Array | float = 1.0
-    if layout.softcap is not None:
-        capped = jnp.tanh(scores / layout.softcap)
-        scores, slope = layout.softcap * capped, 1 - capped * capped
+    softcap = layout.options.softcap
+    if softcap is not None:
+        capped = jnp.tanh(scores / softcap)
+        scores, slope = softcap * capped, 1 - capped * capped
     return jnp.where(tile.mask, scores, _MASKED), slope
 
 

@@ -118,14 +118,9 @@ class Rotation(NamedTuple):
 
 
 def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
-    """Return the frequencies and the factor on cosines and sines.
+    """Return radians per position for each pair of elements, float32, and the factor on cosines and sines.
 
-    Args:
-        rope: base and scaling.
-        head_dim: width of the rotated part of a head.
-
-    Returns:
-        Radians per position for each of the head_dim / 2 pairs, float32, and the factor.
+    `head_dim` is the width of the rotated part of a head, which has half as many pairs.
     """
     exponents_F = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     plain_F = (1.0 / np.float32(rope.theta) ** exponents_F).astype(np.float32)
@@ -223,7 +218,6 @@ rotate_by_matmul.defvjp(
 
 
 def _make_case(x_BxTxNxH: jax.Array) -> KernelCase:
-    """Return the case of the rotation by a matmul for such heads."""
     H, dtype = x_BxTxNxH.shape[-1], x_BxTxNxH.dtype
 
     def make_trial() -> KernelTrial:

@@ -38,6 +38,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from experiments.model.context_layout import AttentionInputs
 from experiments.model.platform import LANES, LONG_STEP, SAVED_NAME
 
 # Flags of a visit: the first one of its block of queries, the last one of it, and the last one of its block of keys.
@@ -47,7 +48,7 @@ FIRST, LAST, DONE = 1, 2, 4
 # Which blocks of queries visit which blocks of keys, and in which order.
 
 
-class BlockWalk(NamedTuple):
+class _BlockWalk(NamedTuple):
     """Visits in order, int32: the columns are prefetched scalars of a kernel."""
 
     queries: np.ndarray  # block of queries
@@ -56,7 +57,7 @@ class BlockWalk(NamedTuple):
     written: np.ndarray  # next block of keys to be done, which is where gradients of keys are written
 
 
-class BlockStep(NamedTuple):
+class _BlockStep(NamedTuple):
     """Keys and queries of two blocks that are processed at once."""
 
     keys: slice
@@ -70,27 +71,28 @@ class CausalBlocks(NamedTuple):
     block: int
     window: int | None = None
 
-    def walk(self, length: int) -> BlockWalk:
+    def walk(self, length: int) -> _BlockWalk:
         """Return the visits of a sequence: blocks of queries in order, for each the blocks of keys that it sees."""
-        number = length // self.block
-        visits = [(i, j) for i in range(number) for j in range(i + 1) if self._sees_some(i - j)]
+        # The first query of a block is (distance - 1) * block + 1 positions after the last key of another one.
+        number, reach = length // self.block, length if self.window is None else self.window - 1
+        visits = [(i, j) for i in range(number) for j in range(i + 1) if (i - j - 1) * self.block < reach]
         last = {key: place for place, (_, key) in enumerate(visits)}
         is_first = [place == 0 or visits[place - 1][0] != query for place, (query, _) in enumerate(visits)]
         is_last, is_done = [i == j for i, j in visits], [last[key] == place for place, (_, key) in enumerate(visits)]
         queries, keys = np.array(visits, np.int32).T
         flags = FIRST * np.array(is_first) | LAST * np.array(is_last) | DONE * np.array(is_done)
         written = np.cumsum(is_done) - is_done  # blocks of keys are done in their order
-        return BlockWalk(queries, keys, flags.astype(np.int32), written.astype(np.int32))
+        return _BlockWalk(queries, keys, flags.astype(np.int32), written.astype(np.int32))
 
     def sees_all(self, distance: int) -> bool:
         """Return True if every query of a block sees every key of the block that is `distance` blocks before it."""
         return distance > 0 and (self.window is None or (distance + 1) * self.block <= self.window)
 
-    def steps(self, distance: int) -> Iterator[BlockStep]:
+    def steps(self, distance: int) -> Iterator[_BlockStep]:
         """Yield the steps of a visit to the block that is `distance` blocks before."""
         if self.sees_all(distance):
             for start in range(0, self.block, LONG_STEP):
-                yield BlockStep(slice(start, min(start + LONG_STEP, self.block)), slice(0, self.block), None)
+                yield _BlockStep(slice(start, min(start + LONG_STEP, self.block)), slice(0, self.block), None)
             return
         behind = distance * self.block  # from a key to the query at the same place in its block
         for start in range(0, self.block, LANES):
@@ -98,7 +100,7 @@ class CausalBlocks(NamedTuple):
             if self.window is not None:  # stop after the last query that sees the last of these keys
                 stop = min(stop, -(-(self.window + start + LANES - 1 - behind) // LANES) * LANES)
             if first < stop:
-                yield BlockStep(slice(start, start + LANES), slice(first, stop), behind + first - start)
+                yield _BlockStep(slice(start, start + LANES), slice(first, stop), behind + first - start)
 
     def num_scores(self, length: int) -> int:
         """Return the number of scores that are computed for a sequence, masked or not."""
@@ -109,9 +111,6 @@ class CausalBlocks(NamedTuple):
             for step in self.steps(distance)
         )
 
-    def _sees_some(self, distance: int) -> bool:
-        return self.window is None or (distance - 1) * self.block + 1 < self.window
-
 
 # The operation and its gradient.
 
@@ -121,7 +120,7 @@ _RIGHT_TRANSPOSED = (((1,), (1,)), ((), ()))
 
 
 class FusedAttention(NamedTuple):
-    """Attention to sequences whose length is a multiple of `causal.block`."""
+    """Attention to sequences whose length is a multiple of `causal.block`. The kernels read all inputs but sinks."""
 
     causal: CausalBlocks
     scale: float
@@ -129,27 +128,15 @@ class FusedAttention(NamedTuple):
     vmem_limit_bytes: int | None = None  # None is the compiler's default for every kernel
     packed_head: int | None = None  # width of a head of packed arrays; None: arrays are head-major
 
-    def attend(
-        self,
-        q_BxNxTxH: jax.Array,
-        k_BxKxTxH: jax.Array,
-        v_BxKxTxW: jax.Array,
-        segments_BxT: jax.Array | None = None,
-        angles: tuple[jax.Array, jax.Array] | None = None,
-        sinks_N: jax.Array | None = None,
-    ) -> jax.Array:
+    def attend(self, inputs: AttentionInputs) -> jax.Array:
         """Attend; returns (B, N, T, W) in the dtype of `v`, or (B, T, N H) if arrays are packed.
 
         Args:
-            q_BxNxTxH: queries; packed (B, T, N H).
-            k_BxKxTxH: keys; packed (B, T, K H).
-            v_BxKxTxW: values; packed (B, T, K H).
-            segments_BxT: documents of each sequence.
-            angles: cosines and sines (B or 1, T, H), the same for both halves of a head, by which the halves of queries
-                and keys are rotated first. They get no gradient.
-            sinks_N: score of each head of queries for the value zero; None if arrays are packed.
+            inputs: queries (B, N, T, H), keys (B, K, T, H) and values (B, K, T, W), or packed (B, T, N H), (B, T, K H)
+                and (B, T, K H). Cosines and sines are (B or 1, T, L), the same for both halves of a head, and get no
+                gradient. Packed heads have no sinks.
         """
-        return _attend(self, KernelInputs(q_BxNxTxH, k_BxKxTxH, v_BxKxTxW, segments_BxT, angles, sinks_N))
+        return _attend(self, inputs)
 
     @property
     def heads(self) -> range:
@@ -177,23 +164,12 @@ class FusedAttention(NamedTuple):
         return jnp.where(is_own_TxL, x_TxL, jnp.zeros_like(x_TxL))
 
 
-class KernelInputs(NamedTuple):
-    """Inputs of attention, which are also residuals of its gradient. The kernels read all but the sinks."""
-
-    q: jax.Array  # (B, N, T, H), packed (B, T, N H)
-    k: jax.Array  # (B, K, T, H), packed (B, T, K H)
-    v: jax.Array  # (B, K, T, W), packed (B, T, K H)
-    segments: jax.Array | None  # (B, T)
-    angles: tuple[jax.Array, jax.Array] | None  # (B or 1, T, H), packed (B or 1, T, L)
-    sinks: jax.Array | None  # (N)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(attention: FusedAttention, inputs: KernelInputs) -> jax.Array:
+def _attend(attention: FusedAttention, inputs: AttentionInputs) -> jax.Array:
     return _forward(attention, inputs)[0]
 
 
-def _forward(attention: FusedAttention, inputs: KernelInputs) -> tuple[jax.Array, tuple[Any, ...]]:
+def _forward(attention: FusedAttention, inputs: AttentionInputs) -> tuple[jax.Array, tuple[Any, ...]]:
     out, logsumexp = _run_forward(attention, inputs)
     if inputs.sinks is not None:
         # A score for the value zero only adds to the sum that the result is divided by.
@@ -206,8 +182,8 @@ def _forward(attention: FusedAttention, inputs: KernelInputs) -> tuple[jax.Array
 
 
 def _backward(
-    attention: FusedAttention, residuals: tuple[KernelInputs, jax.Array, jax.Array], gradient: jax.Array
-) -> tuple[KernelInputs]:
+    attention: FusedAttention, residuals: tuple[AttentionInputs, jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[AttentionInputs]:
     inputs, out, logsumexp = residuals
     # The kernel needs no sinks: they are part of the result and of the logarithms of the sums.
     q, k, v = _run_backward(attention, inputs, out, logsumexp, gradient)
@@ -216,7 +192,7 @@ def _backward(
         inner_BxNxT = jnp.sum(out.astype(jnp.float32) * gradient.astype(jnp.float32), axis=-1)
         weights_BxNxT = jnp.exp(sinks.astype(jnp.float32)[:, None] - logsumexp[:, :, 0])
         sinks = -jnp.sum(weights_BxNxT * inner_BxNxT, axis=(0, 2)).astype(sinks.dtype)
-    return (KernelInputs(q, k, v, None, None, sinks),)
+    return (AttentionInputs(q, k, v, sinks=sinks),)
 
 
 _attend.defvjp(_forward, _backward)
@@ -225,7 +201,7 @@ _attend.defvjp(_forward, _backward)
 # Kernels. `refs` holds the blocks at hand and the scratch memory by name; `_run` says where the names come from.
 
 
-def _forward_kernel(attention: FusedAttention, walk: BlockWalk, refs: Refs) -> None:
+def _forward_kernel(attention: FusedAttention, walk: _BlockWalk, refs: Refs) -> None:
     @pl.when(refs.flags[refs.place] & FIRST != 0)
     def _() -> None:
         _prepare(attention, refs)
@@ -233,7 +209,7 @@ def _forward_kernel(attention: FusedAttention, walk: BlockWalk, refs: Refs) -> N
         refs.total[...] = jnp.zeros_like(refs.total)
         refs.result[...] = jnp.zeros_like(refs.result)
 
-    def process(step: BlockStep) -> None:
+    def process(step: _BlockStep) -> None:
         # Online softmax: the sums so far shrink when a larger maximum is found.
         some, v_LxS = step.queries, refs.v[step.keys, :].T
         for head in attention.heads:
@@ -262,7 +238,7 @@ def _forward_kernel(attention: FusedAttention, walk: BlockWalk, refs: Refs) -> N
         refs.out[...] = refs.result[...].T.astype(refs.out.dtype)
 
 
-def _backward_kernel(attention: FusedAttention, walk: BlockWalk, refs: Refs) -> None:
+def _backward_kernel(attention: FusedAttention, walk: _BlockWalk, refs: Refs) -> None:
     @pl.when((refs.group == 0) & (refs.place == 0))
     def _() -> None:
         refs.k_sum[...] = jnp.zeros_like(refs.k_sum)
@@ -280,7 +256,7 @@ def _backward_kernel(attention: FusedAttention, walk: BlockWalk, refs: Refs) -> 
             for head, key_head in zip(attention.heads, refs.key_heads, strict=True):
                 refs.ready_gradient[head] = attention.move(gradient_QxL, head, key_head).astype(refs.gradient.dtype)
 
-    def process(step: BlockStep) -> None:
+    def process(step: _BlockStep) -> None:
         some, k_SxH, summed = step.queries, _get_keys(attention, refs, step), _slice_of_sequence(attention, refs, step)
         for head in attention.heads:
             q_QxH = refs.ready_q[head, some, :]
@@ -353,20 +329,20 @@ def _rotate(attention: FusedAttention, x_QxH: jax.Array, cos_QxH: jax.Array, sin
     return (x_QxH.astype(jnp.float32) * cos_QxH + other_QxH * sin_QxH).astype(x_QxH.dtype)
 
 
-def _slice_of_sequence(attention: FusedAttention, refs: Refs, step: BlockStep) -> Any:
+def _slice_of_sequence(attention: FusedAttention, refs: Refs, step: _BlockStep) -> Any:
     """Return the slice of a step's keys in memory that holds all keys of a sequence."""
     start = refs.keys[refs.place] * attention.causal.block + step.keys.start
     return pl.ds(start, step.keys.stop - step.keys.start)
 
 
-def _get_keys(attention: FusedAttention, refs: Refs, step: BlockStep) -> Any:
+def _get_keys(attention: FusedAttention, refs: Refs, step: _BlockStep) -> Any:
     """Return the keys of a step, rotated if there is a rotation."""
     if hasattr(refs, "ready_k"):
         return refs.ready_k[_slice_of_sequence(attention, refs, step), :]
     return refs.k[step.keys, :]
 
 
-def _visit(attention: FusedAttention, walk: BlockWalk, refs: Refs, process: Callable[[BlockStep], None]) -> None:
+def _visit(attention: FusedAttention, walk: _BlockWalk, refs: Refs, process: Callable[[_BlockStep], None]) -> None:
     """Process each step of the visit at hand.
 
     The code is compiled once for every distance at which a mask is needed, and once for all other distances.
@@ -387,7 +363,7 @@ def _visit(attention: FusedAttention, walk: BlockWalk, refs: Refs, process: Call
 
 
 def _compute_scores(
-    attention: FusedAttention, refs: Refs, step: BlockStep, head: int
+    attention: FusedAttention, refs: Refs, step: _BlockStep, head: int
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return masked scores of one head, (S, Q), and before the mask their share of the soft-cap, if any."""
     k_SxH, q_QxH = _get_keys(attention, refs, step), refs.ready_q[head, step.queries, :]
@@ -425,7 +401,7 @@ Column = Literal["queries", "keys", "written"]
 class _Sizes(NamedTuple):
     """Sizes of the arrays of attention (see the shape legend), and the block specs of these arrays.
 
-    A spec takes a column of the `BlockWalk` that says which block is at hand.
+    A spec takes a column of the `_BlockWalk` that says which block is at hand.
     """
 
     B: int
@@ -471,7 +447,7 @@ class _Sizes(NamedTuple):
         groups = self.N // self.K
 
         def index_map(b: Any, k: Any, g: Any, p: Any, *walk: Any) -> Any:
-            block = getattr(BlockWalk(*walk), column)[p]
+            block = getattr(_BlockWalk(*walk), column)[p]
             if column == "written" and groups > 1:  # before the last head of queries no keys are done
                 block = jnp.where(g == groups - 1, block, 0)
             return index(b, k * groups + g, k, block)
@@ -479,7 +455,7 @@ class _Sizes(NamedTuple):
         return pl.BlockSpec(shape, index_map)
 
 
-def _get_sizes(attention: FusedAttention, inputs: KernelInputs) -> _Sizes:
+def _get_sizes(attention: FusedAttention, inputs: AttentionInputs) -> _Sizes:
     block, H = attention.causal.block, attention.packed_head
     if H is not None:
         (B, T, NH), (_, _, KH) = inputs.q.shape, inputs.k.shape
@@ -488,7 +464,7 @@ def _get_sizes(attention: FusedAttention, inputs: KernelInputs) -> _Sizes:
     return _Sizes(B, N, K, T, H, W, block)
 
 
-def _run_forward(attention: FusedAttention, inputs: KernelInputs) -> tuple[jax.Array, jax.Array]:
+def _run_forward(attention: FusedAttention, inputs: AttentionInputs) -> tuple[jax.Array, jax.Array]:
     """Return the result, and for each query the logarithm of the sum of its exponentials (B, N, 1, T)."""
     sizes = _get_sizes(attention, inputs)
     out_shape = (*inputs.q.shape[:-1], inputs.q.shape[-1] if sizes.is_packed else sizes.W)
@@ -513,18 +489,17 @@ def _run_forward(attention: FusedAttention, inputs: KernelInputs) -> tuple[jax.A
 
 
 def _run_backward(
-    attention: FusedAttention, inputs: KernelInputs, out: jax.Array, logsumexp: jax.Array, gradient: jax.Array
+    attention: FusedAttention, inputs: AttentionInputs, out: jax.Array, logsumexp: jax.Array, gradient: jax.Array
 ) -> list[jax.Array]:
-    """Return the gradients of queries, keys and values."""
     sizes = _get_sizes(attention, inputs)
     named = _name_inputs(inputs, sizes) | {
         "out": (out, sizes.queries(sizes.W)),
         "logsumexp": (logsumexp, sizes.numbers),
         "gradient": (gradient, sizes.queries(sizes.W)),
     }
-    if inputs.angles is not None:
-        spec = sizes.angles(inputs.angles[0], "written")
-        named |= {"written_cos": (inputs.angles[0], spec), "written_sin": (inputs.angles[1], spec)}
+    if inputs.rotation is not None:
+        spec = sizes.angles(inputs.rotation.cos, "written")
+        named |= {"written_cos": (inputs.rotation.cos, spec), "written_sin": (inputs.rotation.sin, spec)}
     specs = {
         "q": sizes.queries(sizes.H),
         "k": sizes.keys(sizes.H, "written"),
@@ -552,7 +527,7 @@ def _run_backward(
 
 
 def _run(
-    body: Callable[[FusedAttention, BlockWalk, Refs], None],
+    body: Callable[[FusedAttention, _BlockWalk, Refs], None],
     attention: FusedAttention,
     sizes: _Sizes,
     inputs: Mapping[str, tuple[jax.Array, pl.BlockSpec]],
@@ -562,19 +537,13 @@ def _run(
 ) -> list[jax.Array]:
     """Run `body` once for every visit of every head of queries, or of every block of packed heads.
 
-    Args:
-        body: kernel. Its `refs` are inputs, outputs and scratch by name, the columns of the walk, the place in the
-            walk, the number of the head of queries among those that share one of keys, and for each head of a block the
-            place of its head of keys in a block.
-        attention: static description.
-        sizes: sizes of its arrays.
-        inputs: arrays and their block specs by name.
-        outputs: shapes and their block specs by name.
-        scratch: scratch memory by name.
-        products: matmuls per score whose other width is that of a head of keys, and of values, for the cost estimate.
+    The `refs` of the kernel `body` are inputs, outputs and scratch by name, the columns of the walk, the place in the
+    walk, the number of the head of queries among those that share one of keys, and for each head of a block the place
+    of its head of keys in a block. For the cost estimate, `products` are the matmuls per score whose other width is
+    that of a head of keys, and of values.
     """
     walk, groups = attention.causal.walk(sizes.T), sizes.N // sizes.K
-    names = (*BlockWalk._fields, *inputs, *outputs, *scratch)
+    names = (*_BlockWalk._fields, *inputs, *outputs, *scratch)
     arrays, shapes = [array for array, _ in inputs.values()], [shape for shape, _ in outputs.values()]
     moved = [(x.shape, x.dtype) for x in arrays] + [(x.shape, x.dtype) for x in shapes]
     scores = sizes.B * sizes.N * attention.causal.num_scores(sizes.T)
@@ -621,24 +590,24 @@ def _run(
     return results
 
 
-def _name_inputs(inputs: KernelInputs, sizes: _Sizes) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
-    q, k, v, segments, angles, _ = inputs
+def _name_inputs(inputs: AttentionInputs, sizes: _Sizes) -> dict[str, tuple[jax.Array, pl.BlockSpec]]:
+    q, k, v, segments, rotation, _ = inputs
     # Keys that are to be rotated are read once, with the queries at the same positions.
-    k_spec = sizes.keys(sizes.H, "keys" if angles is None else "queries")
+    k_spec = sizes.keys(sizes.H, "keys" if rotation is None else "queries")
     named = {"q": (q, sizes.queries(sizes.H)), "k": (k, k_spec), "v": (v, sizes.keys(sizes.W, "keys"))}
     if segments is not None:
         ids = segments[:, None]
         named |= {"query_ids": (ids, sizes.ids("queries")), "key_ids": (ids, sizes.ids("keys"))}
-    if angles is not None:
-        spec = sizes.angles(angles[0], "queries")
-        named |= {"cos": (angles[0], spec), "sin": (angles[1], spec)}
+    if rotation is not None:
+        spec = sizes.angles(rotation.cos, "queries")
+        named |= {"cos": (rotation.cos, spec), "sin": (rotation.sin, spec)}
     return named
 
 
-def _make_ready_scratch(inputs: KernelInputs, sizes: _Sizes) -> dict[str, pl.MemoryRef]:
+def _make_ready_scratch(inputs: AttentionInputs, sizes: _Sizes) -> dict[str, pl.MemoryRef]:
     """Return scratch memory for a block of scaled queries, and for all keys of a sequence if they are rotated."""
     scratch = {"ready_q": _make_ready(inputs.q.dtype, sizes)}
-    if inputs.angles is not None:
+    if inputs.rotation is not None:
         scratch["ready_k"] = pltpu.VMEM((sizes.T, sizes.heads * sizes.H), inputs.k.dtype)
     return scratch
 

@@ -137,7 +137,6 @@ def validate_owner(store: Store, directory: str, run_id: str | None = None) -> N
 
 
 def _read_run_id(directory: str) -> str | None:
-    """Return the id of the run in a directory; None if there is none."""
     try:
         store = open_store(directory)
     except InvalidError:
@@ -316,11 +315,7 @@ def _write_shard(
 def read_finished(store: Store, num_pieces: int, tokenizer: str, itemsize: int) -> list[FinishedPiece]:
     """Read the records of all pieces.
 
-    Args:
-        store: directory of the corpus.
-        num_pieces: number of pieces.
-        tokenizer: digest of the tokenizer that all pieces must have.
-        itemsize: bytes of a token id.
+    `tokenizer` is the digest that all pieces must have, and `itemsize` the bytes of a token id.
 
     Raises:
         DataError: a record, or a shard that it lists, is missing, damaged or made with another tokenizer.
@@ -371,13 +366,7 @@ def read_index(store: Store) -> CorpusIndex:
 
 
 def has_changed(store: Store, piece: int, documents: Iterator[Document]) -> bool:
-    """Return True if a piece was made, or searched for duplicates, with other documents than these.
-
-    Args:
-        store: where the files are.
-        piece: number of the piece.
-        documents: what its files hold now; consumed.
-    """
+    """Return True if a piece was made, or searched for duplicates, with other documents than its present ones."""
     digest, name = DocumentsDigest(), format_piece(piece)
 
     def add_to_digest() -> Iterator[Document]:
@@ -403,11 +392,6 @@ def remove_leftovers(store: Store) -> None:
             store.remove(name)
 
 
-def write_index(store: Store, index: CorpusIndex) -> None:
-    """Write the index, which completes the corpus. Process 0 only."""
-    store.write(INDEX, index.encode())
-
-
 def compute_digests(documents: Iterator[Document]) -> bytes:
     """Return the content of the digest file of a piece."""
     found = bytearray()
@@ -423,10 +407,7 @@ def compute_digests(documents: Iterator[Document]) -> bytes:
 def mark_duplicates(store: Store, names: Sequence[str], report: Callable[[int, int], None]) -> DocumentSet:
     """Return the documents that repeat an earlier one, from the digest files of all pieces in order.
 
-    Args:
-        store: where the files are.
-        names: names of the files.
-        report: function that is called with the number of digests read and the number of all, now and then.
+    `report` is called with the number of digests read and the number of all, now and then.
 
     Raises:
         DataError: a file is damaged.

@@ -5,6 +5,7 @@ of hosts and cores.
 """
 
 import bz2
+import contextlib
 import difflib
 import hashlib
 import io
@@ -36,18 +37,12 @@ Document = bytes | Dialogue  # A document is UTF-8 text, or a dialogue.
 
 @dataclass(frozen=True)
 class InputPart:
-    """Part of an input file.
-
-    Attributes:
-        file: the file.
-        size_bytes: size of the part.
-        start: first byte of a .jsonl range, or first row group of a .parquet; None for the whole file. A line belongs
-            to the range in which it begins.
-        stop: end of the range.
-    """
+    """Part of an input file."""
 
     file: InputFile
     size_bytes: int
+    # First byte of a .jsonl range, or first row group of a .parquet; None for the whole file. A line belongs to the
+    # range in which it begins.
     start: int | None = None
     stop: int | None = None
 
@@ -131,11 +126,8 @@ def read_documents(
 ) -> Iterator[Document | BadRecord]:
     """Yield the documents of a part, and a `BadRecord` for each line or row without one.
 
-    Args:
-        part: the part to read.
-        content: result of `fetch_small` for the part.
-        field: key or column that holds the text.
-        renderer: if given, lines and rows are dialogues.
+    `content` is the result of `fetch_small`. With a renderer lines and rows are dialogues, else `field` is the key or
+    column of the text.
 
     Raises:
         DataError: the file cannot be read, is damaged or truncated, or has changed since the source was resolved.
@@ -239,7 +231,6 @@ def _render(record: Any, renderer: Renderer) -> Dialogue | str:
 
 
 def _format_names(names: list[str]) -> str:
-    """Format the first few names, for a message of one line."""
     return ", ".join(repr(name[:40]) for name in names[:8]) or "none"
 
 
@@ -461,10 +452,7 @@ def cut_into_pieces(files: Iterable[InputFile], shard_bytes: int, seed: int | No
     Small files share a piece. A large local .jsonl is split into byte ranges, and a large local .parquet between its
     row groups. Compressed files, files in buckets and text files stay whole.
 
-    Args:
-        files: the input files.
-        shard_bytes: size of a piece.
-        seed: if given, parts are smaller, and this seed determines their order.
+    With a seed parts are smaller, and it determines their order.
 
     Raises:
         DataError: a large file is not a valid Parquet file.
@@ -524,18 +512,6 @@ class ChatReader:
     cuts_longer: bool
 
 
-class ChatCounts(Protocol):
-    """Counts of long dialogues, as the record of a piece has them."""
-
-    @property
-    def num_dropped(self) -> int:
-        """Number of dialogues dropped."""
-
-    @property
-    def num_cut(self) -> int:
-        """Number of dialogues cut."""
-
-
 def load_chat(config: ChatConfig) -> ChatReader:
     """Read and compile the template. Raises `DataError` if it cannot be used."""
     template = None if config.template is None else read_template(config.template, read_file)
@@ -544,16 +520,13 @@ def load_chat(config: ChatConfig) -> ChatReader:
     return ChatReader(template, config.max_tokens, config.longer == "cut")
 
 
+def start_renderer(chat: ChatReader | None) -> contextlib.AbstractContextManager[Renderer | None]:
+    """Return the context of the process that renders dialogues; of nothing if documents are plain text."""
+    return contextlib.nullcontext() if chat is None else Renderer(chat.template)
+
+
 def combine_digests(tokenizer: str, chat: ChatReader | None) -> str:
     """Return a digest that changes if the same lines give other ids: of the tokenizer and the template, if any."""
     if chat is None or chat.template is None:
         return tokenizer
     return hashlib.sha256(f"{tokenizer} {chat.template.sha256}".encode()).hexdigest()
-
-
-def format_long_dialogues(pieces: Sequence[ChatCounts], chat: ChatReader | None) -> str | None:
-    """Format the numbers of dialogues that were cut and dropped; return None if there are none."""
-    num_dropped, num_cut = sum(piece.num_dropped for piece in pieces), sum(piece.num_cut for piece in pieces)
-    if chat is None or not num_dropped + num_cut:
-        return None
-    return f"dialogues of more than {chat.max_tokens:,} tokens: {num_cut} cut, {num_dropped} dropped"

@@ -68,25 +68,17 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class InputFile:
-    """Input file with the size and version it had when the source was resolved.
+    """Input file with the size and version it had when the source was resolved."""
 
-    Attributes:
-        bucket_url: URL of the bucket prefix that `name` is relative to; None for a local file.
-        name: path, absolute for a local file.
-        label: name in the fingerprint of the source; the same on every host.
-        size_bytes: size of the file.
-        version: modification time in nanoseconds, or the object's version in a bucket; "" for python-stdlib, because
-            each host has its own copy.
-        format: format of the content.
-        ctime_ns: time of the last change of content or metadata, which no tool can set back; 0 if it is not compared.
-    """
-
-    bucket_url: str | None
-    name: str
-    label: str
+    bucket_url: str | None  # URL of the bucket prefix that `name` is relative to; None for a local file
+    name: str  # path, absolute for a local file
+    label: str  # name in the fingerprint of the source; the same on every host
     size_bytes: int
+    # Modification time in nanoseconds, or the object's version in a bucket; "" for python-stdlib, because each host has
+    # its own copy.
     version: Version
     format: FileFormat
+    # Time of the last change of content or metadata, which no tool can set back; 0 if it is not compared.
     ctime_ns: int = 0
 
     @property
@@ -139,7 +131,7 @@ def find_files(source: str) -> tuple[InputFile, ...]:
             for file in found.files
         )
     if source.startswith(_HUB):
-        _, revision, _ = split_hub_source(source)
+        _, revision, _ = _split_hub_source(source)
         if _COMMIT.fullmatch(revision) is None:
             raise DataError(f"{source}: {revision} may change; name a commit, as hf://datasets/OWNER/NAME@COMMIT/PATH")
     else:
@@ -172,7 +164,7 @@ def open_store(url: str) -> Store:
     if (match := _DATASET.fullmatch(url)) is None:
         return make_store(url)
     repository, revision, prefix = match.groups(default="")
-    return BucketStore(url, prefix, HubDriver(repository, urllib.parse.unquote(revision)))
+    return BucketStore(url, prefix, _HubDriver(repository, urllib.parse.unquote(revision)))
 
 
 def read_file(text: str) -> bytes:
@@ -273,7 +265,7 @@ def _detect_format(name: str) -> FileFormat:
 # Data sets on the Hugging Face Hub.
 
 
-def split_hub_source(source: str) -> tuple[str, str, str]:
+def _split_hub_source(source: str) -> tuple[str, str, str]:
     """Return OWNER/NAME, revision (by default main) and path of `hf://datasets/OWNER/NAME@REVISION/PATH`.
 
     Raises `DataError` if the source has another form.
@@ -287,9 +279,7 @@ def split_hub_source(source: str) -> tuple[str, str, str]:
 def pin_source(source: str, begun: Iterable[str]) -> str:
     """Return a source with the commit of its revision, if it is on the Hub; any other source as it is.
 
-    Args:
-        source: `config.source`.
-        begun: labels of the files from which the corpus was begun; their commit is used.
+    `begun` are the labels of the files from which the corpus was begun, whose commit is used.
 
     Raises:
         DataError: there is no such data set or revision, or it may not be read.
@@ -297,21 +287,21 @@ def pin_source(source: str, begun: Iterable[str]) -> str:
     """
     if not source.startswith(_HUB):
         return source
-    repository, revision, path = split_hub_source(source)
+    repository, revision, path = _split_hub_source(source)
     if _COMMIT.fullmatch(revision):
         return source
     for match in map(_DATASET.fullmatch, begun):
         if match is not None and match[1] == repository and match[2]:
             return f"hf://datasets/{repository}@{match[2]}/{path}"
     try:
-        driver = HubDriver(repository, urllib.parse.unquote(revision))
+        driver = _HubDriver(repository, urllib.parse.unquote(revision))
         commit = retry_with_backoff(lambda _: driver.find_commit(), f"look up {source}", CALL_SECONDS)
     except (FileNotFoundError, PermissionError) as error:
         raise DataError(f"{source}: {error}") from error
     return f"hf://datasets/{repository}@{commit}/{path}"
 
 
-class HubDriver:
+class _HubDriver:
     """Read-only client of a data set on the Hub at one revision. `BucketStore`, which calls it, retries.
 
     Every call may raise `TransientError`, and `FileNotFoundError` or `PermissionError` with the answer of the Hub.

@@ -41,9 +41,9 @@ from experiments.tokenise.documents import (
     Piece,
     combine_digests,
     cut_into_pieces,
-    format_long_dialogues,
     load_chat,
     read_documents,
+    start_renderer,
 )
 from experiments.tokenise.inputs import (
     FileFormat,
@@ -59,13 +59,12 @@ from experiments.tokenise.pipeline import (
     EncodedBatch,
     EncodingOptions,
     encode_pieces,
-    fetch_piece,
     format_too_many,
     read_piece,
 )
 from runner import ExecutionSpec
-from runner.data.chat import Renderer, find_end_of_turn
-from runner.data.corpus_index import CorpusIndex
+from runner.data.chat import find_end_of_turn
+from runner.data.corpus_index import INDEX, CorpusIndex
 from runner.data.tokenizers import KINDS_WITH_SPANS, TOKENIZER_FILES, BatchTokenizer, ByteBatchTokenizer, make_tokenizer
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Phase, TimeCategory
@@ -83,7 +82,7 @@ ROUNDS = 1000  # Steps of a job: enough to react to a stop quickly, but few enou
 _PROGRESS_SECONDS = 10.0
 _DIGEST_WORDS = 8
 _TOKENISE = Phase("tokenise", TimeCategory.STEPS)
-_INDEX = Phase("the index", TimeCategory.STEPS)
+_FINISH = Phase("the index", TimeCategory.STEPS)
 # Files of a run that have the suffix of an input.
 _RUN_FILES = ("events.jsonl", "metrics.jsonl", "spec.yaml", "job.json", "result.json", "checkpoints/1000/manifest.json")
 _PROBED_RECORDS = 1000  # lines of the source that are tried before the directory is claimed
@@ -131,7 +130,7 @@ class Vocabulary:
         raise InvalidError(f"the tokenizer has no token {token!r}{hint}")
 
 
-def load_vocabulary(config: TokenizerConfig) -> Vocabulary:
+def _load_vocabulary(config: TokenizerConfig) -> Vocabulary:
     """Load a tokenizer that needs no training. Raises `DataError` if its file is missing or damaged."""
     assert not isinstance(config, BpeConfig)
     if isinstance(config, BytesConfig):
@@ -147,7 +146,7 @@ def load_vocabulary(config: TokenizerConfig) -> Vocabulary:
         raise DataError(f"{config.file}: {error}") from error
 
 
-def load_trained_vocabulary(store: Store) -> Vocabulary:
+def _load_trained_vocabulary(store: Store) -> Vocabulary:
     """Load the tokenizer that was trained for the corpus in `store`. Raises `DataError` if it cannot be read."""
     name = TOKENIZER_FILES["hf"]
     try:
@@ -169,11 +168,8 @@ def train_bpe(
 ) -> bytes:
     """Train a byte-level BPE and return its `tokenizer.json`; deterministic in the sample, for any number of cores.
 
-    Args:
-        config: size of the vocabulary and of the sample.
-        special: special tokens, of which only texts are added to the vocabulary.
-        sample: documents to train on.
-        report: function that is called with a line of progress every ten seconds, from another thread.
+    Of the special tokens only texts are added to the vocabulary. `report` is called with a line of progress every ten
+    seconds, from another thread.
     """
     started, read_bytes, is_done = time.monotonic(), 0, threading.Event()
 
@@ -221,7 +217,7 @@ def sample_documents(
         # Pieces are spread evenly, since sources are often sorted by language or date.
         piece = pieces[index * len(pieces) // num_sampled]
         left_bytes = piece_bytes
-        for document in read_piece(piece, fetch_piece(piece), field_name, skip_bad, bad):
+        for document in read_piece(piece, field_name, skip_bad, bad):
             assert isinstance(document, bytes), "a vocabulary is not trained on dialogues"
             yield document
             left_bytes -= len(document)
@@ -232,26 +228,18 @@ def sample_documents(
 class Tally:
     """Counts of what this host has made in this attempt, for progress lines."""
 
-    def __init__(self, num_pieces: int) -> None:
+    def __init__(self, num_pieces: int, num_earlier: int = 0) -> None:
         self._num_pieces = num_pieces
-        self._num_earlier = 0  # pieces made by earlier attempts
-        self._counts = [0, 0, 0, 0]  # pieces, documents, tokens, bad lines
+        self._num_earlier = num_earlier  # pieces made by earlier attempts
+        self.counts = [0, 0, 0, 0]  # pieces, documents, tokens, bad lines
         self.first_bad = ""
         self._start_seconds = self._printed_seconds = time.monotonic()
-
-    def begin(self, num_earlier: int) -> None:
-        """Set the number of pieces that earlier attempts have made."""
-        self._num_earlier = num_earlier
 
     def add(self, finished: FinishedPiece) -> None:
         """Count a piece."""
         more = (1, finished.num_documents, finished.num_tokens, finished.num_bad)
-        self._counts = [own + other for own, other in zip(self._counts, more, strict=True)]
+        self.counts = [own + other for own, other in zip(self.counts, more, strict=True)]
         self.first_bad = self.first_bad or finished.first_bad
-
-    def get_counts(self) -> list[int]:
-        """Return the counts to share with the other hosts: pieces, documents, tokens, bad lines."""
-        return self._counts
 
     def format_progress(self, hosts: Sequence[Sequence[int]], now_seconds: float) -> str | None:
         """Format the progress of all hosts, or return None if the last line is less than ten seconds old."""
@@ -331,8 +319,8 @@ class Tokenise(TextJob):
         """Tokenizer. One that the job trains exists from `prepare` on."""
         with self.document.errors_at("config.tokenizer"):
             if isinstance(self.config.tokenizer, BpeConfig):
-                return load_trained_vocabulary(self.output)
-            return load_vocabulary(self.config.tokenizer)
+                return _load_trained_vocabulary(self.output)
+            return _load_vocabulary(self.config.tokenizer)
 
     @property
     def vocabulary_size(self) -> int:
@@ -365,7 +353,7 @@ class Tokenise(TextJob):
 
     def find_text(self) -> None:
         """Find the input files, and check the keys that depend on their format."""
-        validate_keys(self.config, self.files[0].format, self.document)
+        _validate_keys(self.config, self.files[0].format, self.document)
 
     def setup(self, hosts: Hosts) -> None:
         """Find the input files and load the tokenizer. Every process must call this.
@@ -440,7 +428,7 @@ class Tokenise(TextJob):
 
     def run(self) -> None:
         """Make the pieces of each step, and the index in the last one."""
-        hosts, tally = self.attempt.hosts, Tally(len(self.pieces))
+        hosts = self.attempt.hosts
         touched = hosts.run_on_main(lambda: _pack_bits(corpus.list_touched(self.output, self.files), len(self.files)))
         self._validate_touched(_unpack_bits(touched))
         hosts.run_on_main(lambda: corpus.write_times(self.output, self.files))
@@ -449,7 +437,7 @@ class Tokenise(TextJob):
         own = unfinished[hosts.process_id :: hosts.num_processes]
         read_here = {part.file for piece in own for part in self.pieces[piece]}
         duplicates = self._find_duplicates() if self.config.deduplicate and unfinished else None
-        tally.begin(len(self.pieces) - len(unfinished))
+        tally = Tally(len(self.pieces), len(self.pieces) - len(unfinished))
         with contextlib.closing(self._encode(own, duplicates)) as stream:
             while self.step < ROUNDS:
                 # With fewer pieces than steps most steps make nothing, and cost next to nothing.
@@ -461,12 +449,12 @@ class Tokenise(TextJob):
                     self._synchronise(tally)
                 if self.step + 1 == ROUNDS:
                     # A file may have been edited between its pieces, or while one was read.
-                    with self.attempt.progress.report_phase(_INDEX):
+                    with self.attempt.progress.report_phase(_FINISH):
                         own_files = ((index, file) for index, file in enumerate(self.files) if file in read_here)
                         touched = [index for index, file in own_files if file.was_touched()]
                         packed = hosts.gather(_pack_bits(touched, len(self.files)))
                     self._validate_touched(sorted({index for each in packed for index in _unpack_bits(each)}))
-                    with self.attempt.progress.report_phase(_INDEX):
+                    with self.attempt.progress.report_phase(_FINISH):
                         self.state = self._make_state(hosts.run_on_main(self._finish_corpus))
                 self.step += 1
                 self.save_or_stop()
@@ -490,9 +478,8 @@ class Tokenise(TextJob):
 
     def _probe_source(self) -> None:
         """Read the source up to its first document, so that a wrong key is refused before the directory is claimed."""
-        rendering = contextlib.nullcontext() if self.chat is None else Renderer(self.chat.template)
         bad: list[BadRecord] = []
-        with rendering as renderer:
+        with start_renderer(self.chat) as renderer:
             parts = (read_documents(part, None, self.config.field, renderer) for piece in self.pieces for part in piece)
             for found in itertools.islice(itertools.chain.from_iterable(parts), _PROBED_RECORDS):
                 if not isinstance(found, BadRecord):
@@ -507,7 +494,6 @@ class Tokenise(TextJob):
         return compute_fingerprint(files) if files else ""
 
     def _sample_documents(self, config: BpeConfig) -> Iterator[bytes]:
-        """Yield the documents to train a vocabulary on."""
         key, skip_bad = self.config.field, self.config.skip_bad
         if not config.sources:
             yield from sample_documents(self.pieces, config.sample_bytes, key, skip_bad)
@@ -551,16 +537,15 @@ class Tokenise(TextJob):
         if not indices:
             return
         hosts, touched = self.attempt.hosts, {self.files[index] for index in indices}
-        rendering = contextlib.nullcontext() if self.chat is None else Renderer(self.chat.template)
         found = ""
-        with rendering as renderer:
+        with start_renderer(self.chat) as renderer:
             for piece in range(hosts.process_id, len(self.pieces), hosts.num_processes):
                 parts = self.pieces[piece]
                 file = next((part.file for part in parts if part.file in touched), None)
                 if file is None or found:
                     continue
                 with self.attempt.progress.report_phase(_TOKENISE):
-                    documents = read_piece(parts, fetch_piece(parts), self.config.field, sys.maxsize, [], renderer)
+                    documents = read_piece(parts, self.config.field, sys.maxsize, [], renderer)
                     found = file.where if corpus.has_changed(self.output, piece, documents) else ""
         with self.attempt.progress.report_phase(_TOKENISE):
             changed = next(filter(None, hosts.gather(found)), None)
@@ -592,17 +577,14 @@ class Tokenise(TextJob):
             self.attempt.say(f"{self.spec.name}: compared {done:,} of {number:,} documents")
 
         missing, printed_seconds = _unpack_bits(hosts.run_on_main(find_missing)), time.monotonic()
-        rendering = contextlib.nullcontext() if self.chat is None else Renderer(self.chat.template)
-        with rendering as renderer:
+        with start_renderer(self.chat) as renderer:
             # The hosts synchronise repeatedly, so that none waits long for the others.
             for number in range(_HASH_ROUNDS if missing else 0):
                 first, last = (len(missing) * (number + i) // _HASH_ROUNDS for i in range(2))
                 for piece in missing[first:last][hosts.process_id :: hosts.num_processes]:
                     with self.attempt.progress.report_phase(_TOKENISE):
-                        parts = self.pieces[piece]
-                        documents = read_piece(
-                            parts, fetch_piece(parts), self.config.field, self.config.skip_bad, [], renderer
-                        )
+                        parts, skip_bad = self.pieces[piece], self.config.skip_bad
+                        documents = read_piece(parts, self.config.field, skip_bad, [], renderer)
                         output.write(names[piece], corpus.compute_digests(documents))
                 if first < last:
                     with self.attempt.progress.report_phase(_TOKENISE):
@@ -630,7 +612,6 @@ class Tokenise(TextJob):
         return encode_pieces(work, self.vocabulary.tokenizer, options)
 
     def _make_piece(self, piece: int, stream: Iterator[EncodedBatch]) -> corpus.FinishedPiece:
-        """Write the next piece of the stream."""
         if self.attempt.hosts.is_main:
             self.attempt.fence.check_locally()
         try:
@@ -653,7 +634,7 @@ class Tokenise(TextJob):
     def _synchronise(self, tally: Tally) -> None:
         """Exchange counts at the end of a step with work, which also keeps the hosts near one step for a stop."""
         with self.attempt.progress.report_phase(_TOKENISE):
-            counts = self.attempt.hosts.gather(tally.get_counts())
+            counts = self.attempt.hosts.gather(tally.counts)
         num_bad = sum(host[-1] for host in counts)
         if num_bad > self.config.skip_bad:
             raise DataError(format_too_many(tally.first_bad or "lines without text", num_bad, self.config.skip_bad))
@@ -683,7 +664,7 @@ class Tokenise(TextJob):
         if not index.num_tokens:
             raise self.document.error("config.source", f"{self.config.source} holds no document, so no token")
         corpus.remove_leftovers(self.output)
-        corpus.write_index(self.output, index)
+        self.output.write(INDEX, index.encode())
         if num_bad:
             self.attempt.say(f"{name}: skipped {num_bad} lines without text, the first is {first_bad}")
         if self.config.deduplicate:
@@ -691,8 +672,10 @@ class Tokenise(TextJob):
             self.attempt.say(f"{name}: left out {num_duplicates:,} documents that repeat an earlier one")
         if num_left_out := sum(piece.num_left_out for piece in finished):
             self.attempt.say(f"{name}: left out {num_left_out} empty documents, since there is no separator")
-        if long_dialogues := format_long_dialogues(finished, self.chat):
-            self.attempt.say(f"{name}: {long_dialogues}")
+        num_dropped, num_cut = sum(piece.num_dropped for piece in finished), sum(piece.num_cut for piece in finished)
+        if self.chat is not None and num_dropped + num_cut:
+            limit = f"{self.chat.max_tokens:,} tokens"
+            self.attempt.say(f"{name}: dialogues of more than {limit}: {num_cut} cut, {num_dropped} dropped")
         train_on = " and config.data.train_on: answers" if index.has_completion_mask else ""
         # In a run with `config.data.tokenise` the training follows by itself.
         hint = "" if self.document.written else f"; train on it with config.data.source: {url}{train_on}"
@@ -715,7 +698,7 @@ def _unpack_bits(text: str) -> list[int]:
     return [int(place) for place in np.flatnonzero(np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8)))]
 
 
-def validate_keys(config: TokeniseConfig, file_format: FileFormat, document: Document) -> None:
+def _validate_keys(config: TokeniseConfig, file_format: FileFormat, document: Document) -> None:
     """Raise a spec error for keys that do not apply to this file format, or that files and tokenizer do not allow."""
     is_read = file_format != "text" and config.chat is None
     if not is_read and config.field != TokeniseConfig.model_fields["field"].default:

@@ -25,6 +25,7 @@ from experiments.tokenise.documents import (
     find_documents,
     read_documents,
     shuffle_indices,
+    start_renderer,
 )
 from runner.data.batches import Prefetcher
 from runner.data.chat import Dialogue, Renderer, mark_tokens
@@ -43,79 +44,48 @@ Out = TypeVar("Out")
 
 
 @dataclass(frozen=True)
-class DocumentBatch:
-    """Consecutive documents of one piece.
-
-    Attributes:
-        piece: number of the piece.
-        documents: the documents.
-        numbers: number of each document in its piece, from 0 in reading order.
-        bad: lines and rows of the piece without a text; in its last batch only.
-        ends_shard: True if a shard ends after the last document.
-        ends_piece: True if the piece ends after the last document.
-        num_duplicates: number of documents of the piece that were left out as duplicates; in its last batch only.
-        digest: digest of all documents of the piece, those that were left out included; in its last batch only, and ""
-            if its files cannot change.
-    """
+class _DocumentBatch:
+    """Consecutive documents of one piece."""
 
     piece: int
     documents: list[Document]
-    numbers: list[int]
-    bad: tuple[BadRecord, ...]
-    ends_shard: bool
-    ends_piece: bool
-    num_duplicates: int = 0
+    numbers: list[int]  # number of each document in its piece, from 0 in reading order
+    bad: tuple[BadRecord, ...]  # lines and rows of the piece without a text; in its last batch only
+    ends_shard: bool  # True if a shard ends after the last document
+    ends_piece: bool  # True if the piece ends after the last document
+    num_duplicates: int = 0  # number of documents of the piece that were left out as duplicates; in its last batch only
+    # Digest of all documents of the piece, those that were left out included; in its last batch only, and "" if its
+    # files cannot change.
     digest: str = ""
 
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """Tokens of a batch of documents.
+    """Tokens of a batch of documents."""
 
-    Attributes:
-        batch: the documents.
-        ids: token ids of all documents, (number of tokens,).
-        ends: end of each document in `ids`, (number of documents,).
-        num_left_out: number of documents without tokens.
-        completions: mark of each completion token, as `ids`; None if the documents are not dialogues.
-        num_dropped: number of dialogues dropped because they were too long or had no completion left.
-        num_cut: number of dialogues whose end was cut off.
-        bad: documents that the tokenizer cannot encode.
-    """
-
-    batch: DocumentBatch
-    ids: np.ndarray
-    ends: np.ndarray
-    num_left_out: int
+    batch: _DocumentBatch
+    ids: np.ndarray  # token ids of all documents, (number of tokens,)
+    ends: np.ndarray  # end of each document in `ids`, (number of documents,)
+    num_left_out: int  # number of documents without tokens
+    # Mark of each completion token, as `ids`; None if the documents are not dialogues.
     completions: np.ndarray | None = None
-    num_dropped: int = 0
-    num_cut: int = 0
-    bad: tuple[BadRecord, ...] = ()
+    num_dropped: int = 0  # number of dialogues dropped because they were too long or had no completion left
+    num_cut: int = 0  # number of dialogues whose end was cut off
+    bad: tuple[BadRecord, ...] = ()  # documents that the tokenizer cannot encode
 
 
 @dataclass(frozen=True)
 class EncodingOptions:
-    """Everything on which the tokens of a piece depend besides files and tokenizer.
+    """Everything on which the tokens of a piece depend besides files and tokenizer."""
 
-    Attributes:
-        field: key or column that holds the text.
-        shard_bytes: bytes of text in a shard.
-        skip_bad: maximum number of bad lines and documents.
-        begin: id that begins every document.
-        separator: id that ends every document.
-        chat: reader of dialogues; None if documents are plain text.
-        seed: seed of the order of documents in a shard; None for reading order.
-        duplicates: documents to leave out.
-    """
-
-    field: str
-    shard_bytes: int
-    skip_bad: int = 0
-    begin: int | None = None
-    separator: int | None = None
-    chat: ChatReader | None = None
-    seed: int | None = None
-    duplicates: DocumentSet | None = None
+    field: str  # key or column that holds the text
+    shard_bytes: int  # bytes of text in a shard
+    skip_bad: int = 0  # maximum number of bad lines and documents
+    begin: int | None = None  # id that begins every document
+    separator: int | None = None  # id that ends every document
+    chat: ChatReader | None = None  # reader of dialogues; None if documents are plain text
+    seed: int | None = None  # seed of the order of documents in a shard; None for reading order
+    duplicates: DocumentSet | None = None  # documents to leave out
 
 
 def encode_pieces(
@@ -129,12 +99,12 @@ def encode_pieces(
     parts = dict(pieces)
     fetched = prefetch(((number, piece, fetch_piece(piece)) for number, piece in pieces), 1)
     batches = prefetch(_read_batches(fetched, options), _BATCHES_AHEAD)
-    encode = encode_texts if options.chat is None else encode_dialogues
-    return map_in_order(lambda batch: encode(batch, parts[batch.piece], tokenizer, options), batches, _NUM_ENCODERS)
+    encode = _encode_texts if options.chat is None else _encode_dialogues
+    return _map_in_order(lambda batch: encode(batch, parts[batch.piece], tokenizer, options), batches, _NUM_ENCODERS)
 
 
-def encode_texts(
-    batch: DocumentBatch, piece: Piece, tokenizer: BatchTokenizer, options: EncodingOptions
+def _encode_texts(
+    batch: _DocumentBatch, piece: Piece, tokenizer: BatchTokenizer, options: EncodingOptions
 ) -> EncodedBatch:
     """Encode documents of text.
 
@@ -158,8 +128,8 @@ def encode_texts(
     return EncodedBatch(batch, ids, np.cumsum(lengths), num_documents - len(lengths), bad=bad)
 
 
-def encode_dialogues(
-    batch: DocumentBatch, piece: Piece, tokenizer: BatchTokenizer, options: EncodingOptions
+def _encode_dialogues(
+    batch: _DocumentBatch, piece: Piece, tokenizer: BatchTokenizer, options: EncodingOptions
 ) -> EncodedBatch:
     """Encode dialogues and mark their completion tokens. Long dialogues are cut or dropped as the options say."""
     assert options.chat is not None
@@ -183,7 +153,7 @@ def encode_dialogues(
 
 
 def _encode_all(
-    batch: DocumentBatch,
+    batch: _DocumentBatch,
     piece: Piece,
     encode: Callable[[Any], list[Any]],
     texts: Sequence[Any],
@@ -206,8 +176,7 @@ def _encode_all(
             found.append(None)
             problems[index] = str(error)
     failed = sorted(problems, key=lambda index: batch.numbers[index])
-    rendering = contextlib.nullcontext() if options.chat is None else Renderer(options.chat.template)
-    with rendering as renderer:
+    with start_renderer(options.chat) as renderer:
         places = find_documents(piece, [batch.numbers[index] for index in failed], options.field, renderer)
     bad = tuple(BadRecord(place, problems[index]) for place, index in zip(places, failed, strict=True))
     if len(bad) > options.skip_bad:
@@ -217,14 +186,17 @@ def _encode_all(
 
 def read_piece(
     piece: Piece,
-    contents: Sequence[bytes | None],
     field: str,
     skip_bad: int,
     bad: list[BadRecord],
     renderer: Renderer | None = None,
+    contents: Sequence[bytes | None] | None = None,
 ) -> Generator[Document]:
-    """Yield the documents of a piece, and append bad records to `bad`. Raises `DataError` for more than `skip_bad`."""
-    for part, content in zip(piece, contents, strict=True):
+    """Yield the documents of a piece, and append bad records to `bad`. Raises `DataError` for more than `skip_bad`.
+
+    `contents` is the result of `fetch_piece` if that was called before.
+    """
+    for part, content in zip(piece, fetch_piece(piece) if contents is None else contents, strict=True):
         for document in read_documents(part, content, field, renderer):
             if not isinstance(document, BadRecord):
                 yield document
@@ -249,19 +221,18 @@ def fetch_piece(piece: Piece) -> list[bytes | None]:
 
 def _read_batches(
     pieces: Generator[tuple[int, Piece, list[bytes | None]]], options: EncodingOptions
-) -> Generator[DocumentBatch]:
+) -> Generator[_DocumentBatch]:
     """Yield the documents in batches. With a seed the documents of one shard are in memory.
 
     The shards of a piece depend only on its documents, so a piece that is processed again gives the same shards.
     """
-    rendering = contextlib.nullcontext() if options.chat is None else Renderer(options.chat.template)
-    with contextlib.closing(pieces), rendering as renderer:
+    with contextlib.closing(pieces), start_renderer(options.chat) as renderer:
         for number, piece, contents in pieces:
             bad: list[BadRecord] = []
             held: list[tuple[int, Document]] = []
             held_bytes = in_shard_bytes = num_shards = num_duplicates = 0
             digest = DocumentsDigest() if any(part.file.has_mutable_content for part in piece) else None
-            documents = read_piece(piece, contents, options.field, options.skip_bad, bad, renderer)
+            documents = read_piece(piece, options.field, options.skip_bad, bad, renderer, contents)
             for index, document in enumerate(documents):
                 if digest is not None:
                     digest.add(document)
@@ -281,12 +252,12 @@ def _read_batches(
             yield from _cut_batches(number, held, options.seed, num_shards, False)
             # Even an empty last batch is passed on, because it tells the writer that the piece is complete.
             found = "" if digest is None else digest.hexdigest()
-            yield DocumentBatch(number, [], [], tuple(bad), True, True, num_duplicates, found)
+            yield _DocumentBatch(number, [], [], tuple(bad), True, True, num_duplicates, found)
 
 
 def _cut_batches(
     piece: int, held: list[tuple[int, Document]], seed: int | None, shard: int, ends_shard: bool
-) -> Iterator[DocumentBatch]:
+) -> Iterator[_DocumentBatch]:
     """Yield documents in batches, in the order that the seed gives them if there is one."""
     if seed is not None:
         held = [held[index] for index in shuffle_indices(len(held), seed, piece, shard)]
@@ -295,7 +266,7 @@ def _cut_batches(
         size_bytes += len(document)
         if stop == len(held) or size_bytes >= BATCH_BYTES or stop - start == BATCH_DOCUMENTS:
             numbers, documents = zip(*held[start:stop], strict=True)
-            yield DocumentBatch(piece, list(documents), list(numbers), (), ends_shard and stop == len(held), False)
+            yield _DocumentBatch(piece, list(documents), list(numbers), (), ends_shard and stop == len(held), False)
             start, size_bytes = stop, 0
 
 
@@ -305,7 +276,7 @@ def prefetch(items: Generator[Out], depth: int) -> Generator[Out]:
         yield from prefetcher
 
 
-def map_in_order(function: Callable[[In], Out], items: Generator[In], num_threads: int) -> Generator[Out]:
+def _map_in_order(function: Callable[[In], Out], items: Generator[In], num_threads: int) -> Generator[Out]:
     """Yield `function(item)` for each item, in order, computed on several threads. Close it or exhaust it."""
     waiting: deque[Future[Out]] = deque()
     with contextlib.closing(items), ThreadPoolExecutor(num_threads, thread_name_prefix="encode") as pool:

@@ -36,18 +36,15 @@ import typer
 import yaml
 
 from launch.options import (
-    DEFAULT_STANDBY_SECONDS,
     MAX_NUMBER,
     SUBMIT_TIME_VARIABLE,
     DryRun,
     GraceSeconds,
     LaunchArguments,
-    MaxRestarts,
     Nodes,
-    StandbySeconds,
     find_grace_seconds,
+    restart_arguments,
     set_arguments,
-    standby_arguments,
 )
 from runner.accelerator import Accelerator, parse_accelerator
 from runner.console import write_text
@@ -84,17 +81,11 @@ _COMPONENT = r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*"
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for the value of an option.
+    """A rule for the value of an option."""
 
-    Attributes:
-        pattern: regular expression for the whole value.
-        max_characters: largest length.
-        words: valid form in words.
-    """
-
-    pattern: str
-    max_characters: int
-    words: str
+    pattern: str  # regular expression for the whole value
+    max_characters: int  # largest length
+    words: str  # valid form in words
 
     def validate(self, option: str, value: str) -> None:
         """Raise `InvalidError` if the value breaks the rule."""
@@ -148,8 +139,6 @@ class JobSetArguments(LaunchArguments):
     node_selector: Annotated[
         list[str], typer.Option(metavar="LABEL=VALUE", help="Label that the nodes must have; repeatable.")
     ] = field(default_factory=list)
-    max_restarts: MaxRestarts = 100
-    standby_seconds: StandbySeconds = DEFAULT_STANDBY_SECONDS
     grace_seconds: GraceSeconds = None
     workdir: Annotated[
         str | None,
@@ -204,39 +193,28 @@ class JobSetArguments(LaunchArguments):
 
 
 @dataclass(frozen=True)
-class PodAllocation:
-    """Pods of a job, and the nodes that they need.
+class _PodAllocation:
+    """Pods of a job, and the nodes that they need."""
 
-    Attributes:
-        hosts_per_slice: number of pods of each child Job.
-        num_slices: number of child Jobs.
-        chips: Kubernetes' name of the chips, and how many each pod gets; empty on CPUs.
-        labels: labels that the nodes must have.
-        is_tpu: True if the chips are TPUs.
-    """
-
-    hosts_per_slice: int
-    num_slices: int = 1
+    hosts_per_slice: int  # number of pods of each child Job
+    num_slices: int = 1  # number of child Jobs
+    # Kubernetes' name of the chips, and how many each pod gets; empty on CPUs.
     chips: dict[str, int] = field(default_factory=dict)
-    labels: dict[str, str] = field(default_factory=dict)
-    is_tpu: bool = False
+    labels: dict[str, str] = field(default_factory=dict)  # labels that the nodes must have
+    is_tpu: bool = False  # True if the chips are TPUs
 
 
 def render(spec: ExecutionSpec, text: str, arguments: JobSetArguments, submit_time: str | None) -> dict[str, Any]:
     """Return the manifest of a job.
 
-    Args:
-        spec: spec of the job.
-        text: the spec as the user wrote it.
-        arguments: command line.
-        submit_time: time of submission, in Unix seconds; None to give the pods none.
+    `text` is the spec as the user wrote it. Without a time of submission, in Unix seconds, pods get none.
 
     Raises:
         InvalidError: the job cannot run on Kubernetes with these options.
     """
     arguments.validate_for_kubernetes()
     accelerator = None if spec.topology is None else parse_accelerator(spec.topology.accelerator)
-    pods = allocate_pods(accelerator, arguments.nodes)
+    pods = _allocate_pods(accelerator, arguments.nodes)
     name = make_kubernetes_name(arguments.name or spec.name, pods)
     metadata: dict[str, Any] = {"name": name}
     if arguments.namespace:
@@ -264,7 +242,7 @@ def render(spec: ExecutionSpec, text: str, arguments: JobSetArguments, submit_ti
     }
 
 
-def allocate_pods(accelerator: Accelerator | None, num_nodes: int | None) -> PodAllocation:
+def _allocate_pods(accelerator: Accelerator | None, num_nodes: int | None) -> _PodAllocation:
     """Return the pods for an accelerator; `num_nodes` is the option `--nodes`, for a job that may run on CPUs.
 
     Raises:
@@ -275,7 +253,7 @@ def allocate_pods(accelerator: Accelerator | None, num_nodes: int | None) -> Pod
             raise InvalidError("topology.accelerator names no chips to request; give --nodes N for N pods on CPUs")
         if num_nodes > MAX_PODS:
             raise InvalidError(f"--nodes {num_nodes}: a Job has at most {MAX_PODS} pods")
-        return PodAllocation(num_nodes)
+        return _PodAllocation(num_nodes)
     name, chip = accelerator.name, accelerator.chip
     if num_nodes is not None:
         raise InvalidError(f"--nodes {num_nodes} is for pods on CPUs, but topology.accelerator is {name}; leave it out")
@@ -296,14 +274,16 @@ def allocate_pods(accelerator: Accelerator | None, num_nodes: int | None) -> Pod
                 f"{accelerator.num_slices} slices of {name}-{accelerator.num_chips}: GKE joins only slices that have "
                 "several hosts; use larger ones"
             )
-        return PodAllocation(hosts, accelerator.num_slices, {"google.com/tpu": num_chips_per_host}, labels, is_tpu=True)
+        return _PodAllocation(
+            hosts, accelerator.num_slices, {"google.com/tpu": num_chips_per_host}, labels, is_tpu=True
+        )
     if hosts > 1 and accelerator.num_chips % hosts:
         raise InvalidError(f"{name}-{accelerator.num_chips} does not divide into {hosts} nodes; use another number")
     labels = {"cloud.google.com/gke-accelerator": chip.gke_accelerator}
-    return PodAllocation(hosts * accelerator.num_slices, 1, {"nvidia.com/gpu": num_chips_per_host}, labels)
+    return _PodAllocation(hosts * accelerator.num_slices, 1, {"nvidia.com/gpu": num_chips_per_host}, labels)
 
 
-def make_kubernetes_name(name: str, pods: PodAllocation) -> str:
+def make_kubernetes_name(name: str, pods: _PodAllocation) -> str:
     """Return a run's name in Kubernetes' form.
 
     Pods are called NAME-slice-SLICE-HOST-xxxxx, which must be a DNS label.
@@ -321,7 +301,7 @@ def make_kubernetes_name(name: str, pods: PodAllocation) -> str:
 
 
 def _render_pod(
-    spec: ExecutionSpec, text: str, arguments: JobSetArguments, pods: PodAllocation, name: str, submit_time: str | None
+    spec: ExecutionSpec, text: str, arguments: JobSetArguments, pods: _PodAllocation, name: str, submit_time: str | None
 ) -> dict[str, Any]:
     """Return the template of every pod of the JobSet `name`. The other arguments are those of `render`."""
     # A relative directory is relative to the working directory of the container.
@@ -371,7 +351,7 @@ def _render_pod(
 
 
 def _render_container(
-    arguments: JobSetArguments, pods: PodAllocation, name: str, submit_time: str | None
+    arguments: JobSetArguments, pods: _PodAllocation, name: str, submit_time: str | None
 ) -> dict[str, Any]:
     """Return the container of every pod, without its volumes."""
     # The DNS name of the first pod, which is known before any pod exists; `enableDNSHostnames` promises it.
@@ -379,8 +359,7 @@ def _render_container(
     words = ["-m", "launch.worker", str(SPEC_DIRECTORY / SPEC_FILE), *set_arguments(arguments.overrides)]
     command = [escape_references(word) for word in words]
     # The kubelet signals the first process of a container only.
-    command += ["--forward-signals", "--max-restarts", str(arguments.max_restarts)]
-    command += standby_arguments(arguments.standby_seconds)
+    command += ["--forward-signals", *restart_arguments(arguments)]
     if not pods.is_tpu and pods.hosts_per_slice > 1:  # GKE tells JAX about the hosts of TPU slices only
         coordinator = f"{first_host}:{COORDINATOR_PORT}"
         command += format_placement(coordinator, pods.hosts_per_slice, "$(JOB_COMPLETION_INDEX)")

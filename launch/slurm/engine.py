@@ -18,14 +18,11 @@ from typing import Annotated, ClassVar
 import typer
 
 from launch.options import (
-    DEFAULT_STANDBY_SECONDS,
     SUBMIT_TIME_VARIABLE,
     DryRun,
     GraceSeconds,
     LaunchArguments,
-    MaxRestarts,
     Nodes,
-    StandbySeconds,
     find_grace_seconds,
     read_program,
     runner_arguments,
@@ -65,8 +62,6 @@ class SlurmArguments(LaunchArguments):
     account: Annotated[str | None, typer.Option(metavar="NAME", help="Account that the job is charged to.")] = None
     output: Annotated[str, typer.Option(metavar="PATH", help="Log of all starts.")] = "%x-%j.log"
     grace_seconds: GraceSeconds = None
-    max_restarts: MaxRestarts = 100
-    standby_seconds: StandbySeconds = DEFAULT_STANDBY_SECONDS
     python: Annotated[str, typer.Option(metavar="PATH", show_default="this one", help="Python of the nodes.")] = (
         sys.executable
     )
@@ -78,18 +73,12 @@ class SlurmArguments(LaunchArguments):
 
 
 @dataclass(frozen=True)
-class Allocation:
-    """Resources that the job requests from the cluster.
-
-    Attributes:
-        num_nodes: number of nodes.
-        gpus_per_node: number of GPUs of each node; None to request none.
-        takes_whole_nodes: True if no other job may share a node.
-    """
+class _Allocation:
+    """Resources that the job requests from the cluster."""
 
     num_nodes: int
-    gpus_per_node: int | None = None
-    takes_whole_nodes: bool = False
+    gpus_per_node: int | None = None  # number of GPUs of each node; None to request none
+    takes_whole_nodes: bool = False  # True if no other job may share a node
 
 
 def run(arguments: SlurmArguments) -> int:
@@ -115,14 +104,10 @@ def run(arguments: SlurmArguments) -> int:
     return EXIT_DONE
 
 
-def allocate(document: Document, spec: ExecutionSpec, num_nodes: int | None, gpus_per_node: int | None) -> Allocation:
+def allocate(document: Document, spec: ExecutionSpec, num_nodes: int | None, gpus_per_node: int | None) -> _Allocation:
     """Return the nodes that the spec's accelerator needs.
 
-    Args:
-        document: origin of the spec, for messages.
-        spec: spec of the job.
-        num_nodes: option `--nodes`.
-        gpus_per_node: option `--gpus-per-node`.
+    The numbers are those of the options. The document is the origin of the spec, for messages.
 
     Raises:
         SpecError: the accelerator cannot be allocated by SLURM, or contradicts the options.
@@ -130,7 +115,7 @@ def allocate(document: Document, spec: ExecutionSpec, num_nodes: int | None, gpu
     name = spec.topology.accelerator if spec.topology is not None else "any"
     accelerator = parse_accelerator(name)
     if accelerator is None:
-        return Allocation(num_nodes or 1, gpus_per_node)
+        return _Allocation(num_nodes or 1, gpus_per_node)
     key, chip = "topology.accelerator", accelerator.chip
     if chip.is_tpu:
         raise document.error(
@@ -139,12 +124,12 @@ def allocate(document: Document, spec: ExecutionSpec, num_nodes: int | None, gpu
     if chip.chips_per_host is None:
         if gpus_per_node is not None:
             raise document.error(key, f"{name} has no GPUs; leave out --gpus-per-node")
-        return Allocation(num_nodes or 1)
+        return _Allocation(num_nodes or 1)
     per_node = gpus_per_node or accelerator.num_chips_per_host or chip.chips_per_host
     # A job that takes all GPUs of a node may take its cores and memory too; one that takes some must share.
     is_whole_node = per_node == chip.chips_per_host
     if accelerator.num_chips is None:
-        return Allocation(num_nodes or 1, per_node, is_whole_node)
+        return _Allocation(num_nodes or 1, per_node, is_whole_node)
     # A slice is a notion of TPUs; for GPUs `2xh100-8` is simply 16 of them.
     num_gpus = accelerator.num_slices * accelerator.num_chips
     if num_gpus % per_node:
@@ -156,10 +141,10 @@ def allocate(document: Document, spec: ExecutionSpec, num_nodes: int | None, gpu
             key,
             f"{name} is {num_gpus // per_node} nodes of {per_node} GPUs, but --nodes is {num_nodes}; leave out --nodes",
         )
-    return Allocation(num_gpus // per_node, per_node, is_whole_node)
+    return _Allocation(num_gpus // per_node, per_node, is_whole_node)
 
 
-def render(spec: ExecutionSpec, allocation: Allocation, arguments: SlurmArguments) -> str:
+def render(spec: ExecutionSpec, allocation: _Allocation, arguments: SlurmArguments) -> str:
     """Return the batch script."""
     notice_seconds = find_grace_seconds(arguments.grace_seconds, spec.checkpoint)
     if arguments.time is not None and _parse_time(arguments.time) <= notice_seconds + _EARLY_SECONDS:

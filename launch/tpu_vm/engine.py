@@ -1,6 +1,6 @@
 """Engine `tpu-vm`: a queued resource of Google Cloud, the committed code on all of its hosts, and their supervision.
 
-`run` determines the machines to request and the commit to ship; uncommitted files are not shipped. `TpuVmJob` runs the
+`run` determines the machines to request and the commit to ship; uncommitted files are not shipped. `_TpuVmJob` runs the
 job, from the request for machines to their deletion:
 
 1. Request the machines, unless they exist, and wait until they are ACTIVE.
@@ -29,14 +29,7 @@ from typing import Annotated
 
 import typer
 
-from launch.options import (
-    DEFAULT_STANDBY_SECONDS,
-    LaunchArguments,
-    MaxRestarts,
-    StandbySeconds,
-    set_arguments,
-    standby_arguments,
-)
+from launch.options import LaunchArguments, restart_arguments, set_arguments
 from launch.supervisor import combine_exit_codes
 from launch.tpu_vm.gcloud import (
     CREATE_TIME,
@@ -49,7 +42,6 @@ from launch.tpu_vm.gcloud import (
     execute,
     find_error_line,
     parse_log_lines,
-    parse_log_start,
     parse_statuses,
     raise_user_error,
 )
@@ -77,25 +69,17 @@ class _Machines:
 
 
 @dataclass(frozen=True)
-class TpuVmJob:
-    """A launch.
+class _TpuVmJob:
+    """A launch."""
 
-    Attributes:
-        resource: machines to request.
-        programs: programs that run on each host.
-        files: files that each host gets, in order, as paths here to names in its home directory. The archive comes
-            last, since a host that has it counts as complete.
-        gcloud: executor of the resource's commands.
-        poll_seconds: time between two polls, and between two tries.
-        keeps_machines: True if the machines stay when the job has ended.
-    """
-
-    resource: QueuedResource
-    programs: HostPrograms
+    resource: QueuedResource  # machines to request
+    programs: HostPrograms  # programs that run on each host
+    # Files that each host gets, in order, as paths here to names in its home directory. The archive comes last, since a
+    # host that has it counts as complete.
     files: dict[str, str]
-    gcloud: Gcloud
-    poll_seconds: float
-    keeps_machines: bool
+    gcloud: Gcloud  # executor of the resource's commands
+    poll_seconds: float  # time between two polls, and between two tries
+    keeps_machines: bool  # True if the machines stay when the job has ended
 
     def list_commands(self) -> list[list[str]]:
         """Return every command of an undisturbed launch, in order, with one poll where there are many."""
@@ -254,7 +238,7 @@ class TpuVmJob:
             if first.commit != self.programs.commit:
                 warn(f"launch: WARNING: commit {self.programs.commit} is shipped only if machines are requested again")
         first_line = 1 if first.state == "started" else None
-        return LogTail(self._tail_command, parse_log_start, first_line, self.poll_seconds)
+        return LogTail(self._tail_command, first_line, self.poll_seconds)
 
     def _show_failed_log(self, hosts: dict[HostIndex, HostStatus]) -> None:
         """Show the end of the log of the first host that failed, unless it is the one whose log is shown anyway."""
@@ -331,8 +315,6 @@ class TpuVmArguments(LaunchArguments):
             "a command or a log.",
         ),
     ] = None
-    max_restarts: MaxRestarts = 100
-    standby_seconds: StandbySeconds = DEFAULT_STANDBY_SECONDS
     keep: Annotated[bool, typer.Option("--keep", help="Keep the machines when the job is done or has failed.")] = False
     poll_seconds: Annotated[float, typer.Option(metavar="N", help="Time between two polls.")] = 30.0
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the gcloud commands, and run none.")] = False
@@ -351,23 +333,14 @@ class TpuVmArguments(LaunchArguments):
 
 @dataclass(frozen=True)
 class Commit:
-    """A commit of the project.
+    """A commit of the project."""
 
-    Attributes:
-        hash: full hash.
-        subject: first line of the message.
-        spec: path of the spec in the commit, with forward slashes.
-        spec_text: the spec as committed.
-        archive: content of the commit, as a tar.gz.
-        uncommitted: lines of `git status`: changed and new files, which are not in the archive.
-    """
-
-    hash: str
-    subject: str
-    spec: str
-    spec_text: str
-    archive: bytes
-    uncommitted: tuple[str, ...]
+    hash: str  # full hash
+    subject: str  # first line of the message
+    spec: str  # path of the spec in the commit, with forward slashes
+    spec_text: str  # the spec as committed
+    archive: bytes  # content of the commit, as a tar.gz
+    uncommitted: tuple[str, ...]  # lines of `git status`: changed and new files, which are not in the archive
 
     @property
     def short(self) -> str:
@@ -380,7 +353,7 @@ class Commit:
         return hashlib.sha256(self.archive).hexdigest()
 
 
-def read_checked_out_commit(spec: str) -> Commit:
+def _read_checked_out_commit(spec: str) -> Commit:
     """Read the checked-out commit of the repository around this directory, which must contain the spec.
 
     Raises:
@@ -413,7 +386,7 @@ def _git(directory: Path, *arguments: str) -> bytes:
 def run(arguments: TpuVmArguments) -> int:
     """Run the job to its end on machines of its own; return its exit code, or 75 if only this command was stopped."""
     # The spec is validated as committed, since that is what the hosts will read.
-    commit = read_checked_out_commit(arguments.spec)
+    commit = _read_checked_out_commit(arguments.spec)
     document = parse_document(commit.spec_text, arguments.spec, arguments.overrides)
     spec = validate_spec(document)
     name = arguments.name or make_resource_name(spec.name)
@@ -425,8 +398,7 @@ def run(arguments: TpuVmArguments) -> int:
     if extra is None:
         reason = f"{spec.directory} is on the disk of a TPU VM, which is deleted with it; needs gs://, s3:// or az://"
         raise document.error("directory", reason)
-    words = [commit.spec, *set_arguments(arguments.overrides), "--max-restarts", str(arguments.max_restarts)]
-    words += standby_arguments(arguments.standby_seconds)
+    words = [commit.spec, *set_arguments(arguments.overrides), *restart_arguments(arguments)]
     programs = HostPrograms(
         name,
         commit.short,
@@ -438,13 +410,13 @@ def run(arguments: TpuVmArguments) -> int:
     )
     gcloud = Gcloud(resource, arguments.poll_seconds)
 
-    def make_job(directory: str) -> TpuVmJob:
+    def make_job(directory: str) -> _TpuVmJob:
         """Make the launch, with the archive in a directory of this machine."""
         files = {str(Path(directory, programs.archive)): programs.archive}
         if arguments.environment_file is not None and programs.environment is not None:
             # Copied before the archive, because a host with the archive starts the job, which reads this file.
             files = {arguments.environment_file: programs.environment} | files
-        return TpuVmJob(resource, programs, files, gcloud, arguments.poll_seconds, arguments.keep)
+        return _TpuVmJob(resource, programs, files, gcloud, arguments.poll_seconds, arguments.keep)
 
     # The kernel refuses longer arguments. Check this before machines are requested.
     commands = make_job("").list_commands()

@@ -55,21 +55,15 @@ _LOG_START = re.compile(r"^tpu-vm: log from (\d+)$")
 
 @dataclass(frozen=True)
 class ResourceState:
-    """State of a queued resource.
+    """State of a queued resource."""
 
-    Attributes:
-        name: name of the state, such as ACTIVE.
-        error: reason of a failure.
-        created: time of the request, in Unix seconds; None if the answer does not say.
-    """
-
-    name: str
-    error: str = ""
-    created: int | None = None
+    name: str  # name of the state, such as ACTIVE
+    error: str = ""  # reason of a failure
+    created: int | None = None  # time of the request, in Unix seconds; None if the answer does not say
 
 
 @dataclass(frozen=True)
-class NodeState:
+class _NodeState:
     """State of one slice, and the number of its hosts."""
 
     state: str
@@ -78,21 +72,13 @@ class NodeState:
 
 @dataclass(frozen=True)
 class QueuedResource:
-    """Commands of one queued resource, which holds one TPU VM node per slice.
+    """Commands of one queued resource, which holds one TPU VM node per slice."""
 
-    Attributes:
-        name: name of the resource.
-        num_slices: number of slices.
-        location: options --zone and --project.
-        request: options of `create` beyond names and location.
-        ssh_options: options of `ssh` and `scp`.
-    """
-
-    name: str
+    name: str  # name of the resource
     num_slices: int
-    location: tuple[str, ...]
-    request: tuple[str, ...] = ()
-    ssh_options: tuple[str, ...] = ()
+    location: tuple[str, ...]  # options --zone and --project
+    request: tuple[str, ...] = ()  # options of `create` beyond names and location
+    ssh_options: tuple[str, ...] = ()  # options of `ssh` and `scp`
 
     @property
     def nodes(self) -> list[str]:
@@ -162,13 +148,13 @@ class Gcloud:
         seconds = None if created is None else int(created.timestamp())
         return ResourceState(state.get("state", "UNKNOWN"), error.get("message", ""), seconds)
 
-    def read_node(self, node: str) -> NodeState | None:
+    def read_node(self, node: str) -> _NodeState | None:
         """Return the state of one slice, None if there is none."""
         answer = self._describe(self._resource.describe_node(node))
         if answer is None:
             return None
         # A node has one network endpoint per host; an answer without the list counts as one host.
-        return NodeState(answer.get("state", ""), len(answer.get("networkEndpoints") or [None]))
+        return _NodeState(answer.get("state", ""), len(answer.get("networkEndpoints") or [None]))
 
     def create(self) -> None:
         """Queue the request. If it exists already, an earlier try has succeeded, but its answer was lost."""
@@ -213,26 +199,29 @@ def execute(command: Sequence[str], deadline_seconds: float = DEADLINE_SECONDS) 
 
     The command has a session of its own, so that Ctrl-C on the terminal does not interrupt it.
     """
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    process = _start(command, subprocess.PIPE)
     try:
         output, errors = process.communicate(timeout=deadline_seconds)
     except subprocess.TimeoutExpired:
-        kill_session(process)
+        _kill_session(process)
         output, errors = process.communicate()
         errors += f"no answer within {deadline_seconds:.0f} s"
     return process.returncode, output, errors
 
 
-def kill_session(process: "subprocess.Popen[str]") -> None:
+def _start(command: Sequence[str], stderr: int) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+
+def _kill_session(process: "subprocess.Popen[str]") -> None:
     """Kill a process that has a session of its own, with all of its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -253,48 +242,31 @@ def find_error_line(errors: str) -> str:
 
 @dataclass(frozen=True)
 class HostStatus:
-    """Status of the job on one host.
+    """Status of the job on one host."""
 
-    Attributes:
-        state: empty (no code yet), started, running, ended or stopped.
-        code: exit code, if it has ended.
-        commit: commit that it runs.
-    """
-
-    state: str
-    code: int | None = None
-    commit: str = ""
+    state: str  # empty (no code yet), started, running, ended or stopped
+    code: int | None = None  # exit code, if it has ended
+    commit: str = ""  # commit that it runs
 
 
 @dataclass(frozen=True)
 class HostPrograms:
-    """Shell programs of one job.
+    """Shell programs of one job."""
 
-    Attributes:
-        name: name of its directory, of letters, digits and hyphens.
-        commit: commit to run.
-        archive: name of the file with the commit, in the home directory.
-        sha256: digest of the archive.
-        extras: extras of the project's package to install.
-        arguments: arguments of `python -m launch.worker`.
-        environment: file in the home directory with NAME=value lines for the job, if any.
-    """
-
-    name: str
-    commit: str
-    archive: str
-    sha256: str
-    extras: Sequence[str]
-    arguments: Sequence[str]
-    environment: str | None = None
+    name: str  # name of its directory, of letters, digits and hyphens
+    commit: str  # commit to run
+    archive: str  # name of the file with the commit, in the home directory
+    sha256: str  # digest of the archive
+    extras: Sequence[str]  # extras of the project's package to install
+    arguments: Sequence[str]  # arguments of `python -m launch.worker`
+    environment: str | None = None  # file in the home directory with NAME=value lines for the job, if any
 
     def attend(self, submit_time: int | str | None) -> str:
         """Return a program that starts the job unless it runs or has ended, and prints the status.
 
         A job that was asked to stop (75) is started again.
 
-        Args:
-            submit_time: time of the request for the machines, in Unix seconds; None if it is not known.
+        The time is that of the request for the machines, in Unix seconds; None if it is not known.
         """
         return self._enter_and(
             "attend.sh",
@@ -342,7 +314,7 @@ def parse_statuses(output: str) -> dict[int, HostStatus]:
     }
 
 
-def parse_log_start(line: str) -> int | None:
+def _parse_log_start(line: str) -> int | None:
     """Return the number of the log's next line, if this line of `tail` says it."""
     match = _LOG_START.match(line)
     return None if match is None else int(match[1])
@@ -352,7 +324,7 @@ def parse_log_lines(output: str) -> list[str]:
     """Return the lines of the log in the output of `tail`."""
     lines = output.splitlines()
     # gcloud's own lines, such as notes about SSH keys, come before the log.
-    starts = [number for number, line in enumerate(lines, start=1) if parse_log_start(line) is not None]
+    starts = [number for number, line in enumerate(lines, start=1) if _parse_log_start(line) is not None]
     return lines[starts[0] :] if starts else []
 
 
@@ -365,21 +337,15 @@ class LogTail:
     def __init__(
         self,
         connect: Callable[[int | None], Sequence[str]],
-        parse_start: Callable[[str], int | None],
         first_line: int | None,
         pause_seconds: float,
     ):
         """Start the thread.
 
-        Args:
-            connect: function that makes the command that prints the log from a numbered line on (None: the last few
-                lines) until the job ends.
-            parse_start: function that reads the number of the next line off the first line that the command prints.
-            first_line: number of the first line to show, None for the last few.
-            pause_seconds: time between two connections.
+        `connect` makes the command that prints the log from a numbered line on (None: the last few lines) until the job
+        ends.
         """
         self._connect = connect
-        self._parse_start = parse_start
         self._next_line = first_line
         self._pause_seconds = pause_seconds
         self._process: subprocess.Popen[str] | None = None
@@ -399,7 +365,7 @@ class LogTail:
         self._is_abandoned = True
         self._has_ended.set()
         if self._process is not None:
-            kill_session(self._process)
+            _kill_session(self._process)
 
     def _run(self) -> None:
         while not self._is_abandoned:
@@ -412,20 +378,12 @@ class LogTail:
 
     def _show(self) -> None:
         """Show the log over one connection; an incomplete last line is left to the next connection."""
-        self._process = subprocess.Popen(
-            self._connect(self._next_line),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        self._process = _start(self._connect(self._next_line), subprocess.DEVNULL)
         assert self._process.stdout is not None
         has_started = False
         for line in self._process.stdout:
             if not has_started:
-                start = self._parse_start(line.rstrip())
+                start = _parse_log_start(line.rstrip())
                 has_started = start is not None
                 self._next_line = start if has_started else self._next_line
             # Only whole lines count, so that the next connection begins with the one that was cut short.

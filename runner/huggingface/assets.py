@@ -12,7 +12,7 @@ tokens and settings that a corpus does not record.
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import tokenizers
@@ -63,25 +63,15 @@ END_OF_TURN = "end_of_turn_token"  # key of a corpus's tokenizer_config.json
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Tokenizer of a run in the form that `transformers` reads.
+    """Tokenizer of a run in the form that `transformers` reads."""
 
-    Attributes:
-        files: content of the files by name.
-        vocabulary_size: every id is below it.
-        end: id that ends every document, if there is one.
-        end_of_turn: id that ends a completion by the chat template, if there is one.
-        pad: id for padding, if one is known.
-        problem: reason why there is no `tokenizer.json`; None if there is one.
-        begin: id that begins every document, if there is one.
-    """
-
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    vocabulary_size: int = 0
-    end: int | None = None
-    end_of_turn: int | None = None
-    pad: int | None = None
-    problem: str | None = None
-    begin: int | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)  # content of the files by name
+    vocabulary_size: int = 0  # every id is below it
+    end: int | None = None  # id that ends every document, if there is one
+    end_of_turn: int | None = None  # id that ends a completion by the chat template, if there is one
+    pad: int | None = None  # id for padding, if one is known
+    problem: str | None = None  # reason why there is no `tokenizer.json`; None if there is one
+    begin: int | None = None  # id that begins every document, if there is one
 
 
 def make_tokenizer_files(config: DataConfig) -> TokenizerFiles:
@@ -219,50 +209,10 @@ def _encode_tokenizer(tokenizer: tokenizers.Tokenizer) -> bytes:
     return tokenizer.to_str(pretty=True).encode()
 
 
-# Published weights that a run starts from.
+# Files of published weights that a run starts from.
 
 GENERATION_CONFIG = "generation_config.json"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-@dataclass(frozen=True)
-class BaseAssets:
-    """Assets of published weights.
-
-    Attributes:
-        path: their path or URL.
-        config: content of `config.json`; None if the weights are of a run that started from random weights.
-        ids: special tokens, as `config.json` has them.
-        generation: content of `generation_config.json`; empty if there is none.
-        files: tokenizer files by name.
-    """
-
-    path: str
-    config: JsonObject | None
-    ids: JsonObject
-    generation: JsonObject
-    files: Mapping[str, bytes]
-
-
-def read_base_assets(path: str, ignored_config_keys: Sequence[str] = ()) -> BaseAssets | None:
-    """Return the assets of the weights at `path`; None if there are no published weights.
-
-    Args:
-        path: directory or URL.
-        ignored_config_keys: keys to leave out of `config.json`.
-
-    Raises:
-        InvalidError: A file is damaged.
-        OSError: The store cannot be read.
-    """
-    store = open_store(path)
-    config = _read_optional_object(store, CONFIG_FILE)
-    if config is None:
-        return None
-    config = drop_config_keys(config, ignored_config_keys)
-    every = unnest_config(config)
-    ids = {key: every[key] for key in _IDS if every.get(key) is not None}
-    return BaseAssets(path, config, ids, _read_optional_object(store, GENERATION_CONFIG) or {}, read_files(store))
 
 
 def unnest_config(config: JsonObject) -> JsonObject:
@@ -306,6 +256,7 @@ def _read_vocabulary(content: bytes | None) -> dict[str, int] | None:
 
 ASSETS = "assets"
 _RECORD = f"{ASSETS}/assets.json"
+_TOKENIZER_KEYS = ("vocabulary_size", "end", "end_of_turn", "pad", "problem", "begin")
 ASSET_KEYS = (
     Key("format", int, "Version of the format of this file."),
     Key("base", str | None, "Path or URL of the published weights that the run started from; null: none."),
@@ -324,21 +275,13 @@ ASSET_KEYS = (
 
 @dataclass(frozen=True)
 class ExportAssets:
-    """Assets of the exports of a run.
-
-    Attributes:
-        tokenizer: the tokenizer.
-        base: path or URL of the published weights that the run started from; None if there are none.
-        config: their `config.json`.
-        ids: special tokens of the tokenizer, as `config.json` has them.
-        generation: their `generation_config.json`, if the tokenizer is theirs.
-    """
+    """Assets of the exports of a run."""
 
     tokenizer: TokenizerFiles
-    base: str | None = None
-    config: JsonObject | None = None
-    ids: JsonObject = field(default_factory=dict)
-    generation: JsonObject = field(default_factory=dict)
+    base: str | None = None  # path or URL of the published weights that the run started from; None if there are none
+    config: JsonObject | None = None  # their `config.json`
+    ids: JsonObject = field(default_factory=dict)  # special tokens of the tokenizer, as `config.json` has them
+    generation: JsonObject = field(default_factory=dict)  # their `generation_config.json`, if the tokenizer is theirs
 
     def list_ids(self) -> JsonObject:
         """Return the keys of special tokens for `config.json` and `generation_config.json`."""
@@ -372,9 +315,7 @@ class ExportAssets:
 def find_assets(data: DataConfig | None, rule: InitFromConfig | None) -> ExportAssets:
     """Return the assets of a run by reading its sources.
 
-    Args:
-        data: data config of the run; None for a job without data.
-        rule: `checkpoint.init_from`; None if the run starts from random weights.
+    `data` is None for a job without data, and `rule`, which is `checkpoint.init_from`, for random initial weights.
 
     Raises:
         InvalidError: A file is damaged.
@@ -387,26 +328,31 @@ def find_assets(data: DataConfig | None, rule: InitFromConfig | None) -> ExportA
     earlier = read_assets(open_store(directory))
     if earlier is not None:
         # The run that this one starts from has recorded its own base.
-        path = earlier.base or directory
-        base: BaseAssets | None = BaseAssets(
-            path, earlier.config, earlier.list_ids(), earlier.generation, earlier.tokenizer.files
-        )
-    else:
-        base = read_base_assets(directory, rule.ignored_config_keys)
-    return ExportAssets(tokenizer) if base is None else _combine(tokenizer, base)
+        return _combine(tokenizer, replace(earlier, base=earlier.base or directory, ids=earlier.list_ids()))
+    store = open_store(directory)
+    config = _read_optional_object(store, CONFIG_FILE)
+    if config is None:
+        return ExportAssets(tokenizer)
+    config = drop_config_keys(config, rule.ignored_config_keys)
+    every = unnest_config(config)
+    ids = {key: every[key] for key in _IDS if every.get(key) is not None}
+    generation = _read_optional_object(store, GENERATION_CONFIG) or {}
+    published = ExportAssets(TokenizerFiles(read_files(store)), directory, config, ids, generation)
+    return _combine(tokenizer, published)
 
 
-def _combine(tokenizer: TokenizerFiles, base: BaseAssets) -> ExportAssets:
-    is_known = bool(tokenizer.files)
-    if is_known and not _is_same_tokenizer(tokenizer.files, base.files):
-        return ExportAssets(tokenizer, base.path, base.config)
+def _combine(tokenizer: TokenizerFiles, base: ExportAssets) -> ExportAssets:
+    """Return the assets of a run with the tokenizer of its data that starts from weights with the assets `base`."""
+    is_known, theirs = bool(tokenizer.files), base.tokenizer.files
+    if is_known and not _is_same_tokenizer(tokenizer.files, theirs):
+        return ExportAssets(tokenizer, base.base, base.config)
     settings: JsonObject = {}
-    if TOKENIZER_CONFIG in base.files:
+    if TOKENIZER_CONFIG in theirs:
         try:
-            settings = parse_json(base.files[TOKENIZER_CONFIG])
+            settings = parse_json(theirs[TOKENIZER_CONFIG])
         except ValueError as error:
-            raise InvalidError(f"{base.path}/{TOKENIZER_CONFIG} cannot be read: {error}") from error
-    files = dict(base.files)
+            raise InvalidError(f"{base.base}/{TOKENIZER_CONFIG} cannot be read: {error}") from error
+    files = dict(theirs)
     if is_known and TOKENIZER_CONFIG in tokenizer.files:
         made = parse_json(tokenizer.files[TOKENIZER_CONFIG])
         if "chat_template" in made:
@@ -428,9 +374,8 @@ def _combine(tokenizer: TokenizerFiles, base: BaseAssets) -> ExportAssets:
     if TOKENIZER in files:
         problem = None
     elif not is_known:
-        problem = f"{base.path} has no {TOKENIZER}"
-    found = TokenizerFiles(files, size, tokenizer.end, tokenizer.end_of_turn, tokenizer.pad, problem, tokenizer.begin)
-    return ExportAssets(found, base.path, base.config, base.ids, base.generation)
+        problem = f"{base.base} has no {TOKENIZER}"
+    return replace(base, tokenizer=replace(tokenizer, files=files, vocabulary_size=size, problem=problem))
 
 
 def _is_same_tokenizer(own: Mapping[str, bytes], theirs: Mapping[str, bytes]) -> bool:
@@ -462,12 +407,7 @@ def save_assets(store: Store, assets: ExportAssets) -> None:
         "config": assets.config,
         "ids": assets.ids,
         "generation": assets.generation,
-        "vocabulary_size": tokenizer.vocabulary_size,
-        "end": tokenizer.end,
-        "end_of_turn": tokenizer.end_of_turn,
-        "pad": tokenizer.pad,
-        "problem": tokenizer.problem,
-        "begin": tokenizer.begin,
+        **{key: getattr(tokenizer, key) for key in _TOKENIZER_KEYS},
         "files": {name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.files.items()},
     }
     # Written last: without it the files are not read.
@@ -494,8 +434,8 @@ def read_assets(store: Store) -> ExportAssets | None:
                 raise ValueError(f"{name} is not the file that was recorded")
     except (DamagedRecordError, ValueError, FileNotFoundError) as error:
         raise InvalidError(f"{store.url}/{_RECORD} is damaged: {error}") from error
-    ids = {key: record[key] for key in ("vocabulary_size", "end", "end_of_turn", "pad", "problem")}
-    tokenizer = TokenizerFiles(files, **ids, begin=record.get("begin"))
+    found: JsonObject = {key: record.get(key) for key in _TOKENIZER_KEYS}
+    tokenizer = TokenizerFiles(files, **found)
     return ExportAssets(tokenizer, record["base"], record["config"], record["ids"], record["generation"])
 
 

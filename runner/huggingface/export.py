@@ -70,13 +70,10 @@ SHARD_BYTES = 5_000_000_000
 UPLOAD_SECONDS = 3600.0  # for one file
 
 
-class SafetensorsWriter:
-    """Safetensors files of some tensors in an existing empty directory on this disk.
+class _SafetensorsWriter:
+    """Safetensors files of some tensors, in order, in an existing empty directory on this disk.
 
-    Args:
-        directory: the directory.
-        tensors: type and shape of each tensor, in order.
-        shard_bytes: size of a file, which only a file with a single tensor may exceed.
+    Only a file with a single tensor may be larger than `shard_bytes`.
     """
 
     def __init__(self, directory: Path, tensors: Mapping[str, tuple[np.dtype, Shape]], shard_bytes: int = SHARD_BYTES):
@@ -109,11 +106,7 @@ class SafetensorsWriter:
                 (directory / INDEX_FILE).write_bytes(content)
 
     def put(self, piece: TensorPiece, values: np.ndarray) -> None:
-        """Write one piece, rounded to the nearest values of the tensor's type.
-
-        Args:
-            piece: the piece.
-            values: its values in the form of the leaf.
+        """Write one piece, whose values have the form of the leaf, rounded to the nearest values of the tensor's type.
 
         Raises:
             InvalidError: A value is too large for the type.
@@ -155,15 +148,14 @@ def publish_directory(where: str) -> Iterator[Path]:
     On a disk the directory is renamed. In a bucket `config.json`, without which no reader accepts the rest, is uploaded
     last.
 
-    Args:
-        where: path or URL of the target.
-
     Raises:
         InvalidError: The target is not empty, or cannot be written. Raised at the start.
     """
     store = open_store(where)
-    _validate_output_empty(store)
+    if store.list_names(""):
+        raise InvalidError(f"{store.url} is not empty; nothing is overwritten")
     if store.root is None:
+        probe_store(store)
         with tempfile.TemporaryDirectory(prefix="export-") as directory:
             yield Path(directory)
             for path in sorted(Path(directory).iterdir(), key=lambda path: (path.name == CONFIG_FILE, path.name)):
@@ -189,13 +181,6 @@ def publish_directory(where: str) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _validate_output_empty(store: Store) -> None:
-    if store.list_names(""):
-        raise InvalidError(f"{store.url} is not empty; nothing is overwritten")
-    if store.root is None:
-        probe_store(store)
-
-
 # Export.
 
 _CONTEXT = "max_position_embeddings"
@@ -213,24 +198,17 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Options of an export.
+    """Options of an export."""
 
-    Attributes:
-        dtype: type of the files; by default that of each leaf.
-        shard_bytes: size of a file.
-        weights: weights, as for `open_checkpoint`.
-        base: `checkpoint.init_from` of the run, for runs that have not recorded their assets.
-        context: context length to write; by default that of the published weights that the run started from, if the
-            model still has their positions, else the sequence length.
-        tokenizer: directory or URL of another tokenizer.
-    """
-
-    dtype: Dtype | None = None
-    shard_bytes: int = SHARD_BYTES
-    weights: str = PARAMS
+    dtype: Dtype | None = None  # type of the files; by default that of each leaf
+    shard_bytes: int = SHARD_BYTES  # size of a file
+    weights: str = PARAMS  # weights, as for `open_checkpoint`
+    # `checkpoint.init_from` of the run, for runs that have not recorded their assets.
     base: InitFromConfig | None = None
+    # Context length to write; by default that of the published weights that the run started from, if the model still
+    # has their positions, else the sequence length.
     context: int | None = None
-    tokenizer: str | None = None
+    tokenizer: str | None = None  # directory or URL of another tokenizer
 
 
 def export(
@@ -243,13 +221,8 @@ def export(
 ) -> int:
     """Write the weights of a checkpoint to `out`, and return their step.
 
-    Args:
-        where: run directory or URL, as for `open_checkpoint`.
-        step: step, as for `open_checkpoint`.
-        family: mapping of the job.
-        data: data config, which determines the tokenizer of a run that has not recorded it.
-        out: path or URL, at which there is nothing yet.
-        options: options of the export.
+    `where` and `step` are those of `open_checkpoint`, and at `out`, a path or URL, there is nothing yet. `data`
+    determines the tokenizer of a run that has not recorded it.
 
     Raises:
         InvalidError: The weights cannot be exported in this form. Nothing is then at `out`.
@@ -274,7 +247,7 @@ def export_into(
         # Checks that may refuse the export come before the weights, which take long to write.
         dtype = max((dtype for dtype, _ in tensors.values()), key=lambda dtype: dtype.itemsize)
         files = _make_files(store, family, data, options, dtype)
-        writer = SafetensorsWriter(directory, tensors, options.shard_bytes)
+        writer = _SafetensorsWriter(directory, tensors, options.shard_bytes)
         for name, array in read_weights(store, manifest, options.weights):
             values = np.asarray(array)
             for piece in pieces[name]:
@@ -373,21 +346,13 @@ _WEIGHT, _PREFIX = ".weight", "base_model.model."
 
 @dataclass(frozen=True)
 class _AdaptedModule:
-    """Linear module of the files.
-
-    Attributes:
-        name: name of the module.
-        a: A of shape (n R, I).
-        b: B of shape (O, n R).
-        number: n.
-        is_transposed: True if the weight of the module is (in, out).
-    """
+    """Linear module of the files."""
 
     name: str
-    a: np.ndarray
-    b: np.ndarray
-    number: int
-    is_transposed: bool
+    a: np.ndarray  # A of shape (n R, I)
+    b: np.ndarray  # B of shape (O, n R)
+    number: int  # n
+    is_transposed: bool  # True if the weight of the module is (in, out)
 
 
 def export_adapter(
@@ -401,14 +366,8 @@ def export_adapter(
 ) -> int:
     """Write the adapter of a checkpoint to `out`, and return its step.
 
-    Args:
-        where: run directory or URL, as for `open_checkpoint`.
-        step: step, as for `open_checkpoint`.
-        family: mapping of the job.
-        out: path or URL, at which there is nothing yet.
-        base: name of the base model for `adapter_config.json`.
-        dtype: type of the files; by default that of the checkpoint.
-        weights: weights, as for `open_checkpoint`.
+    `where`, `step` and `weights` are those of `open_checkpoint`, and at `out`, a path or URL, there is nothing yet.
+    `base` is the name of the base model for `adapter_config.json`. The type is by default that of the checkpoint.
 
     Raises:
         InvalidError: There is no adapter, or the layout of PEFT cannot express it. Nothing is then at `out`.
@@ -471,9 +430,7 @@ def _build_adapted_modules(
 ) -> Iterator[_AdaptedModule]:
     """Yield the modules that have an adapter, in the order of the table.
 
-    Args:
-        pieces: table of the family.
-        matrices: A and B by the name of the adapted leaf.
+    `matrices` are A and B by the name of the adapted leaf.
 
     Raises:
         InvalidError: An adapted leaf is not a linear module of a layer.

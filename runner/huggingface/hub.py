@@ -53,40 +53,26 @@ _TEXT_GENERATION = ("ForCausalLM", "LMHeadModel")
 
 @dataclass(frozen=True)
 class ModelCardText:
-    """Statements of the user for the model card, which no file of the run contains.
+    """Statements of the user for the model card, which no file of the run contains."""
 
-    Attributes:
-        repository: OWNER/NAME of the repository.
-        license: identifier of the licence on the Hub, such as apache-2.0; None for a card without a licence.
-        base_model: OWNER/NAME of the model from which training started; None to derive it from `init_from`.
-    """
-
-    repository: str
+    repository: str  # OWNER/NAME of the repository
+    # Identifier of the licence on the Hub, such as apache-2.0; None for a card without a licence.
     license: str | None = None
+    # OWNER/NAME of the model from which training started; None to derive it from `init_from`.
     base_model: str | None = None
 
 
 @dataclass(frozen=True)
 class ExportedCheckpoint:
-    """Records of a run about the step that is exported.
-
-    Attributes:
-        spec: resolved spec.
-        data: data config; None for a job that is not a trainer.
-        manifest: manifest of the checkpoint.
-        rows: rows of the surviving trajectory up to the step.
-        history: history of the whole run.
-        config: content of the export's `config.json`.
-        files: names of the exported files.
-    """
+    """Records of a run about the step that is exported."""
 
     spec: ExecutionSpec
-    data: DataConfig | None
+    data: DataConfig | None  # data config; None for a job that is not a trainer
     manifest: Manifest
-    rows: Sequence[Row]
-    history: History
-    config: JsonObject
-    files: Collection[str]
+    rows: Sequence[Row]  # rows of the surviving trajectory up to the step
+    history: History  # history of the whole run
+    config: JsonObject  # content of the export's `config.json`
+    files: Collection[str]  # names of the exported files
 
 
 def format_model_card(checkpoint: ExportedCheckpoint, words: ModelCardText) -> str:
@@ -187,7 +173,6 @@ def _list_facts(checkpoint: ExportedCheckpoint, generates_text: bool) -> Iterabl
 
 
 def _find_newest(rows: Sequence[Row], key: str) -> float | None:
-    """Return the newest number under a key; None if no row has one."""
     found = (row[key] for row in reversed(rows) if isinstance(row.get(key), int | float))
     return next(found, None)
 
@@ -241,26 +226,17 @@ def parse_refusal(error: Any) -> tuple[int, str, bool]:
 
 @dataclass(frozen=True)
 class PushResult:
-    """Result of a push.
+    """Result of a push."""
 
-    Attributes:
-        url: URL of the repository.
-        has_changed: False if it already held the export.
-    """
-
-    url: str
-    has_changed: bool
+    url: str  # URL of the repository
+    has_changed: bool  # False if it already held the export
 
 
 class HubRepository:
     """OWNER/NAME on the Hub that HF_ENDPOINT names, with the token of HF_TOKEN or of the library's own login."""
 
     def __init__(self, name: str, *, is_public: bool):
-        """Open the repository without a request.
-
-        Args:
-            name: OWNER/NAME.
-            is_public: True if the repository is, or is to be, public.
+        """Open the repository OWNER/NAME, which is, or is to be, public or not, without a request.
 
         Raises:
             InvalidError: The library is missing, the name is invalid, or there is no token.
@@ -368,7 +344,16 @@ class HubRepository:
             found = found.__cause__
         found = found or error
         if isinstance(found, errors.HfHubHTTPError):
-            return self._make_status_error(found)
+            status, reason, is_transient = parse_refusal(found)
+            if status == 401:
+                return InvalidError(
+                    f"{self._api.endpoint} does not accept the token of HF_TOKEN or the login: {reason}"
+                )
+            if status == 403:
+                return InvalidError(f"the token may not write to {self._name}: {reason}")
+            if is_transient:
+                return RetryableError(f"{self._name}: {status}: {reason}; run the same command again to continue")
+            return InvalidError(f"{self._name}: {status}: {reason}")
         if isinstance(found, errors.OfflineModeIsEnabled):
             return InvalidError(f"--push {self._name}: HF_HUB_OFFLINE is set, and a push needs the Hub; unset it")
         if isinstance(found, ValueError):
@@ -376,14 +361,3 @@ class HubRepository:
         # An error may occur before the client exists.
         host = getattr(getattr(self, "_api", None), "endpoint", "the Hub")
         return RetryableError(f"{host} does not answer: {format_reason(found)}; run the same command again to continue")
-
-    def _make_status_error(self, error: Any) -> RunnerError:
-        """Return the error for an answer of the Hub with an HTTP status."""
-        status, reason, is_transient = parse_refusal(error)
-        if status == 401:
-            return InvalidError(f"{self._api.endpoint} does not accept the token of HF_TOKEN or the login: {reason}")
-        if status == 403:
-            return InvalidError(f"the token may not write to {self._name}: {reason}")
-        if is_transient:
-            return RetryableError(f"{self._name}: {status}: {reason}; run the same command again to continue")
-        return InvalidError(f"{self._name}: {status}: {reason}")

@@ -73,11 +73,7 @@ Sources = Sequence[tuple[TensorPiece, PublishedTensor | None]]
 def read_leaf(store: Store, versions: Mapping[str, Version], sources: Sources, leaf: jax.Array) -> jax.Array:
     """Read a leaf from its tensors. Every process calls it.
 
-    Args:
-        store: store of the files.
-        versions: expected version of each file.
-        sources: pieces of the leaf with their tensors.
-        leaf: leaf with the shape, type and sharding of the result, and with the values of elements that are not read.
+    `leaf` has the shape, type and sharding of the result, and the values of elements that are not read.
 
     Raises:
         ChangedError: A file has another version than expected.
@@ -124,16 +120,7 @@ def _fill_piece(
     blocks: Blocks,
     run: Callable[..., Iterable[None]],
 ) -> None:
-    """Read the parts of a piece that lie in the blocks, each byte range once.
-
-    Args:
-        store: store of the files.
-        versions: expected version of each file.
-        piece: the piece.
-        tensor: its tensor.
-        blocks: blocks to fill.
-        run: map that reads spans one by one or in parallel.
-    """
+    """Read the parts of a piece that lie in the blocks, each byte range once, by `run`: a map, maybe in parallel."""
     depth = len(piece.index)
     wanted = []
     for bounds, block in blocks.items():
@@ -186,10 +173,7 @@ def _fill_piece(
 def list_byte_spans(shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]) -> Iterator[tuple[int, int]]:
     """Yield the byte ranges of a tensor that contain boxes of it, ascending and without overlaps.
 
-    Args:
-        shape: shape of the tensor.
-        itemsize: bytes of an element.
-        boxes: (start, stop) on each axis, for each box.
+    A box is (start, stop) on each axis.
     """
     ranges = np.concatenate([_list_box_ranges(shape, itemsize, box) for box in boxes])
     # Ranges of several boxes may overlap; the running maximum of their ends merges them.
@@ -302,12 +286,8 @@ def complete_model(
     Keys are filled in only if the document lacks a key that the model needs. Reads `config.json` only. Every process
     calls it, before the rendezvous.
 
-    Args:
-        document: spec.
-        spec: its top level.
-        model_class: model of `config.model`.
-        read_model: function of the content of `config.json` that returns keys of `config.model`; None if the job has
-            no such function.
+    `read_model` returns the keys of `config.model` for the content of a `config.json`; None if the job has no such
+    function.
 
     Raises:
         InvalidError: The weights have no `config.json`, or it describes no model of this job.
@@ -359,11 +339,8 @@ def validate_init_from(
 ) -> None:
     """Validate that a job can start from the weights that its spec names. Reads headers only. Process 0 calls it.
 
-    Args:
-        document: spec, for the position of errors.
-        rule: `checkpoint.init_from`; None if the spec names no weights.
-        family: function that returns the job's mapping to published weights; None if it has none.
-        weights: function that returns the abstract leaves to fill.
+    `family` returns the job's mapping to published weights, or None if it has none, and `weights` the abstract leaves
+    to fill. The document is for the position of errors.
 
     Raises:
         InvalidError: The weights do not match; one line for each problem.
@@ -387,12 +364,8 @@ def load_init_from(
 ) -> Any:
     """Return leaves like `weights` with the values that `checkpoint.init_from` names. Every process calls it.
 
-    Args:
-        document: spec, for the position of errors.
-        rule: `checkpoint.init_from`.
-        family: function that returns the job's mapping to published weights; None if it has none.
-        weights: leaves of the initial state, with its sharding.
-        attempt: the running attempt.
+    `family` returns the job's mapping to published weights, or None if it has none. `weights` are the leaves of the
+    initial state, with its sharding. The document is for the position of errors.
 
     Raises:
         InvalidError: The weights do not match. Raised on every process if one of them finds it.
@@ -405,7 +378,7 @@ def load_init_from(
 
             def load(path: str) -> Any:
                 loaded = load_weights(attempt, path, weights, rule.weights)
-                validate_finite(loaded, lambda name, _: f"{path}: {name}")
+                _validate_finite(loaded, lambda name, _: f"{path}: {name}")
                 return loaded
 
             return _use_best(rule.path, load, attempt.hosts.run_on_main)
@@ -434,7 +407,7 @@ def load_init_from(
                     return f"{store.url}/{tensor.file}: {piece.tensor}"
             return f"{store.url}: {name}"
 
-        validate_finite(loaded, describe_tensor)
+        _validate_finite(loaded, describe_tensor)
     # Every process has the same notes.
     if attempt.hosts.is_main:
         for line in notes:
@@ -443,12 +416,10 @@ def load_init_from(
     return loaded
 
 
-def validate_finite(weights: Any, describe: Callable[[str, tuple[int, ...]], str]) -> None:
+def _validate_finite(weights: Any, describe: Callable[[str, tuple[int, ...]], str]) -> None:
     """Raise `InvalidError` for weights with NaN, or with values beyond their type. Every process calls it.
 
-    Args:
-        weights: arrays that were read.
-        describe: function of the name of a leaf, and the index of a bad element in it, that returns where it was read.
+    `describe` returns where an element was read, by the name of the leaf and its index.
     """
     # The devices compute in parallel, and only scalars are fetched.
     leaves = flatten_with_names(weights)
@@ -469,10 +440,7 @@ def _use_best(
 ) -> Result:
     """Return the result of `use` for `path`, with `checkpoints/best` replaced by the step that is the best now.
 
-    Args:
-        path: the path in `checkpoint.init_from`.
-        use: function of the path; on several hosts, an `InvalidError` of it is raised on all of them.
-        run_on_main: runs a function on process 0, for all hosts.
+    On several hosts, an `InvalidError` of `use` must be raised on all of them.
     """
     if split_checkpoint(path)[1] != BEST:
         return use(path)
@@ -482,14 +450,10 @@ def _use_best(
             return use(resolved)
         except InvalidError:
             # A live run deletes the best checkpoint once it has a better one.
-            if run_on_main(functools.partial(_is_committed, resolved)):
+            directory, name = split_checkpoint(resolved)
+            if name is not None and run_on_main(functools.partial(is_committed, open_store(directory), name)):
                 raise
     raise StorageError(f"{path}: {MAX_LISTINGS} times the best checkpoint was deleted while it was read")
-
-
-def _is_committed(checkpoint: str) -> bool:
-    directory, name = split_checkpoint(checkpoint)
-    return name is not None and is_committed(open_store(directory), name)
 
 
 def _open_published_store(rule: InitFromConfig) -> Store | None:

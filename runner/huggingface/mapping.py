@@ -88,7 +88,7 @@ class Family(Protocol):
         return tensor
 
 
-def compute_piece_shape(piece: TensorPiece, leaf: Shape) -> Shape:
+def _compute_piece_shape(piece: TensorPiece, leaf: Shape) -> Shape:
     """Return the shape of a piece in the files, for a leaf of this shape."""
     own = leaf[len(piece.index) :]
     return (*own[:-2], own[-1], own[-2]) if piece.transpose else own
@@ -100,7 +100,7 @@ def compute_tensor_shapes(pieces: Iterable[TensorPiece], leaves: Mapping[str, Sh
     for piece in pieces:
         if not piece.tensor:
             continue
-        shape = list(compute_piece_shape(piece, leaves[piece.leaf_name]))
+        shape = list(_compute_piece_shape(piece, leaves[piece.leaf_name]))
         if piece.part is not None:
             axis, _, stop = piece.part
             # The parts of a tensor have no gaps, so the largest end is its size.
@@ -112,9 +112,7 @@ def compute_tensor_shapes(pieces: Iterable[TensorPiece], leaves: Mapping[str, Sh
 def find_table_problems(pieces: Sequence[TensorPiece], leaves: Mapping[str, Shape]) -> list[str]:
     """Return the problems of a table, one line each. A valid table has every leaf once, and every tensor completely.
 
-    Args:
-        pieces: the table.
-        leaves: shape of every leaf of the weights by its name in the state.
+    `leaves` are the shapes of the leaves by their names in the state.
     """
     problems = []
     by_leaf: dict[str, list[TensorPiece]] = defaultdict(list)
@@ -149,7 +147,7 @@ def _find_leaf_problems(pieces: list[TensorPiece], shape: Shape) -> list[str]:
 
 
 def _find_tensor_problems(pieces: list[TensorPiece], leaves: Mapping[str, Shape]) -> list[str]:
-    shapes = [compute_piece_shape(piece, leaves[piece.leaf_name]) for piece in pieces]
+    shapes = [_compute_piece_shape(piece, leaves[piece.leaf_name]) for piece in pieces]
     parts = [piece.part for piece in pieces]
     if parts == [None]:
         return []
@@ -192,11 +190,8 @@ def match_tensors(
 ) -> TensorMatch:
     """Find the tensors of each leaf.
 
-    Args:
-        published: weights to read.
-        family: mapping of the job.
-        shapes: shapes of the leaves by their names in the state.
-        rule: `checkpoint.init_from` of the spec, which allows deviations and renames tensors.
+    `shapes` are those of the leaves by their names in the state. `rule`, which is `checkpoint.init_from`, allows
+    deviations and renames tensors.
 
     Raises:
         InvalidError: Something does not match and is not allowed; one line for each problem.

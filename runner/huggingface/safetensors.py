@@ -67,21 +67,13 @@ Box = Sequence[tuple[int, int]]  # (start, stop) on each axis of an array
 
 
 class TensorLocation(NamedTuple):
-    """Location of a tensor.
+    """Location of a tensor."""
 
-    Attributes:
-        file: name of its file.
-        dtype: name of its type in the format.
-        shape: its shape.
-        start: first byte in the file.
-        stop: one past the last byte.
-    """
-
-    file: str
-    dtype: str
+    file: str  # name of its file
+    dtype: str  # name of its type in the format
     shape: tuple[int, ...]
-    start: int
-    stop: int
+    start: int  # first byte in the file
+    stop: int  # one past the last byte
 
     @property
     def stored(self) -> "tuple[TensorLocation, ...]":
@@ -115,12 +107,7 @@ def parse_header_length(prefix: bytes, file_bytes: int) -> int:
 
 
 def parse_header(content: bytes, file: str, file_bytes: int) -> dict[str, TensorLocation]:
-    """Return the tensors of a file by name.
-
-    Args:
-        content: header of the file.
-        file: name of the file.
-        file_bytes: its size.
+    """Return the tensors of a file of `file_bytes` by name, from the content of its header.
 
     Raises:
         ValueError: The header is damaged, or does not match the size of the file.
@@ -199,8 +186,7 @@ def _shorten(name: str) -> str:
 def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[bytes, dict[str, TensorLocation]]:
     """Return the beginning of a file, with prefix and header, and the location of each tensor in the file.
 
-    Args:
-        tensors: type and shape of each tensor, in the order of the file.
+    `tensors` are the type and shape of each tensor, in the order of the file.
     """
     # Readers require the metadata `format: pt`: tensors are named as torch names them.
     record: JsonObject = {METADATA: {"format": "pt"}}
@@ -217,23 +203,16 @@ def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[b
 
 
 # Quantised tensors: values that the files hold in several tensors of narrow types, by `quantization_config` of
-# config.json. To read another kind, add its `QuantisedFormat` to `QUANTISED_FORMATS`.
+# config.json. To read another kind, add its `_QuantisedFormat` to `QUANTISED_FORMATS`.
 
 
-class QuantisedFormat(Protocol):
-    """Form of quantised tensors.
+class _QuantisedFormat(Protocol):
+    """Form of quantised tensors."""
 
-    Attributes:
-        name: name of the type, as messages show it.
-        suffixes: endings of the names of the stored tensors, which replace `suffix`.
-        suffix: ending of the name of the tensor itself.
-        dtypes: types in the format of the files that each stored tensor may have.
-    """
-
-    name: str
-    suffixes: tuple[str, ...]
-    suffix: str
-    dtypes: tuple[tuple[str, ...], ...]
+    name: str  # name of the type, as messages show it
+    suffixes: tuple[str, ...]  # endings of the names of the stored tensors, which replace `suffix`
+    suffix: str  # ending of the name of the tensor itself
+    dtypes: tuple[tuple[str, ...], ...]  # types in the format of the files that each stored tensor may have
 
     def compute_shape(self, stored: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
         """Return the shape of the values from those of the stored tensors; None if these are inconsistent."""
@@ -248,7 +227,7 @@ class QuantisedFormat(Protocol):
 class QuantisedTensor(NamedTuple):
     """Tensor whose values follow from several stored ones."""
 
-    format: QuantisedFormat
+    format: _QuantisedFormat
     stored: tuple[TensorLocation, ...]
     shape: tuple[int, ...]
 
@@ -278,7 +257,7 @@ _E2M1_PAIRS = np.concatenate([_E2M1, -_E2M1])[np.stack([np.arange(256) & 15, np.
 _E8M0 = np.concatenate([np.ldexp(np.float32(1), np.arange(255) - 127), [np.float32(np.nan)]])
 
 
-class Mxfp4(QuantisedFormat):
+class _Mxfp4(_QuantisedFormat):
     """MXFP4 (Open Compute Project, Microscaling Formats, 2023), as in GPT-OSS.
 
     Groups of 32 inputs share a power of two (E8M0). Two values of four bits (E2M1) share a byte, the first one in its
@@ -314,7 +293,7 @@ class Mxfp4(QuantisedFormat):
         return values_ExOxI[..., inputs.start - skipped : inputs.stop - skipped : inputs.step].swapaxes(1, 2)
 
 
-class Fp8(QuantisedFormat):
+class _Fp8(_QuantisedFormat):
     """FP8 as in DeepSeek V3 and Qwen3: blocks of 128 x 128 values of eight bits (E4M3) share a scale."""
 
     name, suffixes, suffix, dtypes = (
@@ -342,7 +321,7 @@ class Fp8(QuantisedFormat):
         return found
 
 
-QUANTISED_FORMATS: dict[str, QuantisedFormat] = {"fp8": Fp8(), "mxfp4": Mxfp4()}  # by `quant_method`
+QUANTISED_FORMATS: dict[str, _QuantisedFormat] = {"fp8": _Fp8(), "mxfp4": _Mxfp4()}  # by `quant_method`
 
 
 def join_quantised_tensors(
@@ -396,19 +375,13 @@ def join_quantised_tensors(
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """Weights of a directory or URL in Hugging Face's layout.
-
-    Attributes:
-        store: store of the directory.
-        config: content of `config.json`.
-        tensors: tensors by their names in the files; a quantised one by the name that it would have unquantised.
-        versions: versions of the files. Later reads refuse another version.
-    """
+    """Weights of a directory or URL in Hugging Face's layout."""
 
     store: Store
     config: JsonObject
+    # Tensors by their names in the files; a quantised one by the name that it would have unquantised.
     tensors: dict[str, PublishedTensor]
-    versions: dict[str, Version]
+    versions: dict[str, Version]  # versions of the files. Later reads refuse another version.
 
 
 def has_published_weights(store: Store) -> bool:
@@ -482,9 +455,7 @@ def read_config_json(where: str) -> JsonObject:
 def drop_config_keys(config: JsonObject, names: Sequence[str]) -> JsonObject:
     """Return the content of a `config.json` without some keys.
 
-    Args:
-        config: the content.
-        names: the keys, in a section SECTION.KEY. Those of a nested `text_config` are named without it.
+    A key in a section is SECTION.KEY. Those of a nested `text_config` are named without it.
 
     Raises:
         InvalidError: The file has no such key.

@@ -24,6 +24,7 @@ from jax.sharding import SingleDeviceSharding
 
 from experiments.model import attention
 from experiments.model.platform import LANES
+from tests.experiments.model.attention_forms import fused_attention, splash_attention
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1"}
 BUNDLE_PATTERN = re.compile(r"^ *(0x[0-9a-f]+) *(\w\w)?:")
@@ -47,9 +48,9 @@ def attend(kernel: str, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return flash_attention(q, k, v, int(block))
     if kind == "fused":
         attention._fused_block_tokens = lambda *_: int(block)
-        return attention.fused_attention(q, k, v)
+        return fused_attention(q, k, v)
     attention._splash_block_tokens = lambda *_: attention.BlockSizes(int(kind), int(block))
-    return attention.splash_attention(q, k, v)
+    return splash_attention(q, k, v)
 
 
 def parse_bundles(listing: str) -> tuple[int, list[int]]:

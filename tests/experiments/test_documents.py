@@ -17,10 +17,10 @@ from jax.experimental import pallas as pl
 
 from experiments import gpt
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
-from experiments.model.attention import blocked_attention, fused_attention, xla_attention
 from runner.config import MemoryConfig
 from runner.parallel.mesh import make_batch_sharding, use_sharding_rules
 from runner.train.state import compute_variable_shardings, get_shardings, make_abstract_state
+from tests.experiments.model.attention_forms import blocked_attention, fused_attention, xla_attention
 from tests.support.tiny_jobs import are_leaves_equal, make_full_mesh
 
 VOCABULARY, T = 31, 128

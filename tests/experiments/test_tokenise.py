@@ -1089,27 +1089,26 @@ def test_a_file_that_changes_during_the_job_ends_it(tmp_path):
 
 
 def test_the_job_reports_its_progress():
-    tally = Tally(40)
-    tally.begin(10)
+    tally = Tally(40, 10)
     tally.add(
         FinishedPiece(
             "", (CorpusShard("a", 700, 7, 3, "", "", ""), CorpusShard("b", 300, 3, 3, "", "", "")), 1, "here:1", 0
         )
     )
     began = time.monotonic()
-    assert tally.format_progress([tally.get_counts()], began + 1) is None
-    line = tally.format_progress([tally.get_counts(), [4, 90, 9000, 0]], began + 20)
+    assert tally.format_progress([tally.counts], began + 1) is None
+    line = tally.format_progress([tally.counts, [4, 90, 9000, 0]], began + 20)
     assert re.fullmatch(
         r"15 of 40 pieces; this attempt 100 documents, 10,000 tokens, (499|500) tokens/s, 100 s left", line
     ), line
-    assert tally.format_progress([tally.get_counts()], began + 21) is None
+    assert tally.format_progress([tally.counts], began + 21) is None
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(100, "100 s"), (1200, "20 min"), (9000, "2.5 h")])
 def test_the_remaining_time_has_a_suitable_unit(seconds, words):
     tally = Tally(2)
     tally.add(FinishedPiece("", (), 0, "", 0))
-    assert tally.format_progress([tally.get_counts()], time.monotonic() + seconds).endswith(f"{words} left")
+    assert tally.format_progress([tally.counts], time.monotonic() + seconds).endswith(f"{words} left")
 
 
 def test_bad_lines_are_counted_over_pieces(tmp_path):

@@ -134,6 +134,11 @@ def test_a_value_that_makes_another_model_is_refused_unless_ignored(case):
         read(drop_config_keys(make_config(name) | keys, found[1].split(", ")))
 
 
+def test_a_file_without_layers_is_refused():
+    with pytest.raises(InvalidError, match=r"^layers: "):
+        read(make_config("olmo3") | {"num_hidden_layers": 0, "layer_types": []})
+
+
 ACCEPTED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"pretraining_tp": 1, "use_bidirectional_attention": False, "num_kv_shared_layers": 0}),
     "mistral": ("mistral", {"attention_bias": False, "mlp_bias": False, "layer_types": None}),

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.model.context_layout import SequenceLayout
+from experiments.model.context_layout import AttentionOptions, SequenceLayout
 from experiments.model.ring_attention import scatter_gradients
 from runner.accelerator import parse_accelerator
 from runner.parallel.mesh import make_mesh
@@ -24,7 +24,9 @@ B, T, K, H = 2, 131_072, 8, 128
 
 
 def main() -> None:
-    rows = SequenceLayout(T, SIZES["sequence"], "sequence", PartitionSpec(), "gather", None, None, 1.0, 512, True)
+    rows = SequenceLayout(
+        T, SIZES["sequence"], "sequence", PartitionSpec(), "gather", AttentionOptions(), 1.0, 512, True
+    )
     mesh = make_mesh(SIZES, open_machine(parse_accelerator("v5p-256")).devices)
     whole = jax.ShapeDtypeStruct((B, K, T, H), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
 

@@ -25,16 +25,18 @@ from experiments.model.attention import (
     FUSED,
     IMPLEMENTATIONS,
     SPLASH,
-    blocked_attention,
     cached_attention,
     causal_attention,
-    fused_attention,
-    splash_attention,
-    xla_attention,
 )
 from experiments.model.rotary import Rope, rotate, rotation_at
 from runner.errors import InvalidError
 from runner.parallel.mesh import use_sharding_rules
+from tests.experiments.model.attention_forms import (
+    blocked_attention,
+    fused_attention,
+    splash_attention,
+    xla_attention,
+)
 from tests.support.tiny_jobs import make_full_mesh
 
 ON_A_CPU = [causal_attention, xla_attention]
@@ -286,7 +288,7 @@ def test_two_cores_read_nothing_before_it_is_written(dtype, window, is_turned, m
 
 @pytest.mark.soak
 def test_long_blocks_of_the_splash_kernel(interpreted, monkeypatch):
-    monkeypatch.setattr(attention, "TPU_BLOCK_TOKENS", (128,))
+    monkeypatch.setattr(attention, "SPLASH_BLOCK_TOKENS", (128,))
     for module in (attention, form):
         monkeypatch.setattr(module, "LONG_BLOCK_TOKENS", 256)
     monkeypatch.setattr(form, "fits_long_blocks", lambda *_: True)

@@ -19,9 +19,11 @@ from flax.training.train_state import TrainState
 
 from experiments.gpt import GPT, GPTConfig, PretrainGPT
 from experiments.model import context_layout
-from experiments.model.attention import blocked_attention, cached_attention, causal_attention
+from experiments.model.attention import cached_attention, causal_attention
 from experiments.model.config import DecoderConfig
 from experiments.model.context_layout import (
+    AttentionInputs,
+    AttentionOptions,
     AttentionShape,
     SequenceLayout,
     choose_context_method,
@@ -39,6 +41,7 @@ from runner.parallel.mesh import make_batch_sharding, make_mesh, use_sharding_ru
 from runner.plan.forecast.collectives import find_collectives
 from runner.plan.forecast.hlo import ARRAY_PATTERN
 from runner.train.state import compute_variable_shardings, get_shardings, make_abstract_state
+from tests.experiments.model.attention_forms import blocked_attention
 from tests.experiments.model.test_attention import Case, compute_value_and_gradients
 from tests.experiments.model.test_decoder import ALL_FEATURES, LATENT
 from tests.experiments.test_documents import LENGTHS, T, make_documents, pack_documents
@@ -139,7 +142,7 @@ def test_the_splash_kernel_on_gathered_keys_equals_one_device(devices, case, int
     )
     with use_sharding_rules(make_mesh_over(sequence=devices)):
         q, k, v, _ = map(jnp.asarray, case.make_arrays())
-        assert make_sequence_layout(q, k, v, "auto", window=None, softcap=None, scale=None).has_kernel
+        assert make_sequence_layout(AttentionInputs(q, k, v), AttentionOptions(), "auto").has_kernel
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(range(8, 12), slice(0, 4)), (range(8, 12), slice(8, 12))])
@@ -155,7 +158,9 @@ def test_the_mask_of_a_block_agrees_with_its_elements(queries, keys):
 
 
 def make_block_pairs(devices, half, way, block=1, window=None):
-    return SequenceLayout(2 * devices * half, devices, "sequence", None, way, window, None, 1.0, block, False)
+    return SequenceLayout(
+        2 * devices * half, devices, "sequence", None, way, AttentionOptions(window), 1.0, block, False
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -23,6 +23,7 @@ from experiments.model.attention import (
     select_implementation,
     splash_attention,
 )
+from experiments.model.context_layout import AttentionInputs, AttentionOptions
 from experiments.model.decoder import PretrainDecoder
 from experiments.model.layers import packs_heads
 from experiments.model.quantised import Quantised
@@ -185,7 +186,10 @@ def test_the_choice_follows_the_spec_and_the_tests(
     use.avoided = frozenset(avoided)
     array = jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.bfloat16)
     with use_kernels(use):
-        assert select_implementation(platform_name, (array,) * 3, None).attend is selected.attend
+        assert (
+            select_implementation(platform_name, AttentionInputs(*[array] * 3), AttentionOptions()).attend
+            is selected.attend
+        )
 
 
 # Cases of each kernel, and kernels made wrong.
@@ -213,18 +217,19 @@ def make_case(kernel: str, dtype: Any = jnp.float32, **options: Any) -> KernelCa
     heads, width = ((16, 4, 4), 32) if is_packed else ((4, 2, 2), 16)
     q, k, v = (jax.ShapeDtypeStruct((8, 1000, number, width), dtype) for number in heads)
     one = SPLASH if kernel == "splash_attention" else FUSED
-    chosen: Any = {"window": 300, "softcap": None, "scale": None} | options
+    chosen = AttentionOptions(**({"window": 300} | options))
     rotation = (
         None if one is SPLASH else rotary.Rotation(*[jax.ShapeDtypeStruct((1, 1000, 1, width // 2), jnp.float32)] * 2)
     )
-    return attention._make_case(one, (q, k, v, jax.ShapeDtypeStruct((8, 1000), jnp.int32)), rotation, None, chosen)
+    segments = jax.ShapeDtypeStruct((8, 1000), jnp.int32)
+    return attention._make_case(one, AttentionInputs(q, k, v, segments, rotation), chosen)
 
 
 @pytest.fixture
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 128 positions."""
     monkeypatch.setattr(attention, "_fused_block_tokens", lambda *_: 128)
-    monkeypatch.setattr(attention, "TPU_BLOCK_TOKENS", (128,))
+    monkeypatch.setattr(attention, "SPLASH_BLOCK_TOKENS", (128,))
 
 
 SLOW = ("fused_attention, packed", "splash_attention", "ragged_matmul", "ragged_matmul_in_8_bits")

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from experiments.model import attention
+from experiments.model.context_layout import AttentionInputs, AttentionOptions
 from experiments.model.rotary import Rope, rotation_at
 from runner.accelerator import parse_accelerator
 from runner.parallel.mesh import make_mesh, use_sharding_rules
@@ -70,7 +71,9 @@ def main() -> None:
             return out, *pullback(g)
 
         with use_sharding_rules(mesh):
-            form = attention.select_implementation("tpu", (q, k, v, *ids), chosen.get("softcap"))
+            form = attention.select_implementation(
+                "tpu", AttentionInputs(q, k, v, *ids), AttentionOptions(softcap=chosen.get("softcap"))
+            )
             try:
                 jax.jit(step).trace(q, k, v, g, sinks, *ids).lower(lowering_platforms=("tpu",)).compile()
                 said = ""

@@ -36,8 +36,7 @@ def supervise(
         return JobProgress(step, next(claimed), is_done(), (step or 0) if counts is None else next(counts))
 
     has_peers = claims is not None or is_done()
-    code, attempts = Supervisor(lambda: next(left), read_progress, is_stopping, max_restarts, has_peers).run()
-    return code, len(attempts)
+    return Supervisor(lambda: next(left), read_progress, is_stopping, max_restarts, has_peers).run()
 
 
 @pytest.mark.parametrize("code", [0, 1, 2])
