@@ -34,8 +34,7 @@ holds the same. There is one object for each `PART_BYTES` of rows, and at most o
 while it sealed or dropped parts.
 
 **Readers** change nothing, need no jax and may run beside a live writer. `read_rows` and `read_encoded_rows` return all
-rows, `read_sample` a bounded number of them with bounded work, and `open_metrics_tail` follows a run and reads each row
-once.
+rows, `read_sample` a bounded number of them with bounded work, and `MetricsTail` follows a run and reads each row once.
 """
 
 import contextlib
@@ -648,22 +647,6 @@ class MetricsTailUpdate(NamedTuple):
     newest: list[Row]
 
 
-class MetricsTail(Protocol):
-    """Tailing reader of the rows of one run directory."""
-
-    @property
-    def num_skipped(self) -> int:
-        """Number of lines since the last restart that are not rows."""
-
-    def read(self) -> MetricsTailUpdate:
-        """Return the rows that are new since the last reading; none if there are no rows yet.
-
-        Raises:
-            OSError: The store does not respond.
-            ValueError: A line that names parts is damaged.
-        """
-
-
 class _RowIterator:
     """Rows among lines of text, each step once and in ascending order.
 
@@ -686,42 +669,36 @@ class _RowIterator:
                 yield row
 
 
-class LocalMetricsTail:
-    """Tailing reader of `metrics.jsonl` on a disk, a `MetricsTail`. Memory holds one line."""
+class MetricsTail:
+    """Tailing reader of the rows of one run directory, which begins with the first row.
 
-    def __init__(self, store: LocalStore):
-        self._file = FileTail(store.root / METRICS_FILE, lambda: store.open(METRICS_FILE))
-        self._rows = _RowIterator()
-
-    @property
-    def num_skipped(self) -> int:
-        """Number of lines since the last restart that are not rows."""
-        return self._rows.num_damaged + self._file.num_skipped
-
-    def read(self) -> MetricsTailUpdate:
-        """Return the rows of the lines that were appended since the last reading."""
-        is_restart, lines = self._file.read()
-        if is_restart:
-            self._rows = _RowIterator()
-        return MetricsTailUpdate(is_restart, self._rows.iterate(lines), [])
-
-
-class BucketMetricsTail:
-    """Tailing reader of `metrics.jsonl` in a bucket and of its parts, a `MetricsTail`. Memory holds one part."""
+    Memory holds one line, in a bucket one part.
+    """
 
     def __init__(self, store: Store):
         self._store = store
-        self._parts: list[str] = []  # names of the parts that were read, in order
-        self._step = -1
-        self._num_damaged, self._num_damaged_newest = 0, 0
+        self._file = None if store.root is None else FileTail(store, METRICS_FILE)
+        self._rows = _RowIterator()  # its state follows the rows that are final
+        # Of a bucket: names of the parts that were read, in order, and damaged lines in the object that grows.
+        self._parts: list[str] = []
+        self._num_damaged_newest = 0
 
     @property
     def num_skipped(self) -> int:
         """Number of lines since the last restart that are not rows."""
-        return self._num_damaged + self._num_damaged_newest
+        num_long = 0 if self._file is None else self._file.num_skipped
+        return self._rows.num_damaged + self._num_damaged_newest + num_long
 
     def read(self) -> MetricsTailUpdate:
-        """Return the rows of the parts that are new since the last reading."""
+        """Return the rows that are new since the last reading; none if there are no rows yet.
+
+        Raises `OSError` if the store does not respond, and `ValueError` if a line that names parts is damaged.
+        """
+        if self._file is not None:
+            is_restart, lines = self._file.read()
+            if is_restart:
+                self._rows = _RowIterator()
+            return MetricsTailUpdate(is_restart, self._rows.iterate(lines), [])
         names, content = _read_content(self._store, self._parts)
         # The names may begin in the middle of the known parts; a part never changes, so those before it are the same.
         if names and names[0] in self._parts:
@@ -729,25 +706,20 @@ class BucketMetricsTail:
         # A resumed attempt replaces parts, so if known parts are gone, all rows are read again.
         is_restart = names[: len(self._parts)] != self._parts or not self._parts
         if is_restart:
-            self._parts, self._step, self._num_damaged = [], -1, 0
+            self._parts, self._rows = [], _RowIterator()
         sealed = decode_parts(content)
         newest = _RowIterator(sealed[-1].last_step if sealed else -1)
         # The first line names the parts.
         newest_rows = list(newest.iterate(content.splitlines()[bool(sealed) :]))
         self._num_damaged_newest = newest.num_damaged
-        return MetricsTailUpdate(is_restart, self._iterate_rows(names[len(self._parts) :]), newest_rows)
+        return MetricsTailUpdate(is_restart, self._iterate_parts(names[len(self._parts) :]), newest_rows)
 
-    def _iterate_rows(self, names: Iterable[str]) -> Iterator[Row]:
+    def _iterate_parts(self, names: Iterable[str]) -> Iterator[Row]:
         for name in names:
-            part = _RowIterator(self._step)
+            part = _RowIterator(self._rows.step)
             for row in part.iterate(self._store.read(name).splitlines()):
-                self._step = part.step
+                self._rows.step = part.step
                 yield row
-            self._num_damaged += part.num_damaged
+            self._rows.num_damaged += part.num_damaged
             # Only a part whose rows were all handed over counts as read: the caller may stop in between.
             self._parts.append(name)
-
-
-def open_metrics_tail(store: Store) -> MetricsTail:
-    """Return the tailing reader of the rows of a run directory, which begins with the first row."""
-    return BucketMetricsTail(store) if store.root is None else LocalMetricsTail(as_local(store))

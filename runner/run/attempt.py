@@ -49,7 +49,7 @@ from runner.run.logs import open_log_file
 from runner.run.membership import WaitingHosts
 from runner.run.notify import Notifier
 from runner.spec import Document, ExecutionSpec, Trajectory
-from runner.storage import BackgroundWriter, JsonObject, Store, encode_json, open_log, read_log
+from runner.storage import BackgroundWriter, JsonlLog, JsonObject, Store, encode_json, read_log
 
 # A host may go on for so long with what an NFS has told it before: directories are cached for up to 60 s by default.
 SHARED_SECONDS = 70.0
@@ -314,7 +314,7 @@ def claim_attempt(
     open_log_file(store, run_id, number, hosts.process_id, background_writer)
     if hosts.is_main:
         start_clock_file(progress.clock, store, number, background_writer)
-    log = open_log(store, "events", f"{number:06}.{hosts.process_id}", background_writer)
+    log = JsonlLog(store, "events", f"{number:06}.{hosts.process_id}", background_writer)
     payload = {"run": spec.name, "directory": store.url, "attempt": number}
     notifier = Notifier(spec.logging.notify if hosts.is_main else None, payload)
     notifier.report_frequent_preemption(lambda: read_log(store, "events"))
