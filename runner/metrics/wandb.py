@@ -41,27 +41,10 @@ UPLOAD_SECONDS = 10.0
 _REASON_CHARACTERS_MAX = 200
 
 
-def remove_superseded(current: Path) -> None:
-    """Remove the directories of earlier attempts at the same run beside `current`, which holds their rows.
-
-    wandb calls a directory `offline-run-<time>-<id>`, or `run-<time>-<id>` if it was online.
-    """
-    time, run_id = current.name.split("-")[-2:]
-    for path in current.parent.glob(f"*run-*-{run_id}"):
-        if path.name.split("-")[-2] < time:
-            shutil.rmtree(path)
-
-
 def upload_offline_runs(directory: Path, store: Store, deadline_seconds: float) -> None:
     """Upload the offline runs of wandb, and then remove older ones of the same runs from the bucket.
 
-    Args:
-        directory: local stand-in for the run directory.
-        store: bucket of the run. Files that it already has are not uploaded again.
-        deadline_seconds: limit for each file.
-
-    Raises:
-        OSError: The bucket cannot be reached.
+    Files that the bucket already has are not uploaded again. The deadline is that of each file. Raises `OSError`.
     """
     present = store.list_sizes(FOLDER)
     local = sorted(path.name for path in (directory / FOLDER).glob("wandb/offline-run-*"))
@@ -126,12 +109,17 @@ class WandbWriter:
 
     def add(self, row: Row) -> None:
         """Log a row. wandb merges successive rows of one step, so a second row of a step completes the first one."""
-        values = {key: convert_value(value) for key, value in row.items() if key != "step" and value is not None}
+        values = {key: _convert_value(value) for key, value in row.items() if key != "step" and value is not None}
         self._run.log(values, step=row["step"])
 
     def supersede(self) -> None:
-        """Remove the local runs of earlier attempts."""
-        remove_superseded(Path(self._run.settings.sync_dir))
+        """Remove the local runs of earlier attempts, whose rows the present one holds."""
+        # wandb calls a directory `offline-run-<time>-<id>`, or `run-<time>-<id>` if it was online.
+        current = Path(self._run.settings.sync_dir)
+        time, run_id = current.name.split("-")[-2:]
+        for path in current.parent.glob(f"*run-*-{run_id}"):
+            if path.name.split("-")[-2] < time:
+                shutil.rmtree(path)
 
     def finish(self) -> None:
         """End the run, and upload it if the run directory is in a bucket."""
@@ -140,7 +128,7 @@ class WandbWriter:
             upload_offline_runs(self._directory, self._store, UPLOAD_SECONDS)
 
 
-def convert_value(value: RowValue) -> RowValue | wandb.Histogram:
+def _convert_value(value: RowValue) -> RowValue | wandb.Histogram:
     """Return a list or a histogram as a W&B histogram, and any other value as it is."""
     bins = find_bins(value)
     return value if bins is None else wandb.Histogram(np_histogram=(np.asarray(bins[0]), np.asarray(bins[1])))

@@ -65,9 +65,8 @@ class Fence:
     def check(self) -> None:
         """Raise if this attempt may not write any more. Asks the store, so it may wait for a network.
 
-        Raises:
-            FencedError: a newer attempt has claimed the directory.
-            RemovedError: the claim of this attempt is missing.
+        Raises `FencedError` if a newer attempt has claimed the directory, `RemovedError` if the claim of this attempt
+        is missing.
         """
         self.find_newest()
         self._raise_if_fenced()
@@ -124,19 +123,12 @@ def is_listed(key: str, entries: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class Advice:
-    """Change of the spec with which a refused job could go on.
+    """Change of the spec with which a refused job could go on."""
 
-    Attributes:
-        key: dotted key to set.
-        value: its value.
-        purpose: what the change is for, as the beginning of a line.
-        former: changed keys of the trajectory that keep their former values.
-    """
-
-    key: str
+    key: str  # dotted key to set
     value: Any
-    purpose: str
-    former: Sequence[str] = ()
+    purpose: str  # what the change is for, as the beginning of a line
+    former: Sequence[str] = ()  # changed keys of the trajectory that keep their former values
 
     def format(self) -> str:
         """Return the advice as a line, whose value can be copied into a spec."""
@@ -150,30 +142,22 @@ class Advice:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Identity of the run that a start would continue.
+    """Identity of the run that a start would continue."""
 
-    Attributes:
-        document: the spec, for errors with a line.
-        config: validated config of the job, with the defaults of keys that an older run did not record.
-        identity: keys that define the trajectory, as far as they are known yet.
-        unread: dotted keys that nothing reads with this spec, and that therefore do not affect the trajectory.
-        former_values: earlier values, by dotted key, that are equivalent to the present one, such as former paths of a
-            class.
-        find_first_change: function of a saved trajectory and the keys in which it differs. It returns the number of
-            steps completed before the first update that differs; None if no update differs.
-        is_discarded: function of a saved trajectory and its step. It returns True if a later roll-back has discarded
-            that step.
-        is_accepted: function of an advised change of the spec. It returns True if a start with that change would pass
-            all checks before the claim. May read data and take seconds. Process 0 only.
-    """
-
-    document: Document
-    config: JobConfig
-    identity: Trajectory
+    document: Document  # the spec, for errors with a line
+    config: JobConfig  # validated config of the job, with the defaults of keys that an older run did not record
+    identity: Trajectory  # keys that define the trajectory, as far as they are known yet
+    # Dotted keys that nothing reads with this spec, and that therefore do not affect the trajectory.
     unread: Container[str]
+    # Earlier values, by dotted key, that are equivalent to the present one, such as former paths of a class.
     former_values: Mapping[str, Container[str]] = field(default_factory=dict)
+    # Function of a saved trajectory and the keys in which it differs. It returns the number of steps completed before
+    # the first update that differs; None if no update differs.
     find_first_change: Callable[[Trajectory, Sequence[str]], int | None] = lambda saved, keys: 0
+    # Function of a saved trajectory and its step. It returns True if a later roll-back has discarded that step.
     is_discarded: Callable[[Trajectory, int], bool] = lambda saved, step: False
+    # Function of an advised change of the spec. It returns True if a start with that change would pass all checks
+    # before the claim. May read data and take seconds. Process 0 only.
     is_accepted: Callable[["Advice"], bool] = lambda advice: False
 
     def is_continued(self, saved: Trajectory, step: int) -> bool:
@@ -325,16 +309,9 @@ def validate_directory(
 ) -> None:
     """Check that a directory can be written and belongs to this job. Process 0 only; claims and changes nothing.
 
-    Args:
-        store: the directory.
-        name: name of the job.
-        run_identity: identity of the run, which must continue that of the directory unless the directory is unstarted.
-        get_newest_step: function that returns the newest committed step, or 0.
-        has_output: function that returns True if the job has made something besides checkpoints.
-
-    Raises:
-        InvalidError: the directory cannot be written, or belongs to another job.
-        StorageError: the directory cannot be reached.
+    The identity must continue that of the directory, unless the directory is unstarted. `has_output` returns True if
+    the job has made something besides checkpoints. Raises `InvalidError` if the directory cannot be written, or belongs
+    to another job, and `StorageError` if it cannot be reached.
     """
     try:
         validate_entry_kinds(store)

@@ -16,12 +16,11 @@ from cloudpathlib.exceptions import MissingCredentialsError
 from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, ObjectInfo
 from runner.storage.store import ABSENT, DeniedError, TransientError, Version
 
-COPY_SECONDS, COPY_POLL_SECONDS = 600.0, 0.5
+_COPY_SECONDS, _COPY_POLL_SECONDS = 600.0, 0.5
 
 
 @contextlib.contextmanager
 def _translate_errors(key: str) -> Iterator[None]:
-    """Translate errors of the client to subclasses of `OSError`, see `runner.storage.store`."""
     try:
         yield
     except ClientAuthenticationError as error:
@@ -129,9 +128,9 @@ class AzureDriver:
             source, copied = self._container.get_blob_client(key), self._container.get_blob_client(target)
             status = str(copied.start_copy_from_url(source.url, requires_sync=False)["copy_status"])
             # The service may copy a large blob later. The caller deletes the source next, which would end the copy.
-            deadline = time.monotonic() + COPY_SECONDS
+            deadline = time.monotonic() + _COPY_SECONDS
             while status == "pending" and time.monotonic() < deadline:
-                time.sleep(COPY_POLL_SECONDS)
+                time.sleep(_COPY_POLL_SECONDS)
                 status = str(copied.get_blob_properties().copy.status)
             if status != "success":
                 raise TransientError(f"{key}: its copy to {target} is {status}")

@@ -55,17 +55,12 @@ class Driver(Protocol):
         """Return content and version of an object."""
 
     def get_range(self, key: str, start: int, stop: int, version: Version | None) -> bytes:
-        """Return bytes `start .. stop`, `start < stop`; None for any version.
-
-        Raises:
-            FileExistsError: the version is another one.
-        """
+        """Return bytes `start .. stop`, not empty. Raises `FileExistsError` unless `version` is present (None: any)."""
 
     def put(self, key: str, content: bytes, version: Version | None) -> Version:
         """Write an object if its present version is `version`, or any if that is None; return the new version.
 
-        Raises:
-            FileExistsError: the present version is another one.
+        Raises `FileExistsError` if the present version is another one.
         """
 
     def put_file(self, key: str, source: Path) -> None:
@@ -269,8 +264,7 @@ class BackgroundWriter:
     def flush(self) -> None:
         """Send everything that has changed and wait for it.
 
-        Raises:
-            OSError: the first failure. Parts that were not sent stay marked and are sent again later.
+        Raises the first `OSError`. Parts that were not sent stay marked and are sent again later.
         """
         # Two flushes at once could write an older content after a newer one.
         with self._sending:

@@ -29,7 +29,6 @@ _CONNECTION_ERRORS = (
 
 @contextlib.contextmanager
 def _translate_errors(key: str) -> Iterator[None]:
-    """Turn the client's errors into those of the operating system."""
     try:
         yield
     except exceptions.GoogleAPICallError as error:

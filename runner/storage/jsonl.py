@@ -66,19 +66,12 @@ def encode_line(row: JsonObject) -> bytes:
 
 
 def append_line(path: Path, line: bytes, is_durable: bool = False) -> None:
-    """Append one line to a local file, in one write, so that lines of several processes never mix.
+    """Append one line to a local file, in one write, so that lines of several processes never mix. Raises `OSError`.
 
     If the last line was torn by a full disk or a power cut, it is closed first, so that it does not damage the new one.
-
-    Args:
-        path: the file; it is created if only its directory exists.
-        line: the line with its newline.
-        is_durable: return only when the whole line is on the disk.
-
-    Raises:
-        OSError: the line cannot be written.
+    With `is_durable` the whole line is on the disk when this returns.
     """
-    descriptor, is_torn = retry_stale(lambda: open_for_append(path))
+    descriptor, is_torn = retry_stale(lambda: _open_for_append(path))
     try:
         content = b"\n" * is_torn + line
         # A disk that is almost full takes a part of the line, and raises an error only at the next write.
@@ -91,7 +84,7 @@ def append_line(path: Path, line: bytes, is_durable: bool = False) -> None:
         os.close(descriptor)
 
 
-def open_for_append(path: Path) -> tuple[int, bool]:
+def _open_for_append(path: Path) -> tuple[int, bool]:
     """Return a descriptor of a file, locked where there are locks, and True if its last line was torn."""
     # O_APPEND moves to the end of the file at the write itself, even if another process has appended meanwhile. The
     # umask is subtracted from the mode.
@@ -181,17 +174,12 @@ def iterate_log(store: Store, name: str) -> Iterator[JsonObject]:
 
 
 class TailUpdate(NamedTuple, Generic[Item]):
-    """Result of one reading of a tail.
+    """Result of one reading of a tail."""
 
-    Attributes:
-        is_restart: True if everything that was read before is invalid, and `items` begins with the first item of the
-            log: at the first reading, and after the log was truncated, replaced or deleted.
-        items: iterator over the new lines or rows. It must be exhausted before the next reading, and may raise
-            `OSError`.
-    """
-
+    # True if everything that was read before is invalid, and `items` begins with the first item of the log: at the
+    # first reading, and after the log was truncated, replaced or deleted.
     is_restart: bool
-    items: Iterator[Item]
+    items: Iterator[Item]  # new lines or rows, to be exhausted before the next reading. Iterating may raise `OSError`
 
 
 class FileTail:

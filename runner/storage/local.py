@@ -6,7 +6,7 @@ then given its name by one atomic call. The directory is flushed after that, so 
 Network and object file systems (gcsfuse, blobfuse, some configurations of Lustre) lack some calls of a local disk. A
 missing call is recognised by its error code at each use, so that two directories may differ:
 
-- hard links: `create_once` takes turns by a claim file and renames instead;
+- hard links: `_create_once` takes turns by a claim file and renames instead;
 - locks (`flock`): `try_lock` says that there is none; an append is one write with `O_APPEND` in either case;
 - flush of a directory: `fsync` leaves it out; a name is then as durable as the file system makes it by itself;
 - stale handles (ESTALE): `retry_stale` looks the file up again.
@@ -34,6 +34,7 @@ from runner.storage.store import (
     STALE_TRIES,
     ChangedError,
     FileInfo,
+    Result,
     Store,
     Version,
     WrongKindError,
@@ -47,11 +48,11 @@ from runner.storage.store import (
     translate_errors,
 )
 
-RECORD_BYTES_MAX = 1 << 26  # of a manifest, the largest record: some megabytes for the largest models
+_RECORD_BYTES_MAX = 1 << 26  # of a manifest, the largest record: some megabytes for the largest models
 _CHUNK_BYTES = 1 << 18
 _REMOVE_TRIES = 10
 _NUM_FLUSHES = 8
-CLAIM_SECONDS = 10.0  # a claim that does not change for so long is that of a process that was killed
+_CLAIM_SECONDS = 10.0  # a claim that does not change for so long is that of a process that was killed
 _POLL_SECONDS = 0.05
 # A file system without hard links may report that a file has too many.
 NO_LINK = (errno.EMLINK, errno.EXDEV)
@@ -84,12 +85,16 @@ class LocalStore:
 
     def read(self, name: str) -> bytes:
         """Return the content of `name`."""
+        return self._read_open(name, lambda file: file.read())
 
-        def read() -> bytes:
+    def _read_open(self, name: str, read: Callable[[BinaryIO], Result]) -> Result:
+        """Return the result of `read` for an open file, which is opened again if its handle is stale."""
+
+        def open_and_read() -> Result:
             with self.open(name) as file, translate_errors(self.root / name):
-                return file.read()
+                return read(file)
 
-        return retry_stale(read)
+        return retry_stale(open_and_read)
 
     def lines(self, name: str) -> Iterator[bytes]:
         """Iterate over the lines of a file, each with its newline; over nothing if the file is missing.
@@ -121,13 +126,8 @@ class LocalStore:
 
     def read_versioned(self, name: str) -> tuple[bytes, Version]:
         """Return the content of `name` and its version, or (b"", ABSENT) if it does not exist."""
-
-        def read() -> tuple[bytes, Version]:
-            with self.open(name) as file, translate_errors(self.root / name):
-                return file.read(), _get_version(os.fstat(file.fileno()))
-
         try:
-            return retry_stale(read)
+            return self._read_open(name, lambda file: (file.read(), _get_version(os.fstat(file.fileno()))))
         except FileNotFoundError:
             return b"", ABSENT
 
@@ -135,14 +135,13 @@ class LocalStore:
         """Return bytes `start .. stop` of a file, which must still have `version` unless that is None."""
         path = self.root / name
 
-        def read() -> bytes:
-            with self.open(name) as file, translate_errors(path):
-                if version not in (None, _get_version(os.fstat(file.fileno()))):
-                    raise ChangedError(f"{path} is no longer the file that it was")
-                file.seek(start)
-                return file.read(stop - start)
+        def read(file: BinaryIO) -> bytes:
+            if version not in (None, _get_version(os.fstat(file.fileno()))):
+                raise ChangedError(f"{path} is no longer the file that it was")
+            file.seek(start)
+            return file.read(stop - start)
 
-        content = retry_stale(read)
+        content = self._read_open(name, read)
         if len(content) != stop - start:
             raise ChangedError(f"{path} ends at {start + len(content)} bytes, needs {stop}")
         return content
@@ -162,17 +161,13 @@ class LocalStore:
     def write_if(self, name: str, content: bytes, version: Version) -> Version:
         """Replace `name` only if it has `version`; return the new version."""
         path = self.root / name
-        with (
-            translate_errors(path),
-            _write_temporary(path, [content]) as temporary,
-            contextlib.ExitStack() as stack,
-        ):
+        with translate_errors(path), _write_temporary(path, [content]) as temporary, contextlib.ExitStack() as stack:
             new_version = _get_version(temporary.stat())
             if version == ABSENT:
-                create_once(temporary, path)
+                _create_once(temporary, path)
             else:
                 # No call replaces a file on a condition, so writers take turns.
-                stack.enter_context(take_turns(path))
+                stack.enter_context(_take_turns(path))
                 if self.read_versioned(name)[1] != version:
                     raise FileExistsError(f"{path} has changed")
                 os.replace(temporary, path)
@@ -182,18 +177,13 @@ class LocalStore:
     def create_from(self, directory: str, name: str, content: bytes) -> None:
         """Create `name` by way of a temporary file in `directory`, which must exist until this is done.
 
-        Raises:
-            FileNotFoundError: `directory` is gone.
-            FileExistsError: `name` already exists.
+        Raises `FileNotFoundError` if `directory` is gone, and `FileExistsError` if `name` already exists.
         """
         path, beside = self.root / name, self.root / directory / Path(name).name
-        with (
-            translate_errors(beside),
-            _write_temporary(beside, [content], make_parents=False) as temporary,
-        ):
+        with translate_errors(beside), _write_temporary(beside, [content], make_parents=False) as temporary:
             # This fails if another process has renamed `directory` meanwhile: this is how a commit and the retirement
             # of the same step exclude each other.
-            create_once(temporary, path)
+            _create_once(temporary, path)
             fsync(path.parent)
 
     def exists(self, name: str) -> bool:
@@ -240,12 +230,7 @@ class LocalStore:
 
     def compute_digest(self, name: str) -> str:
         """Return the CRC-32C of a file's content."""
-
-        def compute() -> str:
-            with self.open(name) as file, translate_errors(self.root / name):
-                return compute_chunked_crc32c(iter(lambda: file.read(_CHUNK_BYTES), b""))
-
-        return retry_stale(compute)
+        return self._read_open(name, lambda file: compute_chunked_crc32c(iter(lambda: file.read(_CHUNK_BYTES), b"")))
 
     def upload(self, source: Path, name: str, deadline_seconds: float) -> None:
         """Copy the local file `source` to `name` and flush it."""
@@ -259,9 +244,7 @@ class LocalStore:
     def flush_tree(self, prefix: str, is_included: Callable[[str], bool] = lambda name: True) -> None:
         """Flush files of other libraries below `prefix`, and its name in every directory above it, to the disk.
 
-        Args:
-            prefix: the directory.
-            is_included: returns False for files to leave out, by their name relative to `prefix`.
+        Files whose name, relative to `prefix`, is not included are left out.
         """
         top = self.root / prefix
         with translate_errors(top):
@@ -326,7 +309,6 @@ class ConfinedStore(LocalStore):
         self._top, self._path = top, path
 
     def _open_part(self, name: str, flags: int) -> int:
-        """Return a descriptor of what is below `top` under the name, opened part by part."""
         path = self.root / name
         descriptor = os.open(self._top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         parts = Path(self._path, name).parts
@@ -358,9 +340,9 @@ class ConfinedStore(LocalStore):
     def read(self, name: str) -> bytes:
         """Return the content of `name`. Raises `WrongKindError` if it is too large for a record."""
         with self.open(name) as file, translate_errors(self.root / name):
-            content = file.read(RECORD_BYTES_MAX + 1)
-        if len(content) > RECORD_BYTES_MAX:
-            raise WrongKindError(f"{self.root / name} is larger than {RECORD_BYTES_MAX} bytes, which no record is")
+            content = file.read(_RECORD_BYTES_MAX + 1)
+        if len(content) > _RECORD_BYTES_MAX:
+            raise WrongKindError(f"{self.root / name} is larger than {_RECORD_BYTES_MAX} bytes, which no record is")
         return content
 
     def list_kinds(self, prefix: str) -> dict[str, bool]:
@@ -447,19 +429,17 @@ def _write_temporary(path: Path, chunks: Iterable[bytes], make_parents: bool = T
 # Creation and locks.
 
 
-def create_once(temporary: Path, path: Path) -> None:
+def _create_once(temporary: Path, path: Path) -> None:
     """Give a complete file its name `path`, unless something has that name already. Atomic among all processes.
 
     With hard links the kernel decides. Without them a process first creates `.<name>.claim`, which O_EXCL allows only
     one process, then checks that `path` is free and renames `temporary`. In both cases `path` appears with its whole
     content, and not at all once the directory of `temporary` was renamed. A claim whose process was killed is removed
-    by the next process, after `CLAIM_SECONDS`. A process that is suspended for longer than that, exactly between its
+    by the next process, after `_CLAIM_SECONDS`. A process that is suspended for longer than that, exactly between its
     last check and its rename, replaces the file of another. Attempts and commits are safe from that too: attempts by
     the id in their claim (`Fence.check`), commits because a newer attempt has renamed the directory.
 
-    Raises:
-        FileExistsError: something has that name.
-        FileNotFoundError: `temporary` or the directory is gone.
+    Raises `FileExistsError`, or `FileNotFoundError` if `temporary` or the directory is gone.
     """
     try:
         os.link(temporary, path)
@@ -476,7 +456,7 @@ def create_once(temporary: Path, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def take_turns(path: Path) -> Iterator[None]:
+def _take_turns(path: Path) -> Iterator[None]:
     """Exclude other processes that replace `path` on a condition, for as long as the context lasts."""
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:
@@ -492,8 +472,7 @@ def take_turns(path: Path) -> Iterator[None]:
 def try_lock(descriptor: int, operation: int) -> bool:
     """Lock an open file with `flock`; return False if the file system has no locks.
 
-    Raises:
-        BlockingIOError: with `LOCK_NB`, another process holds the lock.
+    With `LOCK_NB` this raises `BlockingIOError` if another process holds the lock.
     """
     try:
         fcntl.flock(descriptor, operation)
@@ -517,7 +496,7 @@ def _claim(path: Path) -> Iterator[Callable[[], bool]]:
             holder = _read_or_none(claim)
             if holder != seen:
                 seen, since = holder, time.monotonic()
-            elif time.monotonic() - since > CLAIM_SECONDS:
+            elif time.monotonic() - since > _CLAIM_SECONDS:
                 claim.unlink(missing_ok=True)
             time.sleep(_POLL_SECONDS)
     try:

@@ -35,7 +35,6 @@ _TRANSFER = TransferConfig(multipart_threshold=128 << 20, use_threads=False)
 
 @contextlib.contextmanager
 def _translate_errors(key: str) -> Iterator[None]:
-    """Turn the client's errors into those of the operating system."""
     try:
         yield
     except ClientError as error:

@@ -38,7 +38,7 @@ def apply_update(known: list, update: MetricsTailUpdate) -> tuple[list, list]:
 def test_a_tail_follows_any_appends_and_rewinds(kind, actions):
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(bucket, "PART_BYTES", 150)
-        patch.setattr(bucket, "PARTS_MAX", 3)
+        patch.setattr(bucket, "_PARTS_MAX", 3)
         store = LocalStore(Path(directory)) if kind == "disk" else make_memory_bucket()
         tail, final, step, attempt = MetricsTail(store), [], 0, 0
         for action in [0.0, *actions]:

@@ -14,7 +14,7 @@ import pytest
 from runner.data.readers import publish_once
 from runner.run.environment import FileSystem, probe_file_system
 from runner.storage import ABSENT, DiskError, LocalStore, append_line, create_file, local, read_log
-from runner.storage.local import take_turns
+from runner.storage.local import _take_turns
 from runner.storage.store import fsync, retry_stale
 from tests.support.missing_calls import ERRORS, make_variables, take_calls_away
 from tests.support.tokenise_inputs import make_tokenise_job, write_text_files
@@ -117,7 +117,7 @@ def test_writers_that_replace_a_file_take_turns_without_locks(tmp_path, monkeypa
     inside, most = [], []
 
     def enter(_):
-        with take_turns(tmp_path / "name"):
+        with _take_turns(tmp_path / "name"):
             inside.append(1)
             most.append(len(inside))
             time.sleep(0.002)
@@ -130,7 +130,7 @@ def test_writers_that_replace_a_file_take_turns_without_locks(tmp_path, monkeypa
 
 def test_the_claim_of_a_killed_writer_is_taken_over(tmp_path, monkeypatch):
     take_calls_away(monkeypatch)
-    monkeypatch.setattr(local, "CLAIM_SECONDS", 0.1)
+    monkeypatch.setattr(local, "_CLAIM_SECONDS", 0.1)
     store = LocalStore(tmp_path)
     for content in (b"", b"0123"):  # killed before and after it wrote its id
         (tmp_path / ".name.claim").write_bytes(content)
