@@ -80,12 +80,13 @@ class CommandLine:
             return arguments(**values)
 
         # Typer reads the parameters of a command off the signature of a function.
-        parameters = [
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=_get_default(field), annotation=hints[field.name]
-            )
-            for field in dataclasses.fields(arguments)
-        ]
+        parameters = []
+        for field in dataclasses.fields(arguments):
+            default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
+            kind, hint = inspect.Parameter.KEYWORD_ONLY, hints[field.name]
+            parameters.append(inspect.Parameter(field.name, kind, default=default, annotation=hint))
         make_arguments.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         make_arguments.__annotations__ = {}
         self._app.command(
@@ -181,12 +182,6 @@ class _Program(TyperGroup):
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         return [item for item in super().shell_complete(ctx, incomplete) if item.value != self.default]
-
-
-def _get_default(field: "dataclasses.Field[Any]") -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
 
 
 def _format_mistake(error: typer.TyperException, call: str) -> str:

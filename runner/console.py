@@ -211,12 +211,6 @@ def format_duration(seconds: float | None) -> str:
     return f"{seconds // size:,.0f} {large} {seconds % size // part:.0f} {small}"
 
 
-def _replace_secrets(text: str) -> str:
-    for secret in _secrets:
-        text = text.replace(secret, "***")
-    return text
-
-
 class LineFormatter(logging.Formatter):
     """Formatter of records as lines.
 
@@ -235,7 +229,8 @@ class LineFormatter(logging.Formatter):
         message = record.getMessage()
         if record.exc_info:
             message = f"{message}\n{self.formatException(record.exc_info)}"
-        message = _replace_secrets(message)
+        for secret in _secrets:
+            message = message.replace(secret, "***")
         if self._form == "plain":
             return escape_controls(message)
         if self._form == "text":

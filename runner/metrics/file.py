@@ -299,16 +299,6 @@ def _decode_parts(content: bytes) -> list[_SealedPart]:
     return [_SealedPart(*part) for part in named]
 
 
-def _read_texts(store: Store) -> list[bytes]:
-    """Return all rows as lines of text, the oldest first. For readers beside a live writer."""
-
-    def read() -> list[bytes]:
-        names, content = _read_names(store)
-        return [text for each in (*map(store.read, names), content) for text in each.splitlines()]
-
-    return _retry_dropped(read)
-
-
 def _retry_dropped(read: Callable[[], Value]) -> Value:
     """Return the result of `read`, tried again if a newer attempt has dropped a part meanwhile."""
     # Each try reads `metrics.jsonl` again, which then names other parts.
@@ -495,7 +485,12 @@ def open_metrics_file(store: Store, background: BackgroundWriter, fence: Fence) 
 
 def read_encoded_rows(store: Store, step: int | None = None) -> Iterator[EncodedRow]:
     """Yield the rows up to `step` (None: all), each once and in order. For readers beside a live writer."""
-    texts = _read_texts(store) if store.root is None else LocalStore(store.root).lines(METRICS_FILE)
+
+    def read_objects() -> list[bytes]:
+        names, content = _read_names(store)
+        return [text for each in (*map(store.read, names), content) for text in each.splitlines()]
+
+    texts = _retry_dropped(read_objects) if store.root is None else LocalStore(store.root).lines(METRICS_FILE)
     return select_surviving(texts, step)
 
 

@@ -109,7 +109,7 @@ class WandbWriter:
 
     def add(self, row: Row) -> None:
         """Log a row. wandb merges successive rows of one step, so a second row of a step completes the first one."""
-        values = {key: _convert_value(value) for key, value in row.items() if key != "step" and value is not None}
+        values = {key: convert_value(value) for key, value in row.items() if key != "step" and value is not None}
         self._run.log(values, step=row["step"])
 
     def supersede(self) -> None:
@@ -128,7 +128,7 @@ class WandbWriter:
             upload_offline_runs(self._directory, self._store, UPLOAD_SECONDS)
 
 
-def _convert_value(value: RowValue) -> RowValue | wandb.Histogram:
+def convert_value(value: RowValue) -> RowValue | wandb.Histogram:
     """Return a list or a histogram as a W&B histogram, and any other value as it is."""
     bins = find_bins(value)
     return value if bins is None else wandb.Histogram(np_histogram=(np.asarray(bins[0]), np.asarray(bins[1])))

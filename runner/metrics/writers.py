@@ -332,7 +332,7 @@ class _PlainProgress:
         """Do nothing: every line is printed."""
 
 
-def _make_progress(spec: ExecutionSpec, total_steps: int, step: int, count_units: Callable[[int], int]) -> RowDisplay:
+def make_progress(spec: ExecutionSpec, total_steps: int, step: int, count_units: Callable[[int], int]) -> RowDisplay:
     """Return a progress bar if standard output is a terminal and logs are text, plain lines otherwise."""
     # A program that calls a job itself may have no standard output.
     if sys.stdout is not None and sys.stdout.isatty() and spec.logging.format == "text":
@@ -357,7 +357,7 @@ def open_displays(
         writer: MetricWriter = importlib.import_module("runner.metrics.wandb").WandbWriter(spec, attempt)
         return writer
 
-    displays: list[RowDisplay] = [_make_progress(spec, total_steps, step, count_units)]
+    displays: list[RowDisplay] = [make_progress(spec, total_steps, step, count_units)]
     if spec.logging.tensorboard:
         open_tensorboard = functools.partial(_TensorBoardWriter, attempt.store, attempt.run_id, attempt.number)
         displays.append(_AsyncMetricWriter("tensorboard", open_tensorboard, read_earlier, report_failure))

@@ -393,7 +393,11 @@ class IncidentRecorder:
 
         Returns the line and exit code to end with if a newer attempt owns the directory or it is gone; else None.
         """
-        stacks, attempt = f"{line}\n\n{_format_thread_stacks()}", self.attempt
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            stacks = f"{line}\n\n{file.read().decode(errors='replace')}"
+        attempt = self.attempt
         try:
             ending = None if attempt is None else attempt.find_fence_error()
         except OSError:
@@ -426,10 +430,3 @@ class IncidentRecorder:
             for process in report.processes
         )
         console.warn(f"straggler: {arrivals}" if arrivals else "straggler: all processes are on time again")
-
-
-def _format_thread_stacks() -> str:
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read().decode(errors="replace")

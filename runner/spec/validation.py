@@ -237,8 +237,10 @@ def _find_missing_defaults(saved: Trajectory, model: BaseModel, prefix: str) -> 
         key, value = f"{prefix}.{name}", getattr(model, name)
         # The version that saved it knew this section, but perhaps not yet every key in it.
         if any(f"{other}.".startswith(f"{key}.") for other in saved):
-            for place, section in _list_sections(key, value):
-                found |= _find_missing_defaults(saved, section, place)
+            items = enumerate(value) if isinstance(value, list) else ()
+            for place, section in [(key, value), *((f"{key}.{index}", item) for index, item in items)]:
+                if isinstance(section, BaseModel):
+                    found |= _find_missing_defaults(saved, section, place)
         elif not field.is_required():
             # Validation is skipped: the other required fields of the model are not needed for one default.
             default = type(model).model_construct(**{name: field.get_default(call_default_factory=True)})
@@ -251,14 +253,6 @@ def hash_record(record: dict[str, Any]) -> str:
     # Digests are stored in checkpoints: this form must never change.
     text = json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _list_sections(key: str, value: Any) -> Iterator[tuple[str, BaseModel]]:
-    """Yield the section that a value is, or the sections that it lists, each with its dotted key."""
-    items = enumerate(value) if isinstance(value, list) else ()
-    for place, section in [(key, value), *((f"{key}.{index}", item) for index, item in items)]:
-        if isinstance(section, BaseModel):
-            yield place, section
 
 
 def flatten(data: Trajectory, prefix: str = "") -> Trajectory:

@@ -849,7 +849,7 @@ class Screen(io.StringIO):
 def test_progress_is_plain_without_a_terminal(stream, form, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdout", stream())
     spec = make_gpt_spec(tmp_path / "run", **{"logging.format": form})
-    assert isinstance(writers._make_progress(spec, 10, 0, lambda step: 64 * step), _PlainProgress)
+    assert isinstance(writers.make_progress(spec, 10, 0, lambda step: 64 * step), _PlainProgress)
 
 
 def test_a_stale_handle_at_the_opening_of_the_new_file_is_tried_again(tmp_path, monkeypatch):

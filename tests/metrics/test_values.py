@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from runner.dashboard.charts import RunCurves
 from runner.metrics.rows import EncodedRow, format_csv, select_surviving
-from runner.metrics.wandb import _convert_value
+from runner.metrics.wandb import convert_value
 from runner.metrics.window import StepTimer
 from runner.metrics.writers import _PlainProgress, _TensorBoardWriter
 from runner.parallel import mesh
@@ -51,11 +51,11 @@ def test_tensorboard_shows_histograms_and_texts(tmp_path: Path) -> None:
 
 
 def test_wandb_gets_histograms() -> None:
-    shown = _convert_value(HISTOGRAM)
+    shown = convert_value(HISTOGRAM)
     assert isinstance(shown, wandb.Histogram)
     assert (list(shown.histogram), list(shown.bins)) == (HISTOGRAM["counts"], HISTOGRAM["edges"])
-    assert isinstance(_convert_value([1.0, 2.0]), wandb.Histogram)
-    assert [_convert_value(value) for value in (1.5, None, "text", [])] == [1.5, None, "text", []]
+    assert isinstance(convert_value([1.0, 2.0]), wandb.Histogram)
+    assert [convert_value(value) for value in (1.5, None, "text", [])] == [1.5, None, "text", []]
 
 
 def test_csv_encodes_lists_as_json_and_pages_omit_them() -> None:
