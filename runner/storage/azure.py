@@ -52,7 +52,7 @@ def _quote(etag: str) -> Version:
 
 
 class AzureDriver:
-    """Blobs of one container. Conditions are If-None-Match and If-Match."""
+    """`Driver` of one container. Conditions are If-None-Match and If-Match."""
 
     def __init__(self, url: str):
         try:
@@ -77,13 +77,11 @@ class AzureDriver:
         self._container = client.service_client.get_container_client(path.container)
 
     def get(self, key: str) -> tuple[bytes, Version]:
-        """Return content and version of a blob."""
         with _translate_errors(key):
             download = self._container.download_blob(key)
             return download.readall(), download.properties.etag
 
     def get_range(self, key: str, start: int, stop: int, version: Version | None) -> bytes:
-        """Return a range of bytes of a blob, of one version if that is given."""
         match = None if version is None else MatchConditions.IfNotModified
         with _translate_errors(key):
             download = self._container.download_blob(
@@ -92,7 +90,6 @@ class AzureDriver:
             return download.readall()
 
     def put(self, key: str, content: bytes, version: Version | None) -> Version:
-        """Write a blob if it has `version`; return the new version."""
         condition: dict[str, Any] = {"overwrite": version != ABSENT}
         if version:
             condition |= {"etag": version, "match_condition": MatchConditions.IfNotModified}
@@ -100,12 +97,10 @@ class AzureDriver:
             return str(self._container.get_blob_client(key).upload_blob(content, **condition)["etag"])
 
     def put_file(self, key: str, source: Path) -> None:
-        """Write a blob from a local file."""
         with _translate_errors(key), source.open("rb") as file:
             self._container.upload_blob(key, file, overwrite=True)
 
     def list(self, prefix: str, delimiter: str) -> Iterator[ObjectInfo]:
-        """Iterate over the blobs whose name begins with `prefix`."""
         with _translate_errors(prefix):
             if not delimiter:
                 for found in self._container.list_blobs(name_starts_with=prefix):
@@ -136,6 +131,5 @@ class AzureDriver:
                 raise TransientError(f"{key}: its copy to {target} is {status}")
 
     def delete(self, key: str) -> None:
-        """Delete a blob. One that is already gone is fine."""
         with _translate_errors(key), contextlib.suppress(ResourceNotFoundError):
             self._container.delete_blob(key)

@@ -71,7 +71,7 @@ def default_cache_directory() -> Path:
 
 
 class LocalStore:
-    """A directory on a disk that all hosts of the job share, or on this host's own disk."""
+    """`Store` of a directory on a disk that all hosts of the job share, or on this host's own disk."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -84,7 +84,6 @@ class LocalStore:
             return open_file(path)
 
     def read(self, name: str) -> bytes:
-        """Return the content of `name`."""
         return self._read_open(name, lambda file: file.read())
 
     def _read_open(self, name: str, read: Callable[[BinaryIO], Result]) -> Result:
@@ -125,14 +124,12 @@ class LocalStore:
                     file.seek(offset)
 
     def read_versioned(self, name: str) -> tuple[bytes, Version]:
-        """Return the content of `name` and its version, or (b"", ABSENT) if it does not exist."""
         try:
             return self._read_open(name, lambda file: (file.read(), _get_version(os.fstat(file.fileno()))))
         except FileNotFoundError:
             return b"", ABSENT
 
     def read_range(self, name: str, start: int, stop: int, version: Version | None) -> bytes:
-        """Return bytes `start .. stop` of a file, which must still have `version` unless that is None."""
         path = self.root / name
 
         def read(file: BinaryIO) -> bytes:
@@ -147,7 +144,6 @@ class LocalStore:
         return content
 
     def write(self, name: str, content: bytes) -> None:
-        """Replace `name` by `content`, atomically and durably."""
         self.write_chunks(name, [content])
 
     def write_chunks(self, name: str, chunks: Iterable[bytes]) -> None:
@@ -159,7 +155,6 @@ class LocalStore:
             fsync(path.parent)
 
     def write_if(self, name: str, content: bytes, version: Version) -> Version:
-        """Replace `name` only if it has `version`; return the new version."""
         path = self.root / name
         with translate_errors(path), _write_temporary(path, [content]) as temporary, contextlib.ExitStack() as stack:
             new_version = _get_version(temporary.stat())
@@ -197,7 +192,6 @@ class LocalStore:
         return True
 
     def list_names(self, prefix: str) -> list[str]:
-        """Return the names directly below `prefix`; none if it does not exist."""
         path = self.root / prefix
         try:
             with translate_errors(path):
@@ -206,7 +200,6 @@ class LocalStore:
             return []
 
     def list_sizes(self, prefix: str) -> dict[str, int]:
-        """Return the size in bytes of every file below `prefix`, by its name relative to `prefix`, sorted."""
         top = self.root / prefix
 
         def raise_unless_gone(error: OSError) -> None:
@@ -221,7 +214,6 @@ class LocalStore:
             return {name: path.stat().st_size for name, path in sorted(files)}
 
     def list_files(self, start: str) -> dict[str, FileInfo]:
-        """Return every file at any depth whose name begins with `start`, sorted."""
         parent = start.rpartition("/")[0]
         names = (f"{parent}/{name}" if parent else name for name in self.list_sizes(parent))
         with translate_errors(self.root / parent):
@@ -229,11 +221,9 @@ class LocalStore:
         return {name: FileInfo(status.st_size, _get_version(status)) for name, status in found.items()}
 
     def compute_digest(self, name: str) -> str:
-        """Return the CRC-32C of a file's content."""
         return self._read_open(name, lambda file: compute_chunked_crc32c(iter(lambda: file.read(_CHUNK_BYTES), b"")))
 
     def upload(self, source: Path, name: str, deadline_seconds: float) -> None:
-        """Copy the local file `source` to `name` and flush it."""
         path = self.root / name
         with translate_errors(path):
             make_directory(path.parent)
@@ -264,7 +254,6 @@ class LocalStore:
             fsync(path)
 
     def move_tree(self, source: str, target: str) -> None:
-        """Rename everything below `source` by one atomic call."""
         path = self.root / target
         with translate_errors(path):
             make_directory(path.parent)
@@ -274,13 +263,11 @@ class LocalStore:
                 fsync(directory)
 
     def remove(self, name: str) -> None:
-        """Delete a file. A file that is already gone is fine."""
         path = self.root / name
         with translate_errors(path):
             path.unlink(missing_ok=True)
 
     def remove_tree(self, prefix: str) -> None:
-        """Delete everything below `prefix`, and what appears there meanwhile."""
         directory = self.root / prefix
         with translate_errors(directory):
             # A link is deleted itself and never followed: it may lead out of the run's directory.
@@ -332,7 +319,6 @@ class ConfinedStore(LocalStore):
         return descriptor
 
     def open(self, name: str) -> BinaryIO:
-        """Open a file for reading."""
         path = self.root / name
         with translate_errors(path):
             return open_descriptor(self._open_part(name, 0), path)
@@ -359,18 +345,15 @@ class ConfinedStore(LocalStore):
             return {}
 
     def list_names(self, prefix: str) -> list[str]:
-        """Return the names directly below `prefix`; none if it does not exist."""
         return list(self.list_kinds(prefix))
 
     def exists(self, name: str) -> bool:
-        """Return True if there is anything under `name`."""
         try:
             return Path(name).name in self.list_kinds(str(Path(name).parent))
         except WrongKindError:
             return False
 
     def list_files(self, start: str) -> dict[str, FileInfo]:
-        """Return every file at any depth whose name begins with `start`, sorted."""
         parent = start.rpartition("/")[0]
         found = {}
         try:
@@ -392,7 +375,6 @@ class ConfinedStore(LocalStore):
         return {name: found[name] for name in sorted(found) if name.startswith(start)}
 
     def list_sizes(self, prefix: str) -> dict[str, int]:
-        """Return the size in bytes of every file below `prefix`, by its name relative to `prefix`, sorted."""
         start = f"{prefix}/" if prefix else ""
         return {name.removeprefix(start): info.size_bytes for name, info in self.list_files(start).items()}
 

@@ -99,13 +99,7 @@ def make_store(text: str) -> Store:
     scheme, separator, _ = text.partition("://")
     if not separator:
         return LocalStore(local_directory(text))
-    url, (module, driver_name, _) = text.rstrip("/"), _DRIVERS[scheme]
-    try:
-        # Imported by name: the client is an optional package, and takes a second to import.
-        driver = getattr(import_extra(module), driver_name)(url)
-    except ValueError as error:
-        raise InvalidError(f"{text}: {str(error).splitlines()[0]}") from error
-    return BucketStore(url, driver.prefix, driver)
+    return _open_bucket(text, *_DRIVERS[scheme][:2])
 
 
 def open_store(text: str) -> Store:
@@ -141,3 +135,12 @@ def split_checkpoint(text: str) -> tuple[str, str | None]:
         return text, None
     is_whole = "://" not in text and not _NOT_IN_CHECKPOINTS.isdisjoint(make_store(text).list_names(""))
     return (text, None) if is_whole else (directory, name)
+
+
+def _open_bucket(url: str, module: str, driver_name: str) -> Store:
+    try:
+        # Imported by name: the client is an optional package, and takes a second to import.
+        driver = getattr(import_extra(module), driver_name)(url.rstrip("/"))
+    except ValueError as error:
+        raise InvalidError(f"{url}: {str(error).splitlines()[0]}") from error
+    return BucketStore(url.rstrip("/"), driver.prefix, driver)
