@@ -132,9 +132,8 @@ CHIPS = {
     "cpu": Chip(("cpu",)),
     "v4": Chip(
         ("tpu v4",),
-        PeakRates(
-            275 * _T, 32 * _GIB, 1200 * _G, 300 * _G, 6.25 * _G
-        ),  # its network is not published; assumed to be that of v5p
+        # Its network is not published; it is assumed to be that of v5p.
+        PeakRates(275 * _T, 32 * _GIB, 1200 * _G, 300 * _G, 6.25 * _G),
         chips_per_host=4,
         shapes=_TORUS_3D,
         libtpu_name="v4",

@@ -790,13 +790,9 @@ class StabilityConfig(FrozenModel):
         return self.skip_update is not None and self.skip_update.grad_norm_above is not None
 
     @model_validator(mode="after")
-    def _validate_roll_back(self) -> "StabilityConfig":
+    def _validate_keys_together(self) -> "StabilityConfig":
         if self.non_finite == "roll_back" and self.roll_back is None:
             raise ValueError("non_finite: roll_back needs the section roll_back; write roll_back: {skip_examples: ...}")
-        return self
-
-    @model_validator(mode="after")
-    def _validate_limit_is_read(self) -> "StabilityConfig":
         if (
             not self.skips_updates
             and self.max_consecutive_skips != type(self).model_fields["max_consecutive_skips"].default
@@ -1103,7 +1099,8 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         )
 
     @model_validator(mode="after")
-    def _validate_reduction_order(self) -> "TrainerConfig[ModelConfigType]":
+    def _validate_sections_together(self) -> "TrainerConfig[ModelConfigType]":
+        # The order of sums over whole matrices, or over halves of a batch, depends on how these are sharded.
         devices, name = self.train.same_bits_devices, self.optimizer.name
         if devices is not None and not OPTIMIZERS[name].is_elementwise:
             raise ValueError(
@@ -1114,19 +1111,11 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             raise ValueError(
                 f"train.same_bits_devices={devices}: noise_scale has no fixed order of sums; leave one of them out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _validate_adapter(self) -> "TrainerConfig[ModelConfigType]":
         if self.adapter is not None and self.precision.rounding != "nearest":
             raise ValueError(
                 f"precision.rounding={self.precision.rounding}: nothing reads it, as an adapter is float32; leave it "
                 "out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _validate_sections_together(self) -> "TrainerConfig[ModelConfigType]":
         if self.precision.matmul != "compute" and not self.model.has_8bit_matmuls:
             raise ValueError(
                 f"precision.matmul={self.precision.matmul}: nothing reads it, as {type(self.model).__name__} has no "

@@ -1,19 +1,14 @@
 """Metric writer for Weights & Biases. It imports wandb, which takes about a second, and is therefore loaded on demand.
 
-All attempts of a job use one run id, and each attempt gives wandb the whole trajectory.
+All attempts of a job use one run id, and each attempt gives wandb the whole trajectory; the README of this package says
+what W&B shows. Offline, the newest file holds all rows and the earlier ones are removed, because `wandb sync` replaces
+the history on the server by that of one file. Online, each attempt starts without `resume`: with `resume="allow"` the
+server would keep the rows of lost steps and drop the recomputed ones, and `resume_from`, which would remove them, is
+not available on every server.
 
-- **Offline**, each attempt writes one file. The newest file holds all rows, and the earlier files are removed:
-  `wandb sync` replaces the history that the server has under this id by that of the file, so if each file held a part
-  of the run, only the last one would be visible (https://github.com/wandb/wandb/issues/5865 and 3841).
-- **Online**, each attempt starts without `resume`, which overwrites the run's history line by line from the first row
-  on (issue 3424). Rows of lost steps disappear as soon as the attempt has computed those steps again. With
-  `resume="allow"` the server would keep them permanently and drop the recomputed ones. `resume_from`, which would
-  remove them, is not available on every server.
-
-Online, a fork is also a fork in W&B (`fork_from`), whose server then shows the parent's history before its rows.
-Offline it is a separate run, because a server that refuses forks would refuse the whole file. It is also a separate run
-if the user has started another W&B run in the process: after a refused fork its id can be used again only when all W&B
-runs of the process have ended.
+Offline, a fork is a separate run, because a server that refuses forks would refuse the whole file. So it is if the user
+has started another W&B run in the process: after a refused fork its id can be used again only when all W&B runs of the
+process have ended.
 
 The files of wandb are in `wandb/` of the run directory. wandb writes to local disks only, so for a run in a bucket they
 are in this machine's cache while the job runs. They are uploaded when it ends, together with those of attempts that

@@ -230,24 +230,12 @@ def claim_attempt(
 ) -> Attempt:
     """Claim the next attempt in `store`, which fences every earlier attempt. Called on every process.
 
-    The first attempt also writes the owner of the directory.
+    The first attempt also writes the owner of the directory. `validate` raises `ResumeError` if another job owns it;
+    this is checked a second time here, because another job may have begun in the directory during the set-up. `discard`
+    removes the output outside of the directory of an attempt that did no work; it is called if the directory is free
+    for this spec for that reason. The git commit of `job_class` is recorded.
 
-    Args:
-        store: the run's directory.
-        document: the spec's document, for errors with a line.
-        spec: the spec.
-        identity: keys of the spec that define the trajectory.
-        hosts: this process and its peers.
-        stop: stop request of this process.
-        progress: progress of the training thread.
-        job_class: class of the job, whose git commit is recorded.
-        validate: function that raises `ResumeError` if another job owns the directory. This is checked a second time
-            here, because another job may have begun in the directory during the set-up.
-        discard: function that removes the output outside of the directory of an attempt that did no work; called if the
-            directory is free for this spec for that reason.
-
-    Raises:
-        InvalidError: on every process, the directory cannot be written, or belongs to another job.
+    Raises `InvalidError`, on every process, if the directory cannot be written, or belongs to another job.
     """
     fence, background_writer = Fence(store), BackgroundWriter()
 

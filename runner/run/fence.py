@@ -194,16 +194,11 @@ class RunIdentity:
         """Check that the spec continues a saved trajectory: that both have the same updates up to the newest step.
 
         A key that is `auto` on one side is not resolved yet and is not compared; the identity in a checkpoint has the
-        resolved value. Locations of content are not compared, because the digest of the content is.
+        resolved value. Locations of content are not compared, because the digest of the content is. The newest step is
+        asked for only if keys have changed.
 
-        Args:
-            saved: the saved trajectory.
-            owner: its owner in messages, such as "checkpoint 40".
-            url: URL of the directory, for messages.
-            get_step: function that returns the newest committed step. Called only if keys have changed.
-
-        Raises:
-            ResumeError: the trajectories differ before that step; the message has a line for each key.
+        Raises `ResumeError` if the trajectories differ before that step. Its message has a line for each key, and names
+        `owner`, such as "checkpoint 40", and `url`, that of the directory.
         """
         saved, present = fill_in_defaults(saved, self.identity, self.config), self.identity
         keys = self._list_changes(saved)

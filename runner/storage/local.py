@@ -318,6 +318,15 @@ class ConfinedStore(LocalStore):
             descriptor = inner
         return descriptor
 
+    @contextlib.contextmanager
+    def _open_directory(self, name: str) -> Iterator[int]:
+        with translate_errors(self.root / name):
+            descriptor = self._open_part(name, os.O_DIRECTORY)
+            try:
+                yield descriptor
+            finally:
+                os.close(descriptor)
+
     def open(self, name: str) -> BinaryIO:
         path = self.root / name
         with translate_errors(path):
@@ -334,13 +343,8 @@ class ConfinedStore(LocalStore):
     def list_kinds(self, prefix: str) -> dict[str, bool]:
         """Return the names directly below `prefix`, each with True if it is a directory; none if it does not exist."""
         try:
-            with translate_errors(self.root / prefix):
-                descriptor = self._open_part(prefix, os.O_DIRECTORY)
-                try:
-                    with os.scandir(descriptor) as entries:
-                        return {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
-                finally:
-                    os.close(descriptor)
+            with self._open_directory(prefix) as descriptor, os.scandir(descriptor) as entries:
+                return {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
         except FileNotFoundError:
             return {}
 
@@ -357,19 +361,14 @@ class ConfinedStore(LocalStore):
         parent = start.rpartition("/")[0]
         found = {}
         try:
-            with translate_errors(self.root / parent):
-                descriptor = self._open_part(parent, os.O_DIRECTORY)
-                try:
-                    walk = os.fwalk(".", dir_fd=descriptor)
-                    for path, inner in (
-                        (Path(parent, top, name), inner) for top, _, names, inner in walk for name in names
-                    ):
+            with self._open_directory(parent) as descriptor:
+                for top, _, names, inner in os.fwalk(".", dir_fd=descriptor):
+                    for name in names:
                         with contextlib.suppress(FileNotFoundError):
-                            status = os.stat(path.name, dir_fd=inner, follow_symlinks=False)
+                            status = os.stat(name, dir_fd=inner, follow_symlinks=False)
                             if stat.S_ISREG(status.st_mode):
-                                found[path.as_posix()] = FileInfo(status.st_size, _get_version(status))
-                finally:
-                    os.close(descriptor)
+                                path = Path(parent, top, name).as_posix()
+                                found[path] = FileInfo(status.st_size, _get_version(status))
         except FileNotFoundError:
             return {}
         return {name: found[name] for name in sorted(found) if name.startswith(start)}
