@@ -225,8 +225,8 @@ def claim_attempt(
     stop: StopNotice,
     progress: Progress,
     job_class: type,
-    validate: Callable[[Owner], None] = lambda owner: None,
-    discard: Callable[[], None] = lambda: None,
+    validate: Callable[[Owner], None],
+    discard: Callable[[], None],
 ) -> Attempt:
     """Claim the next attempt in `store`, which fences every earlier attempt. Called on every process.
 

@@ -30,11 +30,11 @@ _RENAMED_HINT = "; if only its name changed, list the former path in its class a
 class Fence:
     """Single-writer rule of one directory. Process 0 claims the attempt; the others `join` it."""
 
-    def __init__(self, store: Store, attempt: int | None = None):
+    def __init__(self, store: Store):
         self._store = store
         self._newest_seen = 0
         self._id: str | None = None  # in the claim, on the process that made it
-        self.attempt = attempt
+        self.attempt: int | None = None
 
     def find_newest(self) -> int:
         """Return the highest attempt that has claimed the directory, or 0."""

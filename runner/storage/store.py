@@ -271,7 +271,7 @@ class Key:
     unit: str = ""  # unit of a number, if it is not part of the name
 
 
-def validate_record(record: Mapping[str, Any], keys: Iterable[Key], needs: Iterable[str] = ()) -> None:
+def validate_record(record: Mapping[str, Any], keys: Iterable[Key], needs: Iterable[str]) -> None:
     """Raise `ValueError` if a JSON object lacks a key of `needs`, or the value of one of `keys` has the wrong type.
 
     A key below a `*` is required in each object there.
