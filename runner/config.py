@@ -790,7 +790,7 @@ class StabilityConfig(FrozenModel):
         return self.skip_update is not None and self.skip_update.grad_norm_above is not None
 
     @model_validator(mode="after")
-    def _validate_keys_together(self) -> "StabilityConfig":
+    def _validate_policy(self) -> "StabilityConfig":
         if self.non_finite == "roll_back" and self.roll_back is None:
             raise ValueError("non_finite: roll_back needs the section roll_back; write roll_back: {skip_examples: ...}")
         if (

@@ -69,25 +69,19 @@ class _Output(io.RawIOBase):
         num_bytes = len(left)
         try:
             while left:
-                left = left[self._write_when_ready(left) :]
+                try:
+                    left = left[os.write(self._descriptor, left) :]
+                    self._wait_seconds = _NON_BLOCKING_WAIT_SECONDS
+                except BlockingIOError:
+                    # Another process may have made the terminal or pipe non-blocking for everyone who has it open.
+                    _, ready, _ = select.select([], [self._descriptor], [], self._wait_seconds)
+                    if not ready:
+                        # There is no reader. Do not wait for the following lines either, until one can be written.
+                        self._wait_seconds = 0.0
+                        raise
         except OSError as error:
             self.error = error
         return num_bytes
-
-    def _write_when_ready(self, content: memoryview) -> int:
-        # Another process may have made the terminal or pipe non-blocking for everyone who has it open.
-        while True:
-            try:
-                written = os.write(self._descriptor, content)
-            except BlockingIOError:
-                _, ready, _ = select.select([], [self._descriptor], [], self._wait_seconds)
-                if not ready:
-                    # There is no reader. Do not wait for the following lines either, until one can be written.
-                    self._wait_seconds = 0.0
-                    raise
-            else:
-                self._wait_seconds = _NON_BLOCKING_WAIT_SECONDS
-                return written
 
 
 _outputs = (_Output(1, "<stdout>"), _Output(2, "<stderr>"))

@@ -120,7 +120,7 @@ def align_timelines(timelines: Sequence[AttemptTimeline]) -> list[AttemptTimelin
     """
     aligned: list[AttemptTimeline] = []
     claimed, shift_seconds = math.inf, 0.0  # of the newer attempt
-    for timeline in reversed(_align_behind(_align_by_uptime(timelines))):
+    for timeline in reversed(align_behind(align_by_uptime(timelines))):
         before_seconds, shift_seconds = shift_seconds, 0.0
         if aligned:
             excess_seconds = timeline.ended - aligned[-1].began
@@ -134,7 +134,7 @@ def align_timelines(timelines: Sequence[AttemptTimeline]) -> list[AttemptTimelin
     return aligned[::-1]
 
 
-def _align_by_uptime(timelines: Sequence[AttemptTimeline]) -> list[AttemptTimeline]:
+def align_by_uptime(timelines: Sequence[AttemptTimeline]) -> list[AttemptTimeline]:
     """Move attempts whose distance from the next one on the same machine is not that of its monotonic clock."""
     aligned: list[AttemptTimeline] = []
     newer: dict[str, AttemptTimeline] = {}  # by boot of a machine
@@ -152,7 +152,7 @@ def _align_by_uptime(timelines: Sequence[AttemptTimeline]) -> list[AttemptTimeli
     return aligned[::-1]
 
 
-def _align_behind(timelines: Sequence[AttemptTimeline]) -> list[AttemptTimeline]:
+def align_behind(timelines: Sequence[AttemptTimeline]) -> list[AttemptTimeline]:
     """Move an attempt whose clock is behind those of an older and of the newest attempt to the end of the older one."""
     claims = [math.nan if timeline.claimed is None else timeline.claimed for timeline in timelines]
     newest = next((claimed for claimed in reversed(claims) if claimed == claimed), math.inf)

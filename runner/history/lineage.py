@@ -89,7 +89,8 @@ def parse_ancestors(record: JsonObject) -> tuple[ForkRecord, ...]:
     return tuple(found)
 
 
-def _find_parent_state(parent: ForkRecord) -> ParentState:
+def find_parent_state(parent: ForkRecord) -> ParentState:
+    """Return the state of the directory in which a parent was when it was forked."""
     try:
         store = open_store(parent.run)
         try:
@@ -127,7 +128,7 @@ def build_tree(runs: Sequence[RunLineage]) -> list[LineageNode]:
             forks.setdefault(parent, []).append(key)
             if parent in nodes:
                 break  # Its own ancestors are, or will be, added with it.
-            nodes[parent] = LineageNode(ancestor.run, ancestor.id, None, None, _find_parent_state(ancestor))
+            nodes[parent] = LineageNode(ancestor.run, ancestor.id, None, None, find_parent_state(ancestor))
             key = parent
 
     found: dict[_NodeKey, LineageNode] = {}

@@ -136,12 +136,17 @@ class HistoryReader:
         names = sorted(name for name in children if parse_number(name) is None and not name.startswith("."))
         ledger = self._try(lambda: self._ledger_reader.read(set(steps)), LedgerSummary())
         timelines = self._read_timelines(ledger)
-        if timelines and is_present:
-            timelines = _align_to_present(timelines, now)
+        clock = timelines[-1].clock if timelines and is_present else None
+        if clock is not None and clock.uptime is not None and clock.is_process_alive:
+            # The process is alive on this machine, so all times are moved by the error of the clock that it had.
+            age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - clock.uptime
+            shift_seconds = now - age_seconds - timelines[-1].began
+            if abs(shift_seconds) > CLOCK_TOLERANCE_SECONDS:
+                timelines = [timeline.shift(shift_seconds) for timeline in timelines]
         if not timelines:
             raise InvalidError(f"{store.url}: no run is here" + "".join(f"; {line}" for line in self._unread[:1]))
         sample: tuple[JsonObject, ...] = self._try(lambda: read_sample(store), ())
-        spec = self._try(lambda: _parse_spec(store.read("spec.yaml")), None)
+        spec = self._try(lambda: parse_spec(store.read("spec.yaml")), None)
         spec = spec if isinstance(spec, dict) else {}
         result = self._try(lambda: read_result(store), None)
         owner = self._try(lambda: read_owner(store), None)
@@ -149,7 +154,7 @@ class HistoryReader:
             self._unread.append(f"{num_skipped:,} lines of events.jsonl: they are no events, and are skipped")
 
         newer = [*timelines[1:], None]
-        outcomes = [_infer_outcome(timeline, after, now) for timeline, after in zip(timelines, newer, strict=True)]
+        outcomes = [infer_outcome(timeline, after, now) for timeline, after in zip(timelines, newer, strict=True)]
         is_alive = outcomes[-1].is_alive
         shares = compute_goodput(timelines, now if is_alive else None)
         starts = [timeline.events.start for timeline in timelines]
@@ -206,7 +211,7 @@ class HistoryReader:
             if loss is not None:
                 losses.setdefault(row["step"], loss)
         validation = sorted(losses.items())
-        stages, problems = _read_stages(spec, ledger.stages)
+        stages, problems = read_stages(spec, ledger.stages)
         self._unread += problems
         return History(
             url=store.url,
@@ -232,7 +237,7 @@ class HistoryReader:
             figures={key: value for key, (_, value) in ledger.figures.items()},
             is_language_model=ledger.is_language_model,
             straggling=_find_stragglers(timelines[-1].events),
-            warnings=(*ledger.notices, *_list_clock_notices(timelines)),
+            warnings=(*ledger.notices, *list_clock_notices(timelines)),
             saves=tuple(ledger.saves),
             events=tuple(ledger.events),
             fork=read_fork(ledger.fork),
@@ -326,19 +331,7 @@ class _AttemptOutcome(NamedTuple):
     reason: str | None = None  # reason of a failure
 
 
-def _align_to_present(timelines: list[AttemptTimeline], now: float) -> list[AttemptTimeline]:
-    """Move all times by the error of the newest attempt's clock, if its process is alive on this machine."""
-    clock = timelines[-1].clock
-    if clock is None or clock.uptime is None or not clock.is_process_alive:
-        return timelines
-    age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - clock.uptime
-    shift_seconds = now - age_seconds - timelines[-1].began
-    if abs(shift_seconds) <= CLOCK_TOLERANCE_SECONDS:
-        return timelines
-    return [timeline.shift(shift_seconds) for timeline in timelines]
-
-
-def _list_clock_notices(timelines: Sequence[AttemptTimeline]) -> list[Notice]:
+def list_clock_notices(timelines: Sequence[AttemptTimeline]) -> list[Notice]:
     """Return a notice if times of attempts had to be moved, since their clocks disagree."""
     moved = [timeline for timeline in timelines if abs(timeline.shift_seconds) > CLOCK_TOLERANCE_SECONDS]
     if not moved:
@@ -353,7 +346,7 @@ def _list_clock_notices(timelines: Sequence[AttemptTimeline]) -> list[Notice]:
     return [Notice(moved[-1].ended, moved[-1].events.number, "clock", None, text)]
 
 
-def _infer_outcome(timeline: AttemptTimeline, newer: AttemptTimeline | None, now: float) -> _AttemptOutcome:
+def infer_outcome(timeline: AttemptTimeline, newer: AttemptTimeline | None, now: float) -> _AttemptOutcome:
     """Return the outcome of an attempt: the exit code that its clock or an event has recorded.
 
     An attempt without one was killed, was fenced, or is alive: on the machine where it ran its process is looked up,
@@ -402,7 +395,7 @@ def format_changes(fork: ForkRecord) -> list[str]:
     return lines
 
 
-def _read_stages(spec: JsonObject, events: Mapping[int, JsonObject]) -> tuple[tuple[StageRecord, ...], list[str]]:
+def read_stages(spec: JsonObject, events: Mapping[int, JsonObject]) -> tuple[tuple[StageRecord, ...], list[str]]:
     """Return the stages of the content of `spec.yaml`, or else of the events, and a line for each problem of it."""
     config: Any = spec.get("config")
     if isinstance(config, dict) and config.get("stages"):
@@ -442,7 +435,7 @@ def _read_stages(spec: JsonObject, events: Mapping[int, JsonObject]) -> tuple[tu
                 from_step=start.step,
                 tokens=start.units if has_tokens else None,
                 tokens_per_step=start.units_per_step if has_tokens else None,
-                changes=tuple(_apply_stage(config, stage.set)),
+                changes=tuple(apply_stage(config, stage.set)),
                 why=to_single_line(stage.why or ""),
                 began=get_time(event) if get_step(event) == start.step else None,
             )
@@ -455,7 +448,7 @@ def _read_stages(spec: JsonObject, events: Mapping[int, JsonObject]) -> tuple[tu
     return tuple(found), problems
 
 
-def _apply_stage(config: Any, values: Mapping[str, Any]) -> list[str]:
+def apply_stage(config: Any, values: Mapping[str, Any]) -> list[str]:
     """Set the values of a stage in a config, as far as it has these keys, and return a line for each change."""
     lines = []
     for key, value in values.items():
@@ -492,7 +485,7 @@ def _format_setting(value: Any) -> str:
     return value if isinstance(value, str) else "null" if value is None else to_single_line(json.dumps(to_json(value)))
 
 
-def _parse_spec(content: bytes) -> object:
+def parse_spec(content: bytes) -> object:
     """Return the content of a `spec.yaml`, without validation: a later version of the runner may have written it.
 
     Raises `ValueError` if it is too large, or has aliases, which could stand for any amount of data.

@@ -132,21 +132,15 @@ def validate_meta(meta: Any, reserved: tuple[str, ...] = RESERVED_NAMES) -> None
     for name, value in meta.items():
         if name in reserved:
             raise InvalidError(f"a step returns {name!r} as meta, which is a reserved name; use another")
-        if not _is_loggable(value):
+        fits = isinstance(value, Histogram)
+        if isinstance(value, bool | int | float | np.generic | np.ndarray | jax.Array | jax.ShapeDtypeStruct):
+            # Checked on shapes and types only, since the value may be a tracer.
+            shape = value.shape if isinstance(value, jax.ShapeDtypeStruct) else jnp.shape(value)
+            is_small = len(shape) == 0 or (len(shape) == 1 and 0 < shape[0] <= LIST_MAX)
+            kinds, dtype = (jnp.bool_, jnp.integer, jnp.floating), jnp.result_type(value)
+            fits = is_small and any(jnp.issubdtype(dtype, kind) for kind in kinds)
+        if not fits:
             raise InvalidError(f"a step returns {name!r} as meta, {_describe(value)}; {_REQUIREMENT}")
-
-
-def _is_loggable(value: Any) -> bool:
-    """Return True if a row can hold this value of meta, which may be a tracer."""
-    if isinstance(value, Histogram):
-        return True
-    if not isinstance(value, bool | int | float | np.generic | np.ndarray | jax.Array | jax.ShapeDtypeStruct):
-        return False
-    # Checked on shapes and types only, since the value may be a tracer.
-    shape = jnp.shape(value) if not isinstance(value, jax.ShapeDtypeStruct) else value.shape
-    dtype = jnp.result_type(value)
-    is_small = len(shape) == 0 or (len(shape) == 1 and 0 < shape[0] <= LIST_MAX)
-    return is_small and any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
 
 
 def _describe(value: Any) -> str:

@@ -333,7 +333,7 @@ def validate_shared(store: Store, hosts: Hosts, token: str, seconds: float) -> N
     if hosts.num_processes == 1:
         return
     try:
-        places = hosts.gather([_find_sharing_problem(store, token, seconds), socket.gethostname(), store.url])
+        places = hosts.gather([find_sharing_problem(store, token, seconds), socket.gethostname(), store.url])
     finally:
         if hosts.is_main:
             with contextlib.suppress(OSError):  # a file that stays does no harm
@@ -351,7 +351,7 @@ def validate_shared(store: Store, hosts: Hosts, token: str, seconds: float) -> N
         )
 
 
-def _find_sharing_problem(store: Store, token: str, seconds: float) -> str | None:
+def find_sharing_problem(store: Store, token: str, seconds: float) -> str | None:
     """Return None as soon as the file is there, the reason if it is not within so many seconds."""
     started = time.monotonic()
     while True:

@@ -71,7 +71,7 @@ def append_line(path: Path, line: bytes, is_durable: bool = False) -> None:
     If the last line was torn by a full disk or a power cut, it is closed first, so that it does not damage the new one.
     With `is_durable` the whole line is on the disk when this returns.
     """
-    descriptor, is_torn = retry_stale(lambda: _open_for_append(path))
+    descriptor, is_torn = retry_stale(lambda: open_for_append(path))
     try:
         content = b"\n" * is_torn + line
         # A disk that is almost full takes a part of the line, and raises an error only at the next write.
@@ -84,7 +84,7 @@ def append_line(path: Path, line: bytes, is_durable: bool = False) -> None:
         os.close(descriptor)
 
 
-def _open_for_append(path: Path) -> tuple[int, bool]:
+def open_for_append(path: Path) -> tuple[int, bool]:
     """Return a descriptor of a file, locked where there are locks, and True if its last line was torn."""
     # O_APPEND moves to the end of the file at the write itself, even if another process has appended meanwhile. The
     # umask is subtracted from the mode.

@@ -162,7 +162,7 @@ class LocalStore:
                 _create_once(temporary, path)
             else:
                 # No call replaces a file on a condition, so writers take turns.
-                stack.enter_context(_take_turns(path))
+                stack.enter_context(take_turns(path))
                 if self.read_versioned(name)[1] != version:
                     raise FileExistsError(f"{path} has changed")
                 os.replace(temporary, path)
@@ -437,7 +437,7 @@ def _create_once(temporary: Path, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _take_turns(path: Path) -> Iterator[None]:
+def take_turns(path: Path) -> Iterator[None]:
     """Exclude other processes that replace `path` on a condition, for as long as the context lasts."""
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:

@@ -14,7 +14,7 @@ import pytest
 from runner.data.readers import publish_once
 from runner.run.environment import FileSystem, probe_file_system
 from runner.storage import ABSENT, DiskError, LocalStore, append_line, create_file, local, read_log
-from runner.storage.local import _take_turns
+from runner.storage.local import take_turns
 from runner.storage.store import fsync, retry_stale
 from tests.support.missing_calls import ERRORS, make_variables, take_calls_away
 from tests.support.tokenise_inputs import make_tokenise_job, write_text_files
@@ -117,7 +117,7 @@ def test_writers_that_replace_a_file_take_turns_without_locks(tmp_path, monkeypa
     inside, most = [], []
 
     def enter(_):
-        with _take_turns(tmp_path / "name"):
+        with take_turns(tmp_path / "name"):
             inside.append(1)
             most.append(len(inside))
             time.sleep(0.002)
