@@ -40,26 +40,16 @@ _TORUS_3D = {
 
 @dataclass(frozen=True)
 class PeakRates:
-    """Peak rates of one chip, without sparsity.
+    """Peak rates of one chip, without sparsity."""
 
-    Attributes:
-        flops_per_second: floating-point operations per second in bfloat16.
-        hbm_bytes: size of its memory.
-        hbm_bytes_per_second: bandwidth of its memory.
-        interconnect_bytes_per_second: bandwidth out of one chip over all its links inside a slice, or inside a GPU
-            node, in one direction.
-        network_bytes_per_second: the chip's share of its host's network between slices or nodes, in one direction.
-        int8_per_second: operations per second on int8; None if it has none, or no faster ones.
-        float8_per_second: operations per second on float8, likewise.
-    """
-
-    flops_per_second: float
-    hbm_bytes: int
-    hbm_bytes_per_second: float
+    flops_per_second: float  # floating-point operations per second in bfloat16
+    hbm_bytes: int  # size of its memory
+    hbm_bytes_per_second: float  # bandwidth of its memory
+    # Bandwidth out of one chip over all its links inside a slice, or inside a GPU node, in one direction.
     interconnect_bytes_per_second: float
-    network_bytes_per_second: float
-    int8_per_second: float | None = None
-    float8_per_second: float | None = None
+    network_bytes_per_second: float  # the chip's share of its host's network between slices or nodes, in one direction
+    int8_per_second: float | None = None  # operations per second on int8; None if it has none, or no faster ones
+    float8_per_second: float | None = None  # operations per second on float8, likewise
 
     def get_matmul_rate(self, matmul: str) -> float | None:
         """Return the operations per second of matmuls by `precision.matmul`; None if the chip has no such matmuls."""
@@ -68,37 +58,25 @@ class PeakRates:
 
 @dataclass(frozen=True)
 class Chip:
-    """One kind of accelerator.
+    """One kind of accelerator."""
 
-    Attributes:
-        device_kinds: prefixes of `device_kind` of its jax devices, in lower case.
-        speeds: peak rates; None if they depend on the machine.
-        chips_per_host: chips of one host of a slice with several hosts, or of one GPU node; None if it varies.
-        devices_per_chip: number of jax devices of one chip.
-        shapes: chips of a slice -> shape of the slice, as GKE and libtpu write it; None unless it is a TPU.
-        libtpu_name: prefix of libtpu's topology names; None unless it is a TPU.
-        gke_accelerator: value of GKE's node label; None if GKE does not offer it.
-        gcloud_prefix: prefix of the accelerator types of queued resources; None if there are none.
-        gcloud_units_per_chip: units per chip in the number of such a type, which counts cores for some chips.
-        gcloud_runtime: software version of its TPU VMs for JAX.
-        matrix_units: number of matrix units of a chip, and the width of each; None if unknown. A unit of width 128 does
-            128 x 128 multiplications and additions per cycle. The makers publish no clock: `clock_hertz` follows from
-            these and the peak.
-        compiler_flags: XLA flags for programs on this chip (see `make_compiler_options`).
-    """
-
-    device_kinds: tuple[str, ...]
-    speeds: PeakRates | None = None
+    device_kinds: tuple[str, ...]  # prefixes of `device_kind` of its jax devices, in lower case
+    speeds: PeakRates | None = None  # peak rates; None if they depend on the machine
+    # Chips of one host of a slice with several hosts, or of one GPU node; None if it varies.
     chips_per_host: int | None = None
-    devices_per_chip: int = 1
+    devices_per_chip: int = 1  # number of jax devices of one chip
+    # Chips of a slice -> shape of the slice, as GKE and libtpu write it; None unless it is a TPU.
     shapes: dict[int, str] | None = None
-    libtpu_name: str | None = None
-    gke_accelerator: str | None = None
-    gcloud_prefix: str | None = None
-    gcloud_units_per_chip: int = 1
-    gcloud_runtime: str | None = None
+    libtpu_name: str | None = None  # prefix of libtpu's topology names; None unless it is a TPU
+    gke_accelerator: str | None = None  # value of GKE's node label; None if GKE does not offer it
+    gcloud_prefix: str | None = None  # prefix of the accelerator types of queued resources; None if there are none
+    gcloud_units_per_chip: int = 1  # units per chip in the number of such a type, which counts cores for some chips
+    gcloud_runtime: str | None = None  # software version of its TPU VMs for JAX
+    # Number of matrix units of a chip, and the width of each; None if unknown. A unit of width 128 does 128 x 128
+    # multiplications and additions per cycle. The makers publish no clock: `clock_hertz` follows from these and the
+    # peak.
     matrix_units: tuple[int, int] | None = None
-    compiler_flags: tuple[str, ...] = ()
+    compiler_flags: tuple[str, ...] = ()  # XLA flags for programs on this chip (see `make_compiler_options`)
 
     @property
     def device_hbm_bytes(self) -> int:
@@ -154,9 +132,8 @@ CHIPS = {
     "cpu": Chip(("cpu",)),
     "v4": Chip(
         ("tpu v4",),
-        PeakRates(
-            275 * _T, 32 * _GIB, 1200 * _G, 300 * _G, 6.25 * _G
-        ),  # its network is not published; assumed to be that of v5p
+        # Its network is not published; it is assumed to be that of v5p.
+        PeakRates(275 * _T, 32 * _GIB, 1200 * _G, 300 * _G, 6.25 * _G),
         chips_per_host=4,
         shapes=_TORUS_3D,
         libtpu_name="v4",
@@ -251,11 +228,7 @@ _GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # drivers of NVIDIA, of
 
 
 def has_gpu(variables: Mapping[str, str]) -> bool:
-    """Return True if JAX might run on a GPU here, as far as that is known without starting it.
-
-    Args:
-        variables: environment variables.
-    """
+    """Return True if JAX might run on a GPU here, as far as that is known without starting it."""
     platforms = variables.get("JAX_PLATFORMS", "")
     if platforms and not {"gpu", "cuda", "rocm"} & set(platforms.split(",")):
         return False
@@ -275,11 +248,7 @@ def platform_errors() -> Iterator[None]:
 
 
 def add_deterministic_flags(variables: MutableMapping[str, str]) -> None:
-    """Add `DETERMINISTIC_FLAGS` to `XLA_FLAGS`, except flags that are already there. Call it before JAX starts.
-
-    Args:
-        variables: environment variables, which are changed.
-    """
+    """Add `DETERMINISTIC_FLAGS` to `XLA_FLAGS`, except flags that are already there. Call it before JAX starts."""
     present = variables.get("XLA_FLAGS", "").split()
     names = {flag.partition("=")[0] for flag in present}
     wanted = DETERMINISTIC_FLAGS["gpu" if has_gpu(variables) else "cpu"]
@@ -295,15 +264,10 @@ def is_gpu_deterministic(variables: Mapping[str, str]) -> bool:
 
 
 def make_compiler_options(device_kind: str, variables: Mapping[str, str], program: str) -> dict[str, str | bool]:
-    """Return the catalogue's XLA flags for a program, as options of its compilation.
+    """Return the catalogue's XLA flags for a program (StableHLO), as options of its compilation.
 
     A flag that is set in `LIBTPU_INIT_ARGS` or `XLA_FLAGS` is left out, so that the user's value has precedence.
     Programs that crash the compiler with these flags get none.
-
-    Args:
-        device_kind: `device_kind` of the jax devices.
-        variables: environment variables.
-        program: StableHLO of the program.
     """
     chip = None if _RAGGED in program else find_chip(device_kind)
     given = f"{variables.get('LIBTPU_INIT_ARGS', '')} {variables.get('XLA_FLAGS', '')}".split()
@@ -316,16 +280,10 @@ def make_compiler_options(device_kind: str, variables: Mapping[str, str], progra
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Accelerator for which a job is sized.
+    """Accelerator for which a job is sized."""
 
-    Attributes:
-        name: name of the chip in the catalogue.
-        num_chips: chips per slice; None for as many as there are.
-        num_slices: number of slices.
-    """
-
-    name: str
-    num_chips: int | None = None
+    name: str  # name of the chip in the catalogue
+    num_chips: int | None = None  # chips per slice; None for as many as there are
     num_slices: int = 1
 
     def __str__(self) -> str:
@@ -345,11 +303,7 @@ class Accelerator:
 
     @property
     def shape(self) -> str:
-        """Shape of one slice, such as 4x4.
-
-        Raises:
-            InvalidError: There is no slice with this number of chips.
-        """
+        """Shape of one slice, such as 4x4. Raises `InvalidError` if there is no slice with this number of chips."""
         shapes = self.chip.shapes or {}
         if self.num_chips not in shapes:
             near = ", ".join(f"{self.name}-{number}" for number in shapes) or "none"
@@ -395,11 +349,7 @@ def validate_matmul(matmul: str, chip: Chip | None) -> None:
 
 
 def parse_accelerator(text: str) -> Accelerator | None:
-    """Return the accelerator that a spec names; None for `any`.
-
-    Raises:
-        InvalidError: The text does not name an accelerator of the catalogue.
-    """
+    """Return the accelerator that a spec names; None for `any`. Raises `InvalidError` if the catalogue has none."""
     if text == "any":
         return None
     match = re.fullmatch(r"(?:([1-9]\d*)x)?([a-z][a-z0-9]*)(?:-([1-9]\d*))?", text)

@@ -47,19 +47,14 @@ def validate_placement(coordinator: str | None, num_processes: int | None, proce
 
 
 class CommandLine:
-    """The commands of one program."""
+    """The commands of one program.
+
+    It is called by `python -m` and the name of `module`, or by the console script that does the same. Command lines
+    that begin with a file, or with an option of the command `default`, call that command; in the list of commands its
+    name reads as a placeholder. `summary` and `epilogue` are the first and last paragraph of the program's help.
+    """
 
     def __init__(self, module: str, script: str, summary: str, epilogue: str, default: str | None = None):
-        """Make a program that has no commands yet.
-
-        Args:
-            module: name after `python -m`.
-            script: name of the console script that does the same.
-            summary: first paragraph of the program's help.
-            epilogue: last paragraph of the program's help.
-            default: name of the command for command lines that begin with a file or with one of its options. It is
-                shown in the list of commands, so it should read as a placeholder.
-        """
         self._module, self._script, self._default = module, script, default
         self._app = typer.Typer(
             cls=_Program,
@@ -74,14 +69,10 @@ class CommandLine:
         )
 
     def add(self, name: str, arguments: type, summary: str, exit_codes: str, details: str = "") -> None:
-        """Declare a command.
+        """Declare a command of one or two words, whose arguments and options are the fields of a frozen dataclass.
 
-        Args:
-            name: one word, or two for a command of a command.
-            arguments: frozen dataclass whose fields are the arguments and options.
-            summary: line in the program's list of commands, at most 56 characters, without a period.
-            exit_codes: meaning of each exit code.
-            details: further paragraphs of the command's own help.
+        `summary` is its line in the list of commands, at most 56 characters without a period; `exit_codes` says what
+        each exit code means; `details` are further paragraphs of its own help.
         """
         hints = get_type_hints(arguments, include_extras=True)
 
@@ -89,12 +80,13 @@ class CommandLine:
             return arguments(**values)
 
         # Typer reads the parameters of a command off the signature of a function.
-        parameters = [
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=_get_default(field), annotation=hints[field.name]
-            )
-            for field in dataclasses.fields(arguments)
-        ]
+        parameters = []
+        for field in dataclasses.fields(arguments):
+            default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
+            kind, hint = inspect.Parameter.KEYWORD_ONLY, hints[field.name]
+            parameters.append(inspect.Parameter(field.name, kind, default=default, annotation=hint))
         make_arguments.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         make_arguments.__annotations__ = {}
         self._app.command(
@@ -108,9 +100,8 @@ class CommandLine:
     def parse(self, words: Sequence[str]) -> object:
         """Return the dataclass instance that a command line describes.
 
-        Raises:
-            InvalidError: the command line is wrong.
-            SystemExit: nothing is left to do, after `--help`, `--version` and what shell completion asks for.
+        Raises `InvalidError` if it is wrong, and `SystemExit` if nothing is left to do, after `--help`, `--version` and
+        what shell completion asks for.
         """
         program = typer.main.get_command(self._app)
         assert isinstance(program, _Program)
@@ -134,8 +125,6 @@ class CommandLine:
 
 
 class _Command(TyperCommand):
-    """A command whose help and mistakes are plain lines."""
-
     def format_usage(self, ctx: Any, formatter: Any) -> None:
         pieces = [piece.strip("{}") for piece in self.collect_usage_pieces(ctx)]
         formatter.write_usage(ctx.find_root().obj.format_call(ctx.command_path), " ".join(pieces))
@@ -193,12 +182,6 @@ class _Program(TyperGroup):
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         return [item for item in super().shell_complete(ctx, incomplete) if item.value != self.default]
-
-
-def _get_default(field: "dataclasses.Field[Any]") -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
 
 
 def _format_mistake(error: typer.TyperException, call: str) -> str:

@@ -50,15 +50,10 @@ TOTAL_KEYS = ("train.total_steps", "train.total_tokens", "train.total_epochs")
 
 
 class ModelConfig(FrozenModel):
-    """Base of an experiment's architecture keys. Those marked `Policy.STAGE` may change during a run.
+    """Base of an experiment's architecture keys. Those marked `Policy.STAGE` may change during a run."""
 
-    Attributes:
-        has_8bit_matmuls: True if the model reads `precision.matmul`.
-        has_gradient_rounding: True if the model reads `precision.gradient_rounding`.
-    """
-
-    has_8bit_matmuls: ClassVar[bool] = False
-    has_gradient_rounding: ClassVar[bool] = False
+    has_8bit_matmuls: ClassVar[bool] = False  # True if the model reads `precision.matmul`
+    has_gradient_rounding: ClassVar[bool] = False  # True if the model reads `precision.gradient_rounding`
 
 
 ModelConfigType = TypeVar("ModelConfigType", bound=ModelConfig)
@@ -94,7 +89,6 @@ class TokenSource(FrozenModel):
     @field_validator("source")
     @classmethod
     def _validate_trust(cls, source: str, info: ValidationInfo) -> str:
-        """Refuse a class of a module that the document may not name."""
         # Also if a file has this name now: it may be gone when the class is loaded.
         if isinstance(info.context, Document) and CLASS_PATH.fullmatch(source):
             info.context.validate_trust(source)
@@ -192,7 +186,6 @@ class DataConfig(TokenSource):
 
     @model_validator(mode="after")
     def _validate_kind(self) -> "DataConfig":
-        """Refuse data of arrays from anything but a class, and with keys that only tokens need."""
         if self.has_tokens:
             return self
         if not all(is_class_path(source.source) for source in self.sources):
@@ -216,7 +209,6 @@ class DataConfig(TokenSource):
 
     @model_validator(mode="after")
     def _validate_tokenise(self) -> "DataConfig":
-        """Refuse keys that nothing reads beside `tokenise`, and sources that hold no text."""
         if self.tokenise is None:
             return self
         if given := sorted({"source", "output"} & {*self.tokenise}):
@@ -235,7 +227,6 @@ class DataConfig(TokenSource):
 
     @model_validator(mode="after")
     def _validate_train_on(self) -> "DataConfig":
-        """Refuse a validation set of answers if no training source trains on answers: its loss would not compare."""
         if all(source.train_on != "answers" for source in self.sources):
             for name, source in self.validation.items():
                 if source.train_on == "answers":
@@ -283,8 +274,7 @@ class BatchRampConfig(FrozenModel):
 
     from_examples: PositiveInt = Field(description="Examples per optimizer step at the beginning of the ramp.")
     over_steps: PositiveInt | None = Field(
-        default=None,
-        description="Length of the ramp in steps. Exactly one of over_steps and over_tokens is needed.",
+        default=None, description="Length of the ramp in steps. Exactly one of over_steps and over_tokens is needed."
     )
     over_tokens: PositiveInt | None = Field(
         default=None, description="Length of the ramp in tokens; each increment is made at a whole step."
@@ -461,26 +451,17 @@ def complete_sources(values: JsonObject) -> JsonObject:
 
 
 class StageStart(NamedTuple):
-    """Beginning of a stage; the first is the beginning of the run.
+    """Beginning of a stage; the first is the beginning of the run."""
 
-    Attributes:
-        step: steps completed before it.
-        units: tokens consumed before it, or examples where the data are arrays.
-        units_per_step: tokens (or examples) of each step in it.
-    """
-
-    step: int
-    units: int
-    units_per_step: int
+    step: int  # steps completed before it
+    units: int  # tokens consumed before it, or examples where the data are arrays
+    units_per_step: int  # tokens (or examples) of each step in it
 
 
 def locate_stages(batch_examples: int, units_per_example: int, stages: Iterable[StageConfig]) -> list[StageStart]:
-    """Return the beginning of a run and that of each of its stages.
+    """Return the beginning of a run and that of each of its stages, in order.
 
-    Args:
-        batch_examples: global batch of the run before its first stage.
-        units_per_example: sequence length before the first stage; 1 where the data are arrays.
-        stages: stages in order.
+    The batch and the length of an example (1 where the data are arrays) are those before the first stage.
     """
     sizes = {"train.global_batch_examples": batch_examples, "data.sequence_length": units_per_example}
     starts = [StageStart(0, 0, batch_examples * units_per_example)]
@@ -766,9 +747,7 @@ class RollBackConfig(FrozenModel):
         "an update may do damage before the loss shows it.",
     )
     at_most: Annotated[PositiveInt, Policy.FREE] = Field(
-        default=3,
-        le=ROLL_BACKS_MAX,
-        description="Roll-backs of a run; the next spike ends it with exit code 1.",
+        default=3, le=ROLL_BACKS_MAX, description="Roll-backs of a run; the next spike ends it with exit code 1."
     )
 
 
@@ -811,13 +790,9 @@ class StabilityConfig(FrozenModel):
         return self.skip_update is not None and self.skip_update.grad_norm_above is not None
 
     @model_validator(mode="after")
-    def _validate_roll_back(self) -> "StabilityConfig":
+    def _validate_policy(self) -> "StabilityConfig":
         if self.non_finite == "roll_back" and self.roll_back is None:
             raise ValueError("non_finite: roll_back needs the section roll_back; write roll_back: {skip_examples: ...}")
-        return self
-
-    @model_validator(mode="after")
-    def _validate_limit_is_read(self) -> "StabilityConfig":
         if (
             not self.skips_updates
             and self.max_consecutive_skips != type(self).model_fields["max_consecutive_skips"].default
@@ -1087,7 +1062,6 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
 
     @model_validator(mode="after")
     def _validate_no_tokens(self) -> "TrainerConfig[ModelConfigType]":
-        """Refuse keys that count tokens or are about text, if the data are arrays."""
         if self.data.has_tokens:
             return self
         reason = "the data are arrays (no data.sequence_length)"
@@ -1125,11 +1099,8 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         )
 
     @model_validator(mode="after")
-    def _validate_reduction_order(self) -> "TrainerConfig[ModelConfigType]":
-        """Refuse same_bits_devices with computations over whole matrices, or over halves of a batch.
-
-        The order of their sums depends on how the matrices or the batch are sharded.
-        """
+    def _validate_sections_together(self) -> "TrainerConfig[ModelConfigType]":
+        # The order of sums over whole matrices, or over halves of a batch, depends on how these are sharded.
         devices, name = self.train.same_bits_devices, self.optimizer.name
         if devices is not None and not OPTIMIZERS[name].is_elementwise:
             raise ValueError(
@@ -1140,19 +1111,11 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             raise ValueError(
                 f"train.same_bits_devices={devices}: noise_scale has no fixed order of sums; leave one of them out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _validate_adapter(self) -> "TrainerConfig[ModelConfigType]":
         if self.adapter is not None and self.precision.rounding != "nearest":
             raise ValueError(
                 f"precision.rounding={self.precision.rounding}: nothing reads it, as an adapter is float32; leave it "
                 "out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _validate_sections_together(self) -> "TrainerConfig[ModelConfigType]":
         if self.precision.matmul != "compute" and not self.model.has_8bit_matmuls:
             raise ValueError(
                 f"precision.matmul={self.precision.matmul}: nothing reads it, as {type(self.model).__name__} has no "

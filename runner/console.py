@@ -48,16 +48,12 @@ _NON_BLOCKING_WAIT_SECONDS = 2.0
 
 
 class _Output(io.RawIOBase):
-    """File descriptor of standard output or standard error whose writes raise nothing.
-
-    Attributes:
-        error: reason why some of the output was lost, None if nothing was.
-    """
+    """File descriptor of standard output or standard error whose writes raise nothing."""
 
     def __init__(self, descriptor: int, name: str):
         self._descriptor, self.name = descriptor, name
         self._wait_seconds = _NON_BLOCKING_WAIT_SECONDS
-        self.error: OSError | None = None
+        self.error: OSError | None = None  # the reason why some of the output was lost
 
     def writable(self) -> bool:
         return True
@@ -73,25 +69,19 @@ class _Output(io.RawIOBase):
         num_bytes = len(left)
         try:
             while left:
-                left = left[self._write_when_ready(left) :]
+                try:
+                    left = left[os.write(self._descriptor, left) :]
+                    self._wait_seconds = _NON_BLOCKING_WAIT_SECONDS
+                except BlockingIOError:
+                    # Another process may have made the terminal or pipe non-blocking for everyone who has it open.
+                    _, ready, _ = select.select([], [self._descriptor], [], self._wait_seconds)
+                    if not ready:
+                        # There is no reader. Do not wait for the following lines either, until one can be written.
+                        self._wait_seconds = 0.0
+                        raise
         except OSError as error:
             self.error = error
         return num_bytes
-
-    def _write_when_ready(self, content: memoryview) -> int:
-        # Another process may have made the terminal or pipe non-blocking for everyone who has it open.
-        while True:
-            try:
-                written = os.write(self._descriptor, content)
-            except BlockingIOError:
-                _, ready, _ = select.select([], [self._descriptor], [], self._wait_seconds)
-                if not ready:
-                    # There is no reader. Do not wait for the following lines either, until one can be written.
-                    self._wait_seconds = 0.0
-                    raise
-            else:
-                self._wait_seconds = _NON_BLOCKING_WAIT_SECONDS
-                return written
 
 
 _outputs = (_Output(1, "<stdout>"), _Output(2, "<stderr>"))
@@ -135,8 +125,7 @@ def _open_text(output: _Output, given: Any, *, is_line_buffered: bool) -> io.Tex
 def finish_output() -> bool:
     """Flush standard output, and return False if it has no reader any more. For commands whose result is their output.
 
-    Raises:
-        StorageError: a part of the output could not be written.
+    Raises `StorageError` if a part of the output could not be written.
     """
     sys.stdout.flush()
     error = _outputs[0].error
@@ -188,9 +177,7 @@ def silence() -> Iterator[None]:
 def write_text(text: str, *, is_program: bool = False) -> bool:
     """Print a part of a command's result in UTF-8, whatever the locale. Returns and raises as `finish_output`.
 
-    Args:
-        text: the text; control characters are escaped.
-        is_program: True for a script or manifest made of the user's own spec, which is printed unchanged.
+    Control characters are escaped, unless it is a script or manifest made of the user's own spec.
     """
     shown = text if is_program else escape_controls(text)
     sys.stdout.flush()
@@ -218,12 +205,6 @@ def format_duration(seconds: float | None) -> str:
     return f"{seconds // size:,.0f} {large} {seconds % size // part:.0f} {small}"
 
 
-def _replace_secrets(text: str) -> str:
-    for secret in _secrets:
-        text = text.replace(secret, "***")
-    return text
-
-
 class LineFormatter(logging.Formatter):
     """Formatter of records as lines.
 
@@ -242,7 +223,8 @@ class LineFormatter(logging.Formatter):
         message = record.getMessage()
         if record.exc_info:
             message = f"{message}\n{self.formatException(record.exc_info)}"
-        message = _replace_secrets(message)
+        for secret in _secrets:
+            message = message.replace(secret, "***")
         if self._form == "plain":
             return escape_controls(message)
         if self._form == "text":
@@ -282,12 +264,8 @@ LOGGER.propagate = False  # Handlers that a library adds to the root logger must
 def configure_console(job_module: str, form: Form, level: str, process: int | None = None) -> None:
     """Show records from `level` on in the given form, and hide the secrets in the environment. May be called again.
 
-    Args:
-        job_module: module of the job; loggers of its top-level package are shown from `level` on, those of libraries
-            from warnings on.
-        form: form of the lines.
-        level: name of the lowest level to show.
-        process: process id to print, or None for a single-process job.
+    The loggers of the top-level package of `job_module` are shown from `level` on, those of libraries from warnings on.
+    `process` is printed with each line; None for a single-process job.
     """
     for name, value in os.environ.items():
         if _SECRET_NAME.search(name):

@@ -22,7 +22,7 @@ _MAX_LINES = 20
 _MAX_LINE_CHARACTERS = 2000
 
 
-def limit_message(message: str) -> str:
+def _limit_message(message: str) -> str:
     """Return a message of several lines, limited in their number and in their length.
 
     A message may list problems of a file of another program, of which there may be any number. The end of the message
@@ -41,13 +41,13 @@ def limit_message(message: str) -> str:
 class RunnerError(Exception):
     """Base of every error that the runner raises on purpose.
 
-    The message is one line for the user, or a line for each of several problems, see `limit_message`.
+    The message is one line for the user, or a line for each of several problems, see `_limit_message`.
     """
 
     exit_code = EXIT_FAILED
 
     def __init__(self, *arguments: object) -> None:
-        super().__init__(*(limit_message(each) if isinstance(each, str) else each for each in arguments))
+        super().__init__(*(_limit_message(each) if isinstance(each, str) else each for each in arguments))
 
 
 class FailedError(RunnerError):

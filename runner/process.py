@@ -23,7 +23,7 @@ STANDBY_VARIABLE = "RUNNER_STANDBY"
 STANDBY_BYTES = 2**30  # free memory that such a process needs; it takes about a quarter of that
 # Environment variable with the path of a file to which a process adds its host if one of its devices is defective; and
 # the variable in which SLURM gives the host its name.
-FAULTY_HOSTS_VARIABLE, _NODE_VARIABLE = "RUNNER_FAULTY_HOSTS", "SLURMD_NODENAME"
+_FAULTY_HOSTS_VARIABLE, _NODE_VARIABLE = "RUNNER_FAULTY_HOSTS", "SLURMD_NODENAME"
 # Signals that ask a job to stop. A closing terminal sends SIGHUP; batch systems can be told to send SIGUSR1 or SIGUSR2.
 # A second SIGTERM or SIGINT ends the process at once.
 INSISTENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -70,12 +70,8 @@ def make_environment(num_devices: int | None, given: Mapping[str, str] = os.envi
 def add_cpu_threads(variables: MutableMapping[str, str], num_devices: int = -1) -> None:
     """Set `NPROC`, the number of XLA's threads on CPUs, if there are more simulated devices than CPUs.
 
-    Call it before JAX starts its backend. A value that is already set is kept.
-
-    Args:
-        variables: environment variables, which are changed.
-        num_devices: `jax.config.jax_num_cpu_devices`; if it is negative, as it is by default, the flag in `XLA_FLAGS`
-            is read.
+    Call it before JAX starts its backend. A value that is already set is kept. `num_devices` is
+    `jax.config.jax_num_cpu_devices`; if it is negative, as it is by default, the flag in `XLA_FLAGS` is read.
     """
     if num_devices < 0:
         # The last one counts.
@@ -124,9 +120,7 @@ def keep_freed_memory(num_bytes: int) -> bool:
     On a CPU XLA allocates the temporaries of every step again, and the kernel clears all pages that it gives to a
     process (`tests.benchmarks.torch_step` measures the cost). A heap that never shrinks keeps the pages for the next
     step. It may hold two sets of temporaries, because a step can be started before the previous one has ended.
-
-    Args:
-        num_bytes: temporaries of a step, on the devices of all processes on this machine.
+    `num_bytes` are those of a step, on the devices of all processes on this machine.
     """
     if _ONE_HEAP not in os.environ.get("GLIBC_TUNABLES", "").split(":"):
         return False
@@ -174,7 +168,7 @@ def read_machine_id() -> str:
 
 def report_faulty_host() -> None:
     """Add this host to the file of hosts with defective devices, if the launcher has named one."""
-    path = os.environ.get(FAULTY_HOSTS_VARIABLE)
+    path = os.environ.get(_FAULTY_HOSTS_VARIABLE)
     if path:
         with open(path, "a") as file:
             file.write(os.environ.get(_NODE_VARIABLE, socket.gethostname()) + "\n")
@@ -190,10 +184,7 @@ def find_free_port() -> int:
 
 
 def make_placements(num_processes: int) -> list[list[str]]:
-    """Return for each process the options that give the runner its place in a job on this machine.
-
-    A single process needs none.
-    """
+    """Return for each process of a job on this machine the options that give it its place; a single one needs none."""
     if num_processes == 1:
         return [[]]
     coordinator = f"127.0.0.1:{find_free_port()}"
@@ -216,17 +207,11 @@ def start_processes(
 def start_process(
     command: Sequence[str], variables: Mapping[str, str], output: int | IO[bytes], inherited: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start one process of a job.
+    """Start one process of a job, which inherits further file descriptors on request.
 
     The process has its own session, so that Ctrl-C on the terminal reaches only the caller, which forwards signals.
     Call this from a thread that lives as long as the process should, because the process is stopped when the thread
     ends (see `bind_to_parent`).
-
-    Args:
-        command: the command.
-        variables: its environment.
-        output: destination of its output, `subprocess.PIPE` or a file.
-        inherited: further file descriptors that it gets.
     """
     return subprocess.Popen(
         bind_to_parent(command),

@@ -16,7 +16,7 @@ from runner.dashboard.report import render_report
 from runner.errors import SpecError
 from runner.history.ledger import LedgerSummary, apply_events
 from runner.history.reader import read_history
-from runner.metrics.writers import LiveProgress
+from runner.metrics.writers import _LiveProgress
 from runner.storage import JsonObject, LocalStore, parse_lines
 from tests.support.images import CHANGES, Classify, RateText
 from tests.support.tiny_jobs import make_gpt, make_gpt_document
@@ -78,7 +78,7 @@ def test_the_console_shows_its_own_metrics(trained: tuple[Path, str]) -> None:
 )
 def test_a_progress_line_has_few_metrics_and_none_of_single_layers(metrics: JsonObject, shown: str) -> None:
     output = io.StringIO()
-    progress = LiveProgress("run", 10, 0, Console(file=output, width=200))
+    progress = _LiveProgress("run", 10, 0, Console(file=output, width=200))
     progress.show({"step": 5, **metrics})
     progress.close()
     assert shown in output.getvalue()

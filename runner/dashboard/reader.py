@@ -21,7 +21,7 @@ from runner.errors import InvalidError, SpecError
 from runner.history.ledger import get_step
 from runner.history.reader import HistoryReader
 from runner.history.records import ForkRecord, History
-from runner.metrics.file import open_metrics_tail
+from runner.metrics.file import MetricsTail
 from runner.metrics.rows import Row
 from runner.run.events import ROLL_BACK_FOLDER, ROLL_BACKS_MAX
 from runner.run.layout import read_owner
@@ -238,7 +238,7 @@ class RunReader:
     def __init__(self, store: Store, name: str):
         store = confine(store)
         self._store, self._name = store, name
-        self._history, self._metrics, self._curves = HistoryReader(store), open_metrics_tail(store), RunCurves()
+        self._history, self._metrics, self._curves = HistoryReader(store), MetricsTail(store), RunCurves()
 
     def read(self) -> RunSnapshot:
         """Return the current state of the run.

@@ -51,19 +51,12 @@ START_CATEGORIES = (
 
 @dataclass(frozen=True)
 class AttemptTimeline:
-    """Known times of one attempt.
+    """Known times of one attempt."""
 
-    Attributes:
-        events: summary of its events.
-        clock: its clock file, if there is one.
-        claimed: when it claimed the directory, in Unix seconds.
-        shift_seconds: added to all times that are recorded about it; see `align_timelines`.
-    """
-
-    events: AttemptEvents
-    clock: ClockRecord | None
-    claimed: float | None
-    shift_seconds: float = 0.0
+    events: AttemptEvents  # summary of its events
+    clock: ClockRecord | None  # its clock file, if there is one
+    claimed: float | None  # when it claimed the directory, in Unix seconds
+    shift_seconds: float = 0.0  # added to all times that are recorded about it; see `align_timelines`
 
     def shift(self, seconds: float) -> "AttemptTimeline":
         """Return the timeline with all times moved."""
@@ -110,23 +103,14 @@ class AttemptTimeline:
 
 @dataclass(frozen=True)
 class AttemptGoodput:
-    """Share of one attempt in the time of the run.
+    """Share of one attempt in the time of the run."""
 
-    Attributes:
-        began: beginning of its window.
-        ended: end of its window.
-        gap_seconds: time between the end of the previous window and this one.
-        seconds: seconds by category; they sum to the window.
-        lost_steps: steps that a later attempt repeated.
-        repeated_steps: steps that the attempt itself has repeated.
-    """
-
-    began: float
-    ended: float
-    gap_seconds: float
-    seconds: Seconds
-    lost_steps: int
-    repeated_steps: int
+    began: float  # beginning of its window
+    ended: float  # end of its window
+    gap_seconds: float  # time between the end of the previous window and this one
+    seconds: Seconds  # seconds by category; they sum to the window
+    lost_steps: int  # steps that a later attempt repeated
+    repeated_steps: int  # steps that the attempt itself has repeated
 
 
 def align_timelines(timelines: Sequence[AttemptTimeline]) -> list[AttemptTimeline]:
@@ -185,12 +169,7 @@ def align_behind(timelines: Sequence[AttemptTimeline]) -> list[AttemptTimeline]:
 
 
 def compute_goodput(timelines: Sequence[AttemptTimeline], now: float | None) -> list[AttemptGoodput]:
-    """Return the share of each attempt.
-
-    Args:
-        timelines: the attempts in order.
-        now: end of the newest attempt's window if it is alive, else None.
-    """
+    """Return the share of each attempt; `now` ends the newest attempt's window if it is alive, else it is None."""
     # For each attempt, the lowest step that a later one has resumed from.
     floors: list[int | None] = []
     floor: int | None = None

@@ -1,6 +1,6 @@
 """Summary of the event ledger per attempt, read once from the first event to the last, in bounded memory.
 
-An attempt keeps its newest `_MARKS_MAX` saves. The whole run keeps `NOTICES_MAX` notices, `_POINTS_MAX` validation
+An attempt keeps its newest `_MARKS_MAX` saves. The whole run keeps `_NOTICES_MAX` notices, `_POINTS_MAX` validation
 losses, and the commits of the checkpoints that exist and of the newest others, because a listing may be older than the
 ledger. A value in an event that has the wrong type is treated as missing.
 """
@@ -15,8 +15,8 @@ from runner.distributed.clock import TimeCategory
 from runner.history.records import Notice, SaveRecord
 from runner.storage import STEP_MAX, TIME_MAX, JsonlTail, JsonObject, Store
 
-NOTICES_MAX = 50
-EVENTS_MAX = 100
+_NOTICES_MAX = 50
+_EVENTS_MAX = 100
 STAGES_MAX = 200
 _FIGURES_MAX = 64
 _MARKS_MAX = 256
@@ -42,57 +42,33 @@ _TEXT_MAX = 300
 
 @dataclass
 class AttemptEvents:
-    """Summary of the events of one attempt. A value without an event is None, or 0 seconds.
-
-    Attributes:
-        number: number of the attempt.
-        first: time of its first event.
-        last: time of its last event.
-        start: its event `start`.
-        compile_seconds: time until everything was compiled.
-        restore_seconds: time of the restore or initialization.
-        ready: when the state was available.
-        resumed_step: step of that state.
-        restored_from: tier from which a checkpoint was restored, with the source of its parts.
-        step: last completed step in any event.
-        repeated_steps: steps between a step to which the job went back while it ran, and the step that it had reached.
-        num_saves: saves that were begun.
-        stall_seconds: time for which saves blocked training.
-        marks: (step, seconds spent on steps until then) of the newest saves.
-        end: name of the event that ended it.
-        code: exit code in that event.
-        reason: reason in that event.
-        straggler: its last event `straggler`.
-    """
+    """Summary of the events of one attempt. A value without an event is None, or 0 seconds."""
 
     number: int
-    first: float = math.inf
-    last: float = -math.inf
-    start: JsonObject = field(default_factory=dict)
-    compile_seconds: float = 0.0
-    restore_seconds: float = 0.0
-    ready: float | None = None
-    resumed_step: int | None = None
-    restored_from: str | None = None
-    step: int | None = None
+    first: float = math.inf  # time of its first event
+    last: float = -math.inf  # time of its last event
+    start: JsonObject = field(default_factory=dict)  # its event `start`
+    compile_seconds: float = 0.0  # time until everything was compiled
+    restore_seconds: float = 0.0  # time of the restore or initialization
+    ready: float | None = None  # when the state was available
+    resumed_step: int | None = None  # step of that state
+    restored_from: str | None = None  # tier from which a checkpoint was restored, with the source of its parts
+    step: int | None = None  # last completed step in any event
+    # Steps between a step to which the job went back while it ran, and the step that it had reached.
     repeated_steps: int = 0
-    num_saves: int = 0
-    stall_seconds: float = 0.0
+    num_saves: int = 0  # saves that were begun
+    stall_seconds: float = 0.0  # time for which saves blocked training
+    # (step, seconds spent on steps until then) of the newest saves.
     marks: "collections.deque[tuple[int, float]]" = field(default_factory=lambda: collections.deque(maxlen=_MARKS_MAX))
-    end: str | None = None
-    code: int | None = None
-    reason: str | None = None
-    straggler: JsonObject = field(default_factory=dict)
+    end: str | None = None  # name of the event that ended it
+    code: int | None = None  # exit code in that event
+    reason: str | None = None  # reason in that event
+    straggler: JsonObject = field(default_factory=dict)  # its last event `straggler`
 
     def interpolate_steps_seconds(self, step: int, reached_step: int, reached_seconds: float) -> float:
-        """Return the time spent on steps when `step` was completed.
+        """Return the time spent on steps when `step` was completed; `reached_seconds` belong to the last step.
 
         It is the time recorded by the save of that step, or an interpolation between saves.
-
-        Args:
-            step: the step.
-            reached_step: last completed step of the attempt.
-            reached_seconds: time spent on steps when that was completed.
         """
         # Steps between two saves are assumed to take equally long; the error is at most a fraction of one interval.
         before, after = (self.resumed_step or 0, 0.0), (reached_step, reached_seconds)
@@ -106,7 +82,7 @@ class AttemptEvents:
         return before[1] + (after[1] - before[1]) * (step - before[0]) / (after[0] - before[0])
 
 
-class CommitRecord(NamedTuple):
+class _CommitRecord(NamedTuple):
     """Commit of a checkpoint according to the ledger."""
 
     time: float
@@ -116,44 +92,31 @@ class CommitRecord(NamedTuple):
 
 @dataclass
 class LedgerSummary:
-    """Summary of all events.
+    """Summary of all events."""
 
-    Attributes:
-        checkpoints: the requested steps.
-        attempts: events by attempt.
-        commits: commits of the requested steps and of a few others, by step.
-        verified: steps of `commits` whose bits were read back, or restored, since their last commit.
-        forgotten: the newest step that was not requested and whose commit was dropped.
-        validation: (step, val/loss) of the surviving trajectory.
-        best_validation: the lowest of them.
-        figures: step and value of the newest other figures of evaluations, by key.
-        is_language_model: False if the newest compiled model returns no logits over ids.
-        notices: the newest notices.
-        num_invalid: events without a number of an attempt, a time or a name; they were skipped.
-        saves: all commits, or a part of very many.
-        events: the newest events.
-        fork: the newest event `fork`; empty if the run is no fork.
-        stages: an event `stage` of each of the first `STAGES_MAX` stages, by its first step: that of its border, if it
-            is known.
-        program_changes: (attempt, step) of each change of the program in the surviving trajectory, with spec and
-            hardware unchanged; the newest of them.
-    """
-
-    checkpoints: Set[int] = frozenset()
-    attempts: dict[int, AttemptEvents] = field(default_factory=dict)
-    commits: dict[int, CommitRecord] = field(default_factory=dict)
+    checkpoints: Set[int] = frozenset()  # the requested steps
+    attempts: dict[int, AttemptEvents] = field(default_factory=dict)  # events by attempt
+    # Commits of the requested steps and of a few others, by step.
+    commits: dict[int, _CommitRecord] = field(default_factory=dict)
+    # Steps of `commits` whose bits were read back, or restored, since their last commit.
     verified: set[int] = field(default_factory=set)
-    forgotten: int = -1
-    validation: list[tuple[int, float]] = field(default_factory=list)
-    best_validation: tuple[int, float] | None = None
+    forgotten: int = -1  # the newest step that was not requested and whose commit was dropped
+    validation: list[tuple[int, float]] = field(default_factory=list)  # (step, val/loss) of the surviving trajectory
+    best_validation: tuple[int, float] | None = None  # the lowest of them
+    # Step and value of the newest other figures of evaluations, by key.
     figures: dict[str, tuple[int, float]] = field(default_factory=dict)
-    is_language_model: bool = True
-    notices: "collections.deque[Notice]" = field(default_factory=lambda: collections.deque(maxlen=NOTICES_MAX))
-    num_invalid: int = 0
-    saves: list[SaveRecord] = field(default_factory=list)
-    events: "collections.deque[JsonObject]" = field(default_factory=lambda: collections.deque(maxlen=EVENTS_MAX))
-    fork: JsonObject = field(default_factory=dict)
+    is_language_model: bool = True  # False if the newest compiled model returns no logits over ids
+    # The newest notices.
+    notices: "collections.deque[Notice]" = field(default_factory=lambda: collections.deque(maxlen=_NOTICES_MAX))
+    num_invalid: int = 0  # events without a number of an attempt, a time or a name; they were skipped
+    saves: list[SaveRecord] = field(default_factory=list)  # all commits, or a part of very many
+    # The newest events.
+    events: "collections.deque[JsonObject]" = field(default_factory=lambda: collections.deque(maxlen=_EVENTS_MAX))
+    fork: JsonObject = field(default_factory=dict)  # the newest event `fork`; empty if the run is no fork
+    # An event `stage` of each of the first `STAGES_MAX` stages, by its first step: that of its border, if it is known.
     stages: dict[int, JsonObject] = field(default_factory=dict)
+    # (attempt, step) of each change of the program in the surviving trajectory, with spec and hardware unchanged; the
+    # newest of them.
     program_changes: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -206,13 +169,9 @@ class LedgerReader:
         self._is_consistent = True  # False while events that the tail has returned may be missing in the summary
 
     def read(self, checkpoints: Set[int]) -> LedgerSummary:
-        """Return the summary of all events so far; it is valid until the next call.
+        """Return the summary of all events so far, with the commits of these steps. It is valid until the next call.
 
-        Args:
-            checkpoints: steps whose commits are requested.
-
-        Raises:
-            OSError: the store does not answer.
+        Raises `OSError` if the store does not answer.
         """
         # An error in the previous call may have lost events between the tail and the summary: all are read again.
         if not self._is_consistent:
@@ -365,7 +324,7 @@ def _apply_commit(summary: LedgerSummary, attempt: AttemptEvents, row: JsonObjec
     if size is None:
         return
     summary.commits.pop(step, None)  # The newest commit must be the last one in the dictionary.
-    summary.commits[step] = CommitRecord(moment, size, attempt.number)
+    summary.commits[step] = _CommitRecord(moment, size, attempt.number)
     if row.get("read_back") is True:
         summary.verified.add(step)
     if len(summary.commits) > len(summary.checkpoints) + 2 * _UNSEEN_MAX:

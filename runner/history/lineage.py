@@ -18,7 +18,7 @@ from runner.storage import JsonObject, Store, open_store
 
 # A run among those that were read is named by its place. Any other one is named by its id too, since its place may have
 # been taken by another.
-NodeKey = tuple[str, str]
+_NodeKey = tuple[str, str]
 
 
 class ParentState(enum.Enum):
@@ -33,57 +33,37 @@ class ParentState(enum.Enum):
 
 @dataclass(frozen=True)
 class RunLineage:
-    """One run and its ancestors.
+    """One run and its ancestors."""
 
-    Attributes:
-        run: its directory or URL.
-        id: its id.
-        name: its name; None if the directory has checkpoints but no `job.json`.
-        step: its newest committed step; None if it has none.
-        ancestors: its parent, the parent of that, and so on; empty if it is not a fork.
-        program_changes: how often the program of its train step has changed, with spec and hardware unchanged, those of
-            its ancestors included.
-    """
-
-    run: str
+    run: str  # its directory or URL
     id: str
     name: str | None
-    step: int | None
-    ancestors: tuple[ForkRecord, ...] = ()
+    step: int | None  # its newest committed step; None if it has none
+    ancestors: tuple[ForkRecord, ...] = ()  # its parent, the parent of that, and so on; empty if it is not a fork
+    # How often the program of its train step has changed, with spec and hardware unchanged, those of its ancestors
+    # included.
     program_changes: int = 0
 
 
 @dataclass(frozen=True)
 class LineageNode:
-    """One run in a tree of forks.
+    """One run in a tree of forks."""
 
-    Attributes:
-        run: its directory or URL; of a run that is not below the root, that at the time of the fork.
-        id: its id.
-        name: its name; None if it is not below the root.
-        step: its newest committed step; None if it has none, or is not below the root.
-        state: state of its directory.
-        depth: number of its ancestors in the tree.
-        fork: checkpoint of the nearest node above of lower depth with which it began; None if it has no ancestor.
-        program_changes: as in `RunLineage`; 0 if it is not below the root.
-    """
-
-    run: str
+    run: str  # its directory or URL; of a run that is not below the root, that at the time of the fork
     id: str
     name: str | None
-    step: int | None
+    step: int | None  # its newest committed step; None if it has none, or is not below the root
     state: ParentState
-    depth: int = 0
+    depth: int = 0  # number of its ancestors in the tree
+    # Checkpoint of the nearest node above of lower depth with which it began; None if it has no ancestor.
     fork: ForkRecord | None = None
-    program_changes: int = 0
+    program_changes: int = 0  # as in `RunLineage`; 0 if it is not below the root
 
 
 def read_lineage(store: Store) -> RunLineage:
     """Return the run in a directory and its ancestors, without reading the directories of the ancestors.
 
-    Raises:
-        InvalidError: no run is there, or a newer runner has written it.
-        OSError: it cannot be read.
+    Raises `InvalidError` if no run is there, or a newer runner has written it, and `OSError` if it cannot be read.
     """
     owner, manifest = read_owner(store), read_newest_manifest(store)
     if manifest is not None:
@@ -129,8 +109,8 @@ def find_parent_state(parent: ForkRecord) -> ParentState:
 
 def build_tree(runs: Sequence[RunLineage]) -> list[LineageNode]:
     """Return these runs and their ancestors, each before its forks."""
-    nodes: dict[NodeKey, LineageNode] = {}
-    forks: dict[NodeKey, list[NodeKey]] = {}
+    nodes: dict[_NodeKey, LineageNode] = {}
+    forks: dict[_NodeKey, list[_NodeKey]] = {}
     places_by_id: dict[str, list[str]] = {}
     for run in sorted(runs, key=lambda each: each.run):
         places_by_id.setdefault(run.id, []).append(run.run)
@@ -138,7 +118,7 @@ def build_tree(runs: Sequence[RunLineage]) -> list[LineageNode]:
             run.run, run.id, run.name, run.step, ParentState.THERE, program_changes=run.program_changes
         )
     for run in runs:
-        key: NodeKey = (run.run, "")
+        key: _NodeKey = (run.run, "")
         for ancestor in run.ancestors:
             # A run that was moved is found by its id.
             places = places_by_id.get(ancestor.id, [])
@@ -151,7 +131,7 @@ def build_tree(runs: Sequence[RunLineage]) -> list[LineageNode]:
             nodes[parent] = LineageNode(ancestor.run, ancestor.id, None, None, find_parent_state(ancestor))
             key = parent
 
-    found: dict[NodeKey, LineageNode] = {}
+    found: dict[_NodeKey, LineageNode] = {}
     # Damaged records may make a run its own ancestor; then the tree begins anywhere in the cycle.
     for root in [key for key in nodes if nodes[key].fork is None] + list(nodes):
         pending = [(root, 0)]

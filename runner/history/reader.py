@@ -3,7 +3,7 @@
 Reading is bounded, whatever the size of the run:
 
 - Rows of `metrics.jsonl`: a sample is read, see `runner.metrics.file.read_sample`.
-- Checkpoints: the manifests of the `SEEN_MAX` newest steps and of as many other names are read, and no arrays. For
+- Checkpoints: the manifests of the `_SEEN_MAX` newest steps and of as many other names are read, and no arrays. For
   older steps the ledger is trusted.
 """
 
@@ -69,7 +69,7 @@ from runner.run.layout import TEXT_FOLDER, read_owner, read_result
 from runner.storage import INT_MAX, STEP_MAX, DiskError, JsonObject, Store, open_store, parse_number, read_json
 from runner.storage.store import validate_nesting
 
-SEEN_MAX = 32
+_SEEN_MAX = 32
 _NUM_READERS = 16
 _NUM_CHECKPOINT_READERS = 8
 _SPEED_ROWS = 20
@@ -83,8 +83,8 @@ _LOOP = (
     TimeCategory.SAVE_STALL,
 )
 # An attempt without an exit code and without a sign of life for this long is not alive.
-SILENT_SECONDS = 30.0
-SILENT_WITHOUT_CLOCK_SECONDS = 120.0  # for attempts of an older runner, whose events are a minute apart
+_SILENT_SECONDS = 30.0
+_SILENT_WITHOUT_CLOCK_SECONDS = 120.0  # for attempts of an older runner, whose events are a minute apart
 _STATES_BY_CODE = {
     EXIT_DONE: RunState.DONE,
     EXIT_FAILED: RunState.FAILED,
@@ -122,14 +122,9 @@ class HistoryReader:
         self._unread: list[str] = []
 
     def read(self, now: float | None = None) -> History:
-        """Return the history of the run.
+        """Return the history of the run, in its state at `now` in Unix seconds (None: at this moment).
 
-        Args:
-            now: Unix seconds at which its state is determined; None for this moment.
-
-        Raises:
-            InvalidError: there is no run in the directory.
-            StorageError: a bucket does not answer.
+        Raises `InvalidError` if there is no run in the directory, and `StorageError` if a bucket does not answer.
         """
         store = self._store
         is_present, now = now is None, time.time() if now is None else now
@@ -141,8 +136,13 @@ class HistoryReader:
         names = sorted(name for name in children if parse_number(name) is None and not name.startswith("."))
         ledger = self._try(lambda: self._ledger_reader.read(set(steps)), LedgerSummary())
         timelines = self._read_timelines(ledger)
-        if timelines and is_present:
-            timelines = align_to_present(timelines, now)
+        clock = timelines[-1].clock if timelines and is_present else None
+        if clock is not None and clock.uptime is not None and clock.is_process_alive:
+            # The process is alive on this machine, so all times are moved by the error of the clock that it had.
+            age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - clock.uptime
+            shift_seconds = now - age_seconds - timelines[-1].began
+            if abs(shift_seconds) > CLOCK_TOLERANCE_SECONDS:
+                timelines = [timeline.shift(shift_seconds) for timeline in timelines]
         if not timelines:
             raise InvalidError(f"{store.url}: no run is here" + "".join(f"; {line}" for line in self._unread[:1]))
         sample: tuple[JsonObject, ...] = self._try(lambda: read_sample(store), ())
@@ -250,8 +250,7 @@ class HistoryReader:
     def _try(self, read: Callable[[], Value], default: Value) -> Value:
         """Return the result of `read`, or `default` if the file is missing or damaged; damage is noted in `_unread`.
 
-        Raises:
-            StorageError: a bucket does not answer, which says nothing about its content.
+        Raises `StorageError` if a bucket does not answer, which says nothing about its content.
         """
         try:
             return read()
@@ -266,7 +265,6 @@ class HistoryReader:
         return default
 
     def _read_timelines(self, ledger: LedgerSummary) -> list[AttemptTimeline]:
-        """Return the timelines of all attempts whose time is known, in order."""
         no_names: list[str] = []
         names = set(self._try(lambda: self._store.list_names("attempts"), no_names))
         claims = {found for found in map(parse_number, names) if found is not None and found > 0}
@@ -289,19 +287,17 @@ class HistoryReader:
     def _read_checkpoints(
         self, steps: Sequence[int], names: Sequence[str], ledger: LedgerSummary
     ) -> list[CheckpointRecord]:
-        """Return the checkpoints of these steps and names."""
         records = []
         # Reading manifests costs a request each, so only those of the newest checkpoints are read.
-        for step in steps[:-SEEN_MAX]:
+        for step in steps[:-_SEEN_MAX]:
             commit = ledger.commits.get(step)
             known = (None, None, None) if commit is None else commit
             records.append(CheckpointRecord(str(step), step, Verification.UNSEEN, *known))
         with ThreadPoolExecutor(_NUM_CHECKPOINT_READERS) as pool:
-            seen = [*map(str, steps[-SEEN_MAX:]), *names[:SEEN_MAX]]
+            seen = [*map(str, steps[-_SEEN_MAX:]), *names[:_SEEN_MAX]]
             return [*records, *pool.map(lambda name: self._read_checkpoint(name, ledger.verified), seen)]
 
     def _read_checkpoint(self, name: str, verified: set[int]) -> CheckpointRecord:
-        """Return the checkpoint of a name by its manifest and the sizes of its files."""
         directory = f"{CHECKPOINTS}/{name}"
         try:
             manifest = read_manifest(self._store, directory)
@@ -325,34 +321,14 @@ class HistoryReader:
         return CheckpointRecord(name, manifest.step, trust, moment, manifest.num_bytes, manifest.attempt, problem)
 
 
-class AttemptOutcome(NamedTuple):
-    """State of an attempt.
-
-    Attributes:
-        state: the state.
-        since: beginning of the state, in Unix seconds.
-        is_alive: True if there are recent signs of life, so that its time continues.
-        code: exit code, if one was recorded.
-        reason: reason of a failure.
-    """
+class _AttemptOutcome(NamedTuple):
+    """State of an attempt."""
 
     state: RunState
-    since: float
-    is_alive: bool = False
-    code: int | None = None
-    reason: str | None = None
-
-
-def align_to_present(timelines: list[AttemptTimeline], now: float) -> list[AttemptTimeline]:
-    """Move all times by the error of the newest attempt's clock, if its process is alive on this machine."""
-    clock = timelines[-1].clock
-    if clock is None or clock.uptime is None or not clock.is_process_alive:
-        return timelines
-    age_seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - clock.uptime
-    shift_seconds = now - age_seconds - timelines[-1].began
-    if abs(shift_seconds) <= CLOCK_TOLERANCE_SECONDS:
-        return timelines
-    return [timeline.shift(shift_seconds) for timeline in timelines]
+    since: float  # beginning of the state, in Unix seconds
+    is_alive: bool = False  # True if there are recent signs of life, so that its time continues
+    code: int | None = None  # exit code, if one was recorded
+    reason: str | None = None  # reason of a failure
 
 
 def list_clock_notices(timelines: Sequence[AttemptTimeline]) -> list[Notice]:
@@ -370,30 +346,25 @@ def list_clock_notices(timelines: Sequence[AttemptTimeline]) -> list[Notice]:
     return [Notice(moved[-1].ended, moved[-1].events.number, "clock", None, text)]
 
 
-def infer_outcome(timeline: AttemptTimeline, newer: AttemptTimeline | None, now: float) -> AttemptOutcome:
+def infer_outcome(timeline: AttemptTimeline, newer: AttemptTimeline | None, now: float) -> _AttemptOutcome:
     """Return the outcome of an attempt: the exit code that its clock or an event has recorded.
 
     An attempt without one was killed, was fenced, or is alive: on the machine where it ran its process is looked up,
-    and elsewhere `SILENT_SECONDS` without a sign of life mean that it is not alive.
-
-    Args:
-        timeline: the attempt.
-        newer: the attempt after it, if there is one.
-        now: Unix seconds at which the directory was read.
+    and elsewhere `_SILENT_SECONDS` without a sign of life mean that it is not alive.
     """
     events, clock, ended = timeline.events, timeline.clock, timeline.ended
     code = events.code if clock is None or clock.reading.code is None else clock.reading.code
     if code is not None or events.end is not None:
         state = _STATES_BY_CODE.get(code, RunState.FAILED) if code is not None else _STATES_BY_EVENT[str(events.end)]
-        return AttemptOutcome(state, ended, False, code, events.reason)
+        return _AttemptOutcome(state, ended, False, code, events.reason)
     if newer is not None:
         # An attempt that was still active when the next one claimed the directory was not killed, but shut out.
         is_fenced = newer.claimed is not None and ended > newer.claimed
-        return AttemptOutcome(RunState.FENCED if is_fenced else RunState.KILLED, ended)
+        return _AttemptOutcome(RunState.FENCED if is_fenced else RunState.KILLED, ended)
     if clock is not None and clock.is_process_alive is False:
-        return AttemptOutcome(RunState.KILLED, ended)
-    if now - ended > (SILENT_WITHOUT_CLOCK_SECONDS if clock is None else SILENT_SECONDS):
-        return AttemptOutcome(RunState.STALLED, ended)
+        return _AttemptOutcome(RunState.KILLED, ended)
+    if now - ended > (_SILENT_WITHOUT_CLOCK_SECONDS if clock is None else _SILENT_SECONDS):
+        return _AttemptOutcome(RunState.STALLED, ended)
     if clock is not None and clock.reading.category is TimeCategory.STEPS:
         # It sends heartbeats, but may be stuck at one step. The deadline is that of the watchdog.
         num_steps = max(clock.reading.step - (events.resumed_step or 0), 0)
@@ -402,8 +373,8 @@ def infer_outcome(timeline: AttemptTimeline, newer: AttemptTimeline | None, now:
         if num_steps:
             limit_seconds = max(MIN_STEP_DEADLINE_SECONDS, STEP_DEADLINE_FACTOR * (finished_seconds / num_steps))
             if current_seconds > limit_seconds:
-                return AttemptOutcome(RunState.STALLED, clock.reading.since + timeline.shift_seconds, is_alive=True)
-    return AttemptOutcome(RunState.RUNNING, timeline.began, is_alive=True)
+                return _AttemptOutcome(RunState.STALLED, clock.reading.since + timeline.shift_seconds, is_alive=True)
+    return _AttemptOutcome(RunState.RUNNING, timeline.began, is_alive=True)
 
 
 def read_fork(event: JsonObject) -> ForkRecord | None:
@@ -425,12 +396,7 @@ def format_changes(fork: ForkRecord) -> list[str]:
 
 
 def read_stages(spec: JsonObject, events: Mapping[int, JsonObject]) -> tuple[tuple[StageRecord, ...], list[str]]:
-    """Return the stages that a spec describes, and a line for each problem of it; those of the events if it has none.
-
-    Args:
-        spec: content of `spec.yaml`.
-        events: event `stage` by the first step of its stage.
-    """
+    """Return the stages of the content of `spec.yaml`, or else of the events, and a line for each problem of it."""
     config: Any = spec.get("config")
     if isinstance(config, dict) and config.get("stages"):
         config = copy.deepcopy(config)  # the values of each stage are put into it
@@ -483,12 +449,7 @@ def read_stages(spec: JsonObject, events: Mapping[int, JsonObject]) -> tuple[tup
 
 
 def apply_stage(config: Any, values: Mapping[str, Any]) -> list[str]:
-    """Set the values of a stage in a config, as far as it has these keys, and return a line for each change.
-
-    Args:
-        config: content of a spec below `config`, which is changed.
-        values: values by dotted key.
-    """
+    """Set the values of a stage in a config, as far as it has these keys, and return a line for each change."""
     lines = []
     for key, value in values.items():
         *path, last = key.split(".")
@@ -506,18 +467,18 @@ def apply_stage(config: Any, values: Mapping[str, Any]) -> list[str]:
         if isinstance(former, dict) and isinstance(value, dict):
             pairs = [(f"{key}.{name}", former.get(name), own) for name, own in value.items()]
         for name, old, new in pairs:
-            old_text, new_text = format_setting(old), format_setting(new)
+            old_text, new_text = _format_setting(old), _format_setting(new)
             if old != new or len(pairs) == 1:
                 text = new_text if old_text in (new_text, "null") else f"{old_text} became {new_text}"
                 lines.append(to_single_line(f"{name}: {text}"))
     return lines
 
 
-def format_setting(value: Any) -> str:
+def _format_setting(value: Any) -> str:
     """Return a value of a spec as short text: a mixture by its names and weights."""
     if isinstance(value, list) and value and all(isinstance(each, dict) and "name" in each for each in value):
         return ", ".join(
-            f"{format_setting(each['name'])} {format_setting(each.get('weight', ''))}".strip() for each in value
+            f"{_format_setting(each['name'])} {_format_setting(each.get('weight', ''))}".strip() for each in value
         )
     if isinstance(value, float) and value.is_integer() and abs(value) < INT_MAX:
         return str(int(value))
@@ -527,8 +488,7 @@ def format_setting(value: Any) -> str:
 def parse_spec(content: bytes) -> object:
     """Return the content of a `spec.yaml`, without validation: a later version of the runner may have written it.
 
-    Raises:
-        ValueError: it is too large, or has aliases, which could stand for any amount of data.
+    Raises `ValueError` if it is too large, or has aliases, which could stand for any amount of data.
     """
     if len(content) > _SPEC_BYTES_MAX:
         raise ValueError(f"spec.yaml has {len(content)} bytes, more than {_SPEC_BYTES_MAX}")
@@ -589,7 +549,6 @@ def _compute_increase(rows: Sequence[JsonObject], key: str) -> float | None:
 
 
 def _find_stragglers(events: AttemptEvents) -> StragglerRecord | None:
-    """Return the straggling processes of an attempt, or None if there are none."""
     late, after_seconds = events.straggler.get("late"), events.straggler.get("after_seconds")
     hosts = events.start.get("hosts")
     if not (isinstance(late, list) and late and isinstance(after_seconds, list)):

@@ -40,73 +40,43 @@ class Verification(enum.Enum):
 
 @dataclass(frozen=True)
 class AttemptRecord:
-    """One start of the job.
+    """One start of the job."""
 
-    Attributes:
-        number: number of the attempt, from 1.
-        began: creation of its process 0, or else the first time that is known of it.
-        ended: its last sign of life.
-        state: its state.
-        since: last progress of a stalled attempt; otherwise `ended`.
-        code: exit code, None if it recorded none.
-        reason: reason of a failure.
-        resumed_step: step at which it started, 0 for a new state; None if it never had a state.
-        restored_from: `fast tier` or `durable directory`, with the processes whose part came from a replica; None if it
-            restored no checkpoint.
-        reached_step: last completed step; None if it never had a state.
-        lost_steps: steps that a later attempt repeated.
-        gap_seconds: time since the end of the previous attempt, or since the job was first submitted.
-        seconds: seconds by category, from `began` (or the end of the previous attempt, if later) to `ended`.
-        hosts: host names by process.
-        num_processes: processes of the job.
-        num_devices: devices of the job.
-        device_kind: JAX's name for the devices.
-        num_saves: saves that were begun.
-        environment: versions, CPUs and commit from its event `start`, unchecked.
-    """
-
-    number: int
-    began: float
-    ended: float
+    number: int  # number of the attempt, from 1
+    began: float  # creation of its process 0, or else the first time that is known of it
+    ended: float  # its last sign of life
     state: RunState
-    since: float
-    code: int | None = None
-    reason: str | None = None
-    resumed_step: int | None = None
+    since: float  # last progress of a stalled attempt; otherwise `ended`
+    code: int | None = None  # exit code, None if it recorded none
+    reason: str | None = None  # reason of a failure
+    resumed_step: int | None = None  # step at which it started, 0 for a new state; None if it never had a state
+    # `fast tier` or `durable directory`, with the processes whose part came from a replica; None if it restored no
+    # checkpoint.
     restored_from: str | None = None
-    reached_step: int | None = None
-    lost_steps: int = 0
-    gap_seconds: float = 0.0
+    reached_step: int | None = None  # last completed step; None if it never had a state
+    lost_steps: int = 0  # steps that a later attempt repeated
+    gap_seconds: float = 0.0  # time since the end of the previous attempt, or since the job was first submitted
+    # Seconds by category, from `began` (or the end of the previous attempt, if later) to `ended`.
     seconds: Mapping[TimeCategory, float] = field(default_factory=dict)
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()  # host names by process
     num_processes: int | None = None
     num_devices: int | None = None
-    device_kind: str | None = None
-    num_saves: int = 0
-    environment: JsonObject = field(default_factory=dict)
+    device_kind: str | None = None  # JAX's name for the devices
+    num_saves: int = 0  # saves that were begun
+    environment: JsonObject = field(default_factory=dict)  # versions, CPUs and commit from its event `start`, unchecked
 
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """One directory below `checkpoints/`. A value that is not known is None.
-
-    Attributes:
-        name: name of the directory.
-        step: step of the checkpoint.
-        trust: what is known about it.
-        time: when it was committed.
-        num_bytes: size of its files.
-        attempt: attempt that wrote it.
-        problem: what is wrong with it.
-    """
+    """One directory below `checkpoints/`. A value that is not known is None."""
 
     name: str
-    step: int | None
-    trust: Verification
-    time: float | None = None
-    num_bytes: int | None = None
-    attempt: int | None = None
-    problem: str | None = None
+    step: int | None  # step of the checkpoint
+    trust: Verification  # what is known about it
+    time: float | None = None  # when it was committed
+    num_bytes: int | None = None  # size of its files
+    attempt: int | None = None  # attempt that wrote it
+    problem: str | None = None  # what is wrong with it
 
 
 @dataclass(frozen=True)
@@ -133,44 +103,27 @@ class Notice:
 
 @dataclass(frozen=True)
 class ForkRecord:
-    """Checkpoint of another run, the parent, with which a fork began.
+    """Checkpoint of another run, the parent, with which a fork began."""
 
-    Attributes:
-        run: directory or URL of the parent at that time.
-        id: id of the parent.
-        step: step of the checkpoint, at which they part.
-        fingerprint: its fingerprint.
-        changes: dotted key -> [value in the parent, value in the fork], None where there is none. Not validated.
-    """
-
-    run: str
-    id: str
-    step: int
+    run: str  # directory or URL of the parent at that time
+    id: str  # id of the parent
+    step: int  # step of the checkpoint, at which they part
     fingerprint: str
+    # Dotted key -> [value in the parent, value in the fork], None where there is none. Not validated.
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class StageRecord:
-    """Stage of a run. A value that is not known is None.
+    """Stage of a run. A value that is not known is None."""
 
-    Attributes:
-        number: its number, from 1; 0 is the run before its first stage.
-        from_step: completed steps before it.
-        tokens: tokens consumed before it.
-        tokens_per_step: tokens of each of its steps.
-        changes: what it changes, each a key with both values, as text.
-        why: reason that the spec gives; empty if it gives none.
-        began: when the run has come to it.
-    """
-
-    number: int
-    from_step: int
-    tokens: int | None = None
-    tokens_per_step: int | None = None
-    changes: tuple[str, ...] = ()
-    why: str = ""
-    began: float | None = None
+    number: int  # its number, from 1; 0 is the run before its first stage
+    from_step: int  # completed steps before it
+    tokens: int | None = None  # tokens consumed before it
+    tokens_per_step: int | None = None  # tokens of each of its steps
+    changes: tuple[str, ...] = ()  # what it changes, each a key with both values, as text
+    why: str = ""  # reason that the spec gives; empty if it gives none
+    began: float | None = None  # when the run has come to it
 
 
 @dataclass(frozen=True)
@@ -183,25 +136,15 @@ class StragglerRecord:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Throughput over the newest rows, including evaluation, saves and waits. A value that is not known is None.
+    """Throughput over the newest rows, including evaluation, saves and waits. A value that is not known is None."""
 
-    Attributes:
-        step_seconds: duration of a step; of a job without rows, over its newest attempt.
-        tokens_per_second: of the newest row, if rows have no time.
-        tokens_per_second_per_device: likewise.
-        examples_per_second: of a run whose rows count examples instead of tokens.
-        examples_per_second_per_device: likewise.
-        mfu: model FLOPs utilization, likewise.
-        left_seconds: estimated time to the last step, if the run is alive.
-    """
-
-    step_seconds: float | None = None
-    tokens_per_second: float | None = None
-    tokens_per_second_per_device: float | None = None
-    mfu: float | None = None
-    left_seconds: float | None = None
-    examples_per_second: float | None = None
-    examples_per_second_per_device: float | None = None
+    step_seconds: float | None = None  # duration of a step; of a job without rows, over its newest attempt
+    tokens_per_second: float | None = None  # of the newest row, if rows have no time
+    tokens_per_second_per_device: float | None = None  # likewise
+    mfu: float | None = None  # model FLOPs utilization, likewise
+    left_seconds: float | None = None  # estimated time to the last step, if the run is alive
+    examples_per_second: float | None = None  # of a run whose rows count examples instead of tokens
+    examples_per_second_per_device: float | None = None  # likewise
 
     @property
     def rate(self) -> tuple[str, float | None, float | None]:
@@ -213,74 +156,45 @@ class Throughput:
 
 @dataclass(frozen=True)
 class History:
-    """History of one run.
+    """History of one run."""
 
-    Attributes:
-        url: its directory.
-        id: its id; None if `job.json` is missing or damaged.
-        name: its name; None if `job.json` is missing or damaged.
-        now: when the directory was read.
-        state: its state.
-        since: beginning of that state.
-        reason: reason of a failure, or of a stop by a hook.
-        step: last completed step of the newest attempt that had a state, or of a finished run.
-        total_steps: step at which the run is done.
-        attempts: its attempts in order.
-        seconds: seconds by category, over all attempts and the gaps between them; they sum to `wall_seconds`.
-        wall_seconds: from the first submission, or else the beginning of the first attempt, to the end of the newest
-            attempt, or to `now` if that is alive.
-        goodput: fraction of the wall time that was spent on steps of the final trajectory.
-        lost_steps: steps that were repeated.
-        speed: throughput.
-        checkpoints: its checkpoints: steps in ascending order, then other names.
-        row: newest row of `metrics.jsonl`; empty for a job without metrics.
-        trend: some hundred rows at most, spread over the run, including the newest.
-        validation: (step, val/loss) of the surviving trajectory, at most some thousand.
-        best_validation: the lowest of all that are known.
-        figures: the newest figures of evaluations by key, such as `val/accuracy`; some dozen at most.
-        is_language_model: False if the loss is in no known unit, since the model returns no logits over ids.
-        straggling: straggling processes, if there are any.
-        warnings: newest notices.
-        saves: all commits, or every second, fourth, ... of very many.
-        events: newest events of the ledger in its order, unchecked.
-        fork: where it was forked from; None if it is not a fork.
-        stages: its stages in order, also those that have not begun.
-        program_changes: steps after which another program made the steps, with spec and hardware unchanged; the newest.
-        spec: content of `spec.yaml`; empty if it is missing or damaged.
-        unread: one line for everything that could not be read.
-    """
-
-    url: str
-    id: str | None
+    url: str  # its directory
+    id: str | None  # its id; None if `job.json` is missing or damaged
     name: str | None
-    now: float
+    now: float  # when the directory was read
     state: RunState
-    since: float
-    reason: str | None
-    step: int
-    total_steps: int | None
-    attempts: tuple[AttemptRecord, ...]
+    since: float  # beginning of that state
+    reason: str | None  # reason of a failure, or of a stop by a hook
+    step: int  # last completed step of the newest attempt that had a state, or of a finished run
+    total_steps: int | None  # step at which the run is done
+    attempts: tuple[AttemptRecord, ...]  # its attempts in order
+    # Seconds by category, over all attempts and the gaps between them; they sum to `wall_seconds`.
     seconds: Mapping[TimeCategory, float]
+    # From the first submission, or else the beginning of the first attempt, to the end of the newest attempt, or to
+    # `now` if that is alive.
     wall_seconds: float
-    goodput: float
-    lost_steps: int
+    goodput: float  # fraction of the wall time that was spent on steps of the final trajectory
+    lost_steps: int  # steps that were repeated
     speed: Throughput
-    checkpoints: tuple[CheckpointRecord, ...] = ()
-    row: JsonObject = field(default_factory=dict)
-    trend: tuple[JsonObject, ...] = ()
+    checkpoints: tuple[CheckpointRecord, ...] = ()  # its checkpoints: steps in ascending order, then other names
+    row: JsonObject = field(default_factory=dict)  # newest row of `metrics.jsonl`; empty for a job without metrics
+    trend: tuple[JsonObject, ...] = ()  # some hundred rows at most, spread over the run, including the newest
+    # (step, val/loss) of the surviving trajectory, at most some thousand.
     validation: tuple[tuple[int, float], ...] = ()
-    best_validation: tuple[int, float] | None = None
+    best_validation: tuple[int, float] | None = None  # the lowest of all that are known
+    # The newest figures of evaluations by key, such as `val/accuracy`; some dozen at most.
     figures: Mapping[str, float] = field(default_factory=dict)
-    is_language_model: bool = True
-    straggling: StragglerRecord | None = None
-    warnings: tuple[Notice, ...] = ()
-    saves: tuple[SaveRecord, ...] = ()
-    events: tuple[JsonObject, ...] = ()
-    fork: ForkRecord | None = None
-    stages: tuple[StageRecord, ...] = ()
+    is_language_model: bool = True  # False if the loss is in no known unit, since the model returns no logits over ids
+    straggling: StragglerRecord | None = None  # straggling processes, if there are any
+    warnings: tuple[Notice, ...] = ()  # newest notices
+    saves: tuple[SaveRecord, ...] = ()  # all commits, or every second, fourth, ... of very many
+    events: tuple[JsonObject, ...] = ()  # newest events of the ledger in its order, unchecked
+    fork: ForkRecord | None = None  # where it was forked from; None if it is not a fork
+    stages: tuple[StageRecord, ...] = ()  # its stages in order, also those that have not begun
+    # Steps after which another program made the steps, with spec and hardware unchanged; the newest.
     program_changes: tuple[int, ...] = ()
-    spec: JsonObject = field(default_factory=dict)
-    unread: tuple[str, ...] = ()
+    spec: JsonObject = field(default_factory=dict)  # content of `spec.yaml`; empty if it is missing or damaged
+    unread: tuple[str, ...] = ()  # one line for everything that could not be read
 
     def find_stage(self, step: int) -> int:
         """Return how many stages begin at `step` or earlier."""

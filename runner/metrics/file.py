@@ -6,15 +6,15 @@ The file holds each logged step exactly once, in order, after any number of kill
 checkpoint of its step is committed, and a resumed attempt first drops the rows beyond the checkpoint that it restored.
 The cost of a row or a save, in time and memory, does not depend on the number of rows; only a start reads them again.
 
-**On a disk** (`LocalMetricsFile`) rows are appended one at a time. A resumed attempt replaces the file, so that a
+**On a disk** rows are appended one at a time. A resumed attempt replaces the file, so that a
 zombie of an earlier attempt writes to the old one, which is no longer read. Each replacement first checks the fence.
-Memory holds the lines that are not yet durable, `UNSYNCED_BYTES_MAX` at most. While the disk is full it holds all new
+Memory holds the lines that are not yet durable, `_UNSYNCED_BYTES_MAX` at most. While the disk is full it holds all new
 lines, until `checkpoint.max_unsaved_minutes` ends the run.
 
-**In a bucket** (`BucketMetricsFile`) no object can be appended to. `metrics.jsonl` holds the newest rows and is written
+**In a bucket** no object can be appended to. `metrics.jsonl` holds the newest rows and is written
 again as a whole in the background after each row. Before it would exceed `PART_BYTES`, its older rows are sealed: they
 are written to a part, `metrics/<attempt>.<number>.jsonl`, which never gets other content. `metrics.jsonl` then begins
-with a line that names the parts in order, `{"parts": [[name, last step], ...]}`. After `PARTS_MAX` parts the next part
+with a line that names the parts in order, `{"parts": [[name, last step], ...]}`. After `_PARTS_MAX` parts the next part
 begins with that line instead, and `metrics.jsonl` names only this part (a chain). A run whose rows fit into one object
 has no parts and no such line. All runs of early versions have this form, and can continue.
 
@@ -29,13 +29,12 @@ has no parts and no such line. All runs of early versions have this form, and ca
    them. A zombie cannot drop parts after that: its write would need content that still names them, which no longer
    exists.
 
-A row therefore costs one object of at most `PART_BYTES` and `PARTS_MAX` names, however long the run is, and memory
+A row therefore costs one object of at most `PART_BYTES` and `_PARTS_MAX` names, however long the run is, and memory
 holds the same. There is one object for each `PART_BYTES` of rows, and at most one more for each start that was killed
 while it sealed or dropped parts.
 
 **Readers** change nothing, need no jax and may run beside a live writer. `read_rows` and `read_encoded_rows` return all
-rows, `read_sample` a bounded number of them with bounded work, and `open_metrics_tail` follows a run and reads each row
-once.
+rows, `read_sample` a bounded number of them with bounded work, and `MetricsTail` follows a run and reads each row once.
 """
 
 import contextlib
@@ -72,14 +71,10 @@ class MetricsFile(Protocol):
     """Rows of one run directory. Used by process 0; `sync` and `append` may run on different threads."""
 
     def rewind(self, step: int, tail: RowTail | None = None) -> Row | None:
-        """Keep the rows up to `step` and open the file for more. Called again if a running job loads an earlier step.
+        """Keep the rows up to `step`, and open the file for more; return the row of `step`, None if it has none.
 
-        Args:
-            step: step that was restored.
-            tail: rows of the fast tier, which follow those of the file.
-
-        Returns:
-            The row of `step`; None if it has none.
+        Called again if a running job loads an earlier step. `tail` has rows of the fast tier, which follow those of the
+        file.
         """
 
     def has_step(self, step: int) -> bool:
@@ -98,12 +93,7 @@ class MetricsFile(Protocol):
         """Return the rows that may not be durable yet."""
 
     def sync(self) -> None:
-        """Wait until all rows are durable.
-
-        Raises:
-            OSError: They cannot be written.
-            FencedError: A newer attempt owns the run.
-        """
+        """Wait until all rows are durable. Raises `OSError`, or `FencedError` if a newer attempt owns the run."""
 
     def close(self) -> None:
         """Close what is open."""
@@ -128,11 +118,11 @@ def find_tail_problem(file: MetricsFile, attachments: Mapping[str, bytes]) -> st
 
 # On a disk.
 
-UNSYNCED_BYTES_MAX = 1 << 20
+_UNSYNCED_BYTES_MAX = 1 << 20
 _CHUNK_BYTES = 1 << 20
 
 
-class LocalMetricsFile:
+class _LocalMetricsFile:
     """`metrics.jsonl` on a disk, a `MetricsFile`."""
 
     def __init__(self, store: LocalStore, fence: Fence):
@@ -150,7 +140,6 @@ class LocalMetricsFile:
         self._lock = threading.RLock()
 
     def rewind(self, step: int, tail: RowTail | None = None) -> Row | None:
-        """Replace the file by one with the rows up to `step`; return the row of `step`."""
         with self._syncing, self._lock:
             if self._file is not None:  # a job that runs
                 self._write()
@@ -160,23 +149,20 @@ class LocalMetricsFile:
         return None if self._newest is None or self._newest.step != step else self._newest.row
 
     def has_step(self, step: int) -> bool:
-        """Return True if the file has a row of `step`."""
         return any(line.step == step for line in select_surviving(self._store.lines(METRICS_FILE), step))
 
     def append(self, row: Row) -> None:
-        """Add a row, which survives this process from here on unless the disk is full."""
         with self._lock:
             self._newest = EncodedRow.from_row(row)
             self._unwritten.append(self._newest)
         try:
             self._write()
-            if self._num_bytes - self._num_synced_bytes > UNSYNCED_BYTES_MAX:
+            if self._num_bytes - self._num_synced_bytes > _UNSYNCED_BYTES_MAX:
                 self.sync()
         except OSError as error:
             warn(f"metrics.jsonl: cannot be written ({error}); {len(self._unwritten)} rows are kept in memory")
 
     def _write(self) -> None:
-        """Write the unwritten rows, each completely or not at all."""
         assert self._file is not None, "rewind opens the file"
         with self._lock:
             while self._unwritten:
@@ -189,23 +175,19 @@ class LocalMetricsFile:
                 self._written.append(self._unwritten.pop(0))
 
     def replace_last(self, row: Row) -> None:
-        """Replace the last row, with a new file."""
         with self._syncing, self._lock:  # a flush that is waiting counts the rows of the former file
             self._write()
             lines = select_surviving(self._store.lines(METRICS_FILE), row["step"] - 1)
             self._replace(itertools.chain(lines, [EncodedRow.from_row(row)]))
 
     def get_newest(self) -> Row:
-        """Return the newest row, empty if there is none."""
         return {} if self._newest is None else self._newest.row
 
     def get_tail(self) -> RowTail:
-        """Return the rows since the last sync."""
         with self._lock:
             return RowTail(self._synced_step, [*self._written, *self._unwritten])
 
     def sync(self) -> None:
-        """Write all rows and flush them to the disk."""
         with self._syncing:
             with self._lock:
                 if self._file is None:
@@ -223,7 +205,6 @@ class LocalMetricsFile:
                     del self._written[:num_lines]
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -248,10 +229,7 @@ class LocalMetricsFile:
             self._replace(select_surviving(_read_open_lines(self._file)))
 
     def _replace(self, lines: Iterable[EncodedRow]) -> None:
-        """Replace the file durably by one with these lines, and open it for more.
-
-        Raises `FencedError` if a newer attempt owns the run.
-        """
+        """Replace the file durably by one with these lines, and open it for more. Raises `FencedError`."""
         # This process may have been suspended since its last check, while a newer attempt began or even finished.
         self._fence.check()
         newest: list[EncodedRow] = []
@@ -286,69 +264,39 @@ def _read_open_lines(file: FileIO) -> Iterator[bytes]:
 # In a bucket.
 
 PART_BYTES = 1 << 18
-PARTS_MAX = 64
+_PARTS_MAX = 64
 _READ_TRIES = 3
-PARTS_FOLDER, _PARTS = "metrics", "parts"
+_PARTS_FOLDER, _PARTS = "metrics", "parts"
 
 Value = TypeVar("Value")
 
 
-class SealedPart(NamedTuple):
+class _SealedPart(NamedTuple):
     """Name of a sealed object, and the step of its last row."""
 
     name: str
     last_step: int
 
 
-def encode_parts(parts: list[SealedPart]) -> bytes:
+def _encode_parts(parts: list[_SealedPart]) -> bytes:
     """Return the line that names parts; nothing if there are none."""
     return encode_line({_PARTS: parts}) if parts else b""
 
 
-def decode_parts(content: bytes) -> list[SealedPart]:
-    """Return the parts that an object names, whose rows come before its own.
-
-    Raises:
-        ValueError: The line does not name parts, although it should.
-    """
+def _decode_parts(content: bytes) -> list[_SealedPart]:
+    """Return the parts that an object names, whose rows come before its own. Raises `ValueError` if they are none."""
     first = parse_line(content.partition(b"\n")[0])
     named = first.get(_PARTS, []) if first else []
 
     def is_part(value: object) -> bool:
         match value:
             case [str(name), int()]:
-                return name.startswith(f"{PARTS_FOLDER}/") and ".." not in name
+                return name.startswith(f"{_PARTS_FOLDER}/") and ".." not in name
         return False
 
     if not (isinstance(named, list) and all(map(is_part, named))):
         raise ValueError(f"{METRICS_FILE} names parts that are none: {str(named)[:100]}")
-    return [SealedPart(*part) for part in named]
-
-
-def _read_content(store: Store, known: Collection[str] = ()) -> tuple[list[str], bytes]:
-    """Return the names of all parts in order, and the content of `metrics.jsonl`. For readers beside a live writer.
-
-    Parts are named in a chain, in which each link is read.
-
-    Args:
-        store: store of the run directory, a bucket.
-        known: names of parts at which the chain need not be followed any further; the result begins with such a part.
-
-    Raises:
-        OSError: The store cannot be read.
-        ValueError: A line that names parts is damaged.
-    """
-    return _retry_dropped(lambda: _read_names(store, known))
-
-
-def _read_texts(store: Store) -> list[bytes]:
-    """Return all rows as lines of text, the oldest first. For readers beside a live writer."""
-
-    def read() -> list[bytes]:
-        names, content = _read_names(store, ())
-        return [text for each in (*map(store.read, names), content) for text in each.splitlines()]
-
-    return _retry_dropped(read)
+    return [_SealedPart(*part) for part in named]
 
 
 def _retry_dropped(read: Callable[[], Value]) -> Value:
@@ -360,12 +308,16 @@ def _retry_dropped(read: Callable[[], Value]) -> Value:
     return read()
 
 
-def _read_names(store: Store, known: Collection[str]) -> tuple[list[str], bytes]:
+def _read_names(store: Store, known: Collection[str] = ()) -> tuple[list[str], bytes]:
+    """Return the names of all parts in order, and the content of `metrics.jsonl`. For readers beside a live writer.
+
+    At one of the `known` parts the chain is not followed any further; the result then begins with this part.
+    """
     newest, _ = store.read_versioned(METRICS_FILE)
     names: list[str] = []
     content = newest
     # Only the first part that an object names can name earlier ones.
-    while found := [part.name for part in decode_parts(content)]:
+    while found := [part.name for part in _decode_parts(content)]:
         if found[0] in names:
             raise ValueError(f"{store.url}/{METRICS_FILE}: its parts name each other in a circle")
         names[:0] = found
@@ -375,7 +327,7 @@ def _read_names(store: Store, known: Collection[str]) -> tuple[list[str], bytes]
     return names, newest
 
 
-class BucketMetricsFile:
+class _BucketMetricsFile:
     """`metrics.jsonl` in a bucket, a `MetricsFile`."""
 
     def __init__(self, store: Store, background: BackgroundWriter, fence: Fence):
@@ -384,16 +336,15 @@ class BucketMetricsFile:
         # request.
         self._sending = threading.Lock()
         self._lock = threading.Lock()
-        self._parts: list[SealedPart] = []
+        self._parts: list[_SealedPart] = []
         self._lines: list[EncodedRow] = []  # rows that are in no part; the newest row is always among them
         self._num_sent = 0  # leading lines that `metrics.jsonl` holds
         self._revision = self._revision_sent = 0
         self._version: Version = ABSENT
         self._num_sealed = 0  # lines that this attempt has sealed
-        self._dropped: list[SealedPart] = []
+        self._dropped: list[_SealedPart] = []
 
     def rewind(self, step: int, tail: RowTail | None = None) -> Row | None:
-        """Write `metrics.jsonl` with the rows up to `step`, delete dropped parts, and return the row of `step`."""
         if self._lines:  # a job that runs
             self.sync()
         content, self._version = self._store.read_versioned(METRICS_FILE)
@@ -408,12 +359,8 @@ class BucketMetricsFile:
                 self._dropped.pop()
         return self._lines[-1].row if self._lines and self._lines[-1].step == step else None
 
-    def _select_rows(self, step: int, content: bytes) -> tuple[list[SealedPart], list[EncodedRow]]:
-        """Return the parts that lie wholly up to `step`, and the rows after them, at least one if there is any.
-
-        Raises:
-            InvalidError: A line that names parts is damaged.
-        """
+    def _select_rows(self, step: int, content: bytes) -> tuple[list[_SealedPart], list[EncodedRow]]:
+        """Return the parts that lie wholly up to `step`, and the rows after them, at least one if there is any."""
         parts = self._decode_parts(content)
         lines = list(select_surviving(content.splitlines(), step, beyond=parts[-1].last_step if parts else -1))
         # Parts beyond the step are dropped one by one, until one has a row up to it.
@@ -429,26 +376,23 @@ class BucketMetricsFile:
             lines = list(select_surviving(content.splitlines(), step))
         return parts, lines
 
-    def _decode_parts(self, content: bytes) -> list[SealedPart]:
+    def _decode_parts(self, content: bytes) -> list[_SealedPart]:
         try:
-            return decode_parts(content)
+            return _decode_parts(content)
         except ValueError as error:
             reason = f"{self._store.url}: {error}; move that object away to continue without the earlier rows"
             raise InvalidError(reason) from error
 
     def has_step(self, step: int) -> bool:
-        """Return True if there is a row of `step`."""
         content, _ = self._store.read_versioned(METRICS_FILE)
         _, lines = self._select_rows(step, content)
         self._dropped.clear()
         return bool(lines) and lines[-1].step == step
 
     def append(self, row: Row) -> None:
-        """Add a row, and have it sent in the background."""
         self._change(EncodedRow.from_row(row), replaced=0)
 
     def replace_last(self, row: Row) -> None:
-        """Replace the last row, and have it sent in the background."""
         self._change(EncodedRow.from_row(row), replaced=1)
 
     def _change(self, line: EncodedRow, replaced: int) -> None:
@@ -460,12 +404,10 @@ class BucketMetricsFile:
         self._background.mark(METRICS_FILE, self._send_unless_fenced)
 
     def get_newest(self) -> Row:
-        """Return the newest row, empty if there is none."""
         with self._lock:
             return self._lines[-1].row if self._lines else {}
 
     def get_tail(self) -> RowTail:
-        """Return the rows that are not sent."""
         with self._lock:
             # The row before the unsent ones is the last sent line or the last row of the newest part.
             before = [*(part.last_step for part in self._parts[-1:]), *(line.step for line in self._lines)]
@@ -477,7 +419,6 @@ class BucketMetricsFile:
             self.sync()
 
     def sync(self) -> None:
-        """Seal rows that do not fit, and write `metrics.jsonl`."""
         with self._sending:
             with self._lock:
                 revision, parts, lines = self._revision, list(self._parts), list(self._lines)
@@ -489,13 +430,13 @@ class BucketMetricsFile:
             while num_lines := _count_lines_to_seal(lines, start):
                 sealed = lines[start : start + num_lines]
                 # The name is a function of what was sealed before, so a second try after an error writes the same part.
-                name = f"{PARTS_FOLDER}/{self._fence.attempt:06}.{self._num_sealed + start:08}.jsonl"
-                part = SealedPart(name, sealed[-1].step)
-                named = parts if len(parts) >= PARTS_MAX else []
-                self._store.write(part.name, encode_parts(named) + b"".join(line.text for line in sealed))
+                name = f"{_PARTS_FOLDER}/{self._fence.attempt:06}.{self._num_sealed + start:08}.jsonl"
+                part = _SealedPart(name, sealed[-1].step)
+                named = parts if len(parts) >= _PARTS_MAX else []
+                self._store.write(part.name, _encode_parts(named) + b"".join(line.text for line in sealed))
                 parts = [part] if named else [*parts, part]
                 start += num_lines
-            self._write(encode_parts(parts) + b"".join(line.text for line in lines[start:]))
+            self._write(_encode_parts(parts) + b"".join(line.text for line in lines[start:]))
             with self._lock:
                 # The last row may have been replaced while the old one was sent; then it counts as not sent.
                 is_last_replaced = bool(lines) and self._lines[len(lines) - 1] is not lines[-1]
@@ -535,8 +476,8 @@ def _count_lines_to_seal(lines: list[EncodedRow], start: int) -> int:
 def open_metrics_file(store: Store, background: BackgroundWriter, fence: Fence) -> MetricsFile:
     """Return the metrics file of a run directory, for the attempt of `fence`."""
     if store.root is None:
-        return BucketMetricsFile(store, background, fence)
-    return LocalMetricsFile(LocalStore(store.root), fence)
+        return _BucketMetricsFile(store, background, fence)
+    return _LocalMetricsFile(LocalStore(store.root), fence)
 
 
 # Read all.
@@ -544,7 +485,12 @@ def open_metrics_file(store: Store, background: BackgroundWriter, fence: Fence) 
 
 def read_encoded_rows(store: Store, step: int | None = None) -> Iterator[EncodedRow]:
     """Yield the rows up to `step` (None: all), each once and in order. For readers beside a live writer."""
-    texts = _read_texts(store) if store.root is None else LocalStore(store.root).lines(METRICS_FILE)
+
+    def read_objects() -> list[bytes]:
+        names, content = _read_names(store)
+        return [text for each in (*map(store.read, names), content) for text in each.splitlines()]
+
+    texts = _retry_dropped(read_objects) if store.root is None else LocalStore(store.root).lines(METRICS_FILE)
     return select_surviving(texts, step)
 
 
@@ -555,7 +501,7 @@ def read_rows(store: Store) -> list[Row]:
 
 # Read a sample.
 
-SAMPLE_ROWS_MAX = 512
+_SAMPLE_ROWS_MAX = 512
 _SAMPLE_NEWEST_ROWS = 64
 _SAMPLE_NUM_BLOCKS = 128
 _SAMPLE_BLOCK_BYTES = 1 << 13
@@ -568,21 +514,16 @@ def read_sample(store: Store) -> tuple[Row, ...]:
     """Return a sample of the rows of `metrics.jsonl` in order of step, including the newest; empty if there are none.
 
     On a disk `_SAMPLE_NUM_BLOCKS` blocks spread over the file and its end are read, in a bucket the newest objects and
-    `_SAMPLE_PARTS_MAX` of the others. About `SAMPLE_ROWS_MAX` rows are returned, whatever the size of the run.
-
-    Raises:
-        OSError: the store cannot be read.
-        ValueError: the file is damaged.
+    `_SAMPLE_PARTS_MAX` of the others. About `_SAMPLE_ROWS_MAX` rows are returned, whatever the size of the run. Raises
+    `OSError`, or `ValueError` if the file is damaged.
     """
     texts = _sample_bucket(store) if store.root is None else _sample_disk(as_local(store))
     lines = list(select_surviving(texts))
-    newest, stride = lines[-_SAMPLE_NEWEST_ROWS:], max(len(lines) // (SAMPLE_ROWS_MAX - _SAMPLE_NEWEST_ROWS), 1)
+    newest, stride = lines[-_SAMPLE_NEWEST_ROWS:], max(len(lines) // (_SAMPLE_ROWS_MAX - _SAMPLE_NEWEST_ROWS), 1)
     return tuple(line.row for line in [*lines[: -_SAMPLE_NEWEST_ROWS or None][::stride], *newest])
 
 
 def _sample_disk(store: LocalStore) -> list[bytes]:
-    """Return lines from blocks that are spread over the file, and from its end."""
-
     def split_lines(content: bytes, is_first_block: bool) -> list[bytes]:
         # The first line may have begun before the block. The last one is recognized as incomplete by its end.
         lines = content.split(b"\n")
@@ -610,9 +551,8 @@ def _sample_disk(store: LocalStore) -> list[bytes]:
 
 
 def _sample_bucket(store: Store) -> Iterator[bytes]:
-    """Iterate over the lines of some parts, evenly spaced, and of the newest objects."""
     try:
-        names, content = _read_content(store)
+        names, content = _retry_dropped(lambda: _read_names(store))
     except FileNotFoundError:  # A part was deleted.
         names, content = [], store.read_versioned(METRICS_FILE)[0]
     stride = max(len(names) // _SAMPLE_PARTS_MAX, 1)
@@ -635,48 +575,21 @@ def _sample_bucket(store: Store) -> Iterator[bytes]:
 
 
 class MetricsTailUpdate(NamedTuple):
-    """Result of one reading of a metrics tail.
+    """Result of one reading of a metrics tail."""
 
-    Attributes:
-        is_restart: True if rows of earlier readings are invalid, and `rows` begins with the first row of the run.
-        rows: new rows that are final, to be consumed before the next reading. Iterating may raise `OSError`.
-        newest: rows after these, which may still change; a later reading returns them again.
-    """
-
-    is_restart: bool
+    is_restart: bool  # True if rows of earlier readings are invalid, and `rows` begins with the first row of the run
+    # New rows that are final, to be consumed before the next reading. Iterating may raise `OSError`.
     rows: Iterator[Row]
-    newest: list[Row]
-
-
-class MetricsTail(Protocol):
-    """Tailing reader of the rows of one run directory."""
-
-    @property
-    def num_skipped(self) -> int:
-        """Number of lines since the last restart that are not rows."""
-
-    def read(self) -> MetricsTailUpdate:
-        """Return the rows that are new since the last reading; none if there are no rows yet.
-
-        Raises:
-            OSError: The store does not respond.
-            ValueError: A line that names parts is damaged.
-        """
+    newest: list[Row]  # rows after these, which may still change; a later reading returns them again
 
 
 class _RowIterator:
-    """Rows among lines of text, each step once and in ascending order.
-
-    Attributes:
-        step: step of the newest row.
-        num_damaged: lines that are neither rows nor blank.
-    """
+    """Rows among lines of text, each step once and in ascending order."""
 
     def __init__(self, step: int = -1):
         self.step, self.num_damaged = step, 0
 
     def iterate(self, texts: Iterable[bytes]) -> Iterator[Row]:
-        """Yield the rows of later steps than those before."""
         for text in texts:
             row = parse_row(text)
             if row is None:
@@ -686,68 +599,57 @@ class _RowIterator:
                 yield row
 
 
-class LocalMetricsTail:
-    """Tailing reader of `metrics.jsonl` on a disk, a `MetricsTail`. Memory holds one line."""
+class MetricsTail:
+    """Tailing reader of the rows of one run directory, which begins with the first row.
 
-    def __init__(self, store: LocalStore):
-        self._file = FileTail(store.root / METRICS_FILE, lambda: store.open(METRICS_FILE))
-        self._rows = _RowIterator()
-
-    @property
-    def num_skipped(self) -> int:
-        """Number of lines since the last restart that are not rows."""
-        return self._rows.num_damaged + self._file.num_skipped
-
-    def read(self) -> MetricsTailUpdate:
-        """Return the rows of the lines that were appended since the last reading."""
-        is_restart, lines = self._file.read()
-        if is_restart:
-            self._rows = _RowIterator()
-        return MetricsTailUpdate(is_restart, self._rows.iterate(lines), [])
-
-
-class BucketMetricsTail:
-    """Tailing reader of `metrics.jsonl` in a bucket and of its parts, a `MetricsTail`. Memory holds one part."""
+    Memory holds one line, in a bucket one part.
+    """
 
     def __init__(self, store: Store):
         self._store = store
-        self._parts: list[str] = []  # names of the parts that were read, in order
-        self._step = -1
-        self._num_damaged, self._num_damaged_newest = 0, 0
+        self._file = None if store.root is None else FileTail(store, METRICS_FILE)
+        self._rows = _RowIterator()  # its state follows the rows that are final
+        # Of a bucket: names of the parts that were read, in order, and damaged lines in the object that grows.
+        self._parts: list[str] = []
+        self._num_damaged_newest = 0
 
     @property
     def num_skipped(self) -> int:
         """Number of lines since the last restart that are not rows."""
-        return self._num_damaged + self._num_damaged_newest
+        num_long = 0 if self._file is None else self._file.num_skipped
+        return self._rows.num_damaged + self._num_damaged_newest + num_long
 
     def read(self) -> MetricsTailUpdate:
-        """Return the rows of the parts that are new since the last reading."""
-        names, content = _read_content(self._store, self._parts)
+        """Return the rows that are new since the last reading; none if there are no rows yet.
+
+        Raises `OSError` if the store does not respond, and `ValueError` if a line that names parts is damaged.
+        """
+        if self._file is not None:
+            is_restart, lines = self._file.read()
+            if is_restart:
+                self._rows = _RowIterator()
+            return MetricsTailUpdate(is_restart, self._rows.iterate(lines), [])
+        names, content = _retry_dropped(lambda: _read_names(self._store, self._parts))
         # The names may begin in the middle of the known parts; a part never changes, so those before it are the same.
         if names and names[0] in self._parts:
             names = [*self._parts[: self._parts.index(names[0])], *names]
         # A resumed attempt replaces parts, so if known parts are gone, all rows are read again.
         is_restart = names[: len(self._parts)] != self._parts or not self._parts
         if is_restart:
-            self._parts, self._step, self._num_damaged = [], -1, 0
-        sealed = decode_parts(content)
+            self._parts, self._rows = [], _RowIterator()
+        sealed = _decode_parts(content)
         newest = _RowIterator(sealed[-1].last_step if sealed else -1)
         # The first line names the parts.
         newest_rows = list(newest.iterate(content.splitlines()[bool(sealed) :]))
         self._num_damaged_newest = newest.num_damaged
-        return MetricsTailUpdate(is_restart, self._iterate_rows(names[len(self._parts) :]), newest_rows)
+        return MetricsTailUpdate(is_restart, self._iterate_parts(names[len(self._parts) :]), newest_rows)
 
-    def _iterate_rows(self, names: Iterable[str]) -> Iterator[Row]:
+    def _iterate_parts(self, names: Iterable[str]) -> Iterator[Row]:
         for name in names:
-            part = _RowIterator(self._step)
+            part = _RowIterator(self._rows.step)
             for row in part.iterate(self._store.read(name).splitlines()):
-                self._step = part.step
+                self._rows.step = part.step
                 yield row
-            self._num_damaged += part.num_damaged
+            self._rows.num_damaged += part.num_damaged
             # Only a part whose rows were all handed over counts as read: the caller may stop in between.
             self._parts.append(name)
-
-
-def open_metrics_tail(store: Store) -> MetricsTail:
-    """Return the tailing reader of the rows of a run directory, which begins with the first row."""
-    return BucketMetricsTail(store) if store.root is None else LocalMetricsTail(as_local(store))

@@ -41,8 +41,8 @@ ROLL_BACKS, HIGH_LOSS_STEPS = "roll_backs", "high_loss_steps"
 REPLAY_DIGESTS = "replay_digests"  # digests of the gradients of a step that can be replayed; never in a row
 LIST_MAX = 64
 TEXT_MAX_CHARACTERS = 1 << 14
-KEY_MAX_CHARACTERS = 200
-METRICS_MAX = 1000  # of one evaluator
+_KEY_MAX_CHARACTERS = 200
+_METRICS_MAX = 1000  # of one evaluator
 BINS_MAX = 1024
 _EXACT_INT_MAX = 1 << 63  # larger integers become floats, which every reader of JSON knows
 _KEY = re.compile(r"[\w.-]+(/[\w.-]+)+")
@@ -81,12 +81,7 @@ def histogram(values: jax.Array, bins: int = 32) -> Histogram:
 def accumulate_sums(meta: Mapping[str, Any], is_stacked: bool) -> Meta:
     """Return the `sums` of all micro-batches, or nothing if `meta` has none.
 
-    Args:
-        meta: meta of one micro-batch, or of several.
-        is_stacked: True if the first axis of each leaf is the micro-batches.
-
-    Raises:
-        InvalidError: `sums` is not a dictionary.
+    With `is_stacked` the first axis of each leaf is the micro-batches; else `meta` is that of a single one.
     """
     if SUMS not in meta:
         return {}
@@ -115,11 +110,7 @@ def compute_means(sums: Mapping[str, Any], token_count: Any) -> Meta:
 
 
 def replace_sums_by_means(meta: Mapping[str, Any], token_count: Any) -> Meta:
-    """Return `meta` with means in place of `sums`.
-
-    Raises:
-        InvalidError: A name occurs both in `meta` and in its `sums`.
-    """
+    """Return `meta` with means in place of `sums`. Raises `InvalidError` if a name is in both."""
     if SUMS not in meta:
         return dict(meta)
     if twice := sorted({*meta} & {*meta[SUMS]}):
@@ -132,35 +123,24 @@ def replace_sums_by_means(meta: Mapping[str, Any], token_count: Any) -> Meta:
 
 
 def validate_meta(meta: Any, reserved: tuple[str, ...] = RESERVED_NAMES) -> None:
-    """Validate that a row can hold the meta of a step.
+    """Raise `InvalidError` if the meta of a step has a reserved name, or a value that a row does not hold.
 
-    Args:
-        meta: return value of a step; its leaves may be tracers.
-        reserved: names that it must not have.
-
-    Raises:
-        InvalidError: A name is reserved, or a value has a type or shape that a row does not hold.
+    The leaves may be tracers.
     """
     if not isinstance(meta, Mapping):
         raise InvalidError(f"a step returns a {type(meta).__name__} as meta; return a dictionary of scalars by name")
     for name, value in meta.items():
         if name in reserved:
             raise InvalidError(f"a step returns {name!r} as meta, which is a reserved name; use another")
-        if not is_loggable(value):
+        fits = isinstance(value, Histogram)
+        if isinstance(value, bool | int | float | np.generic | np.ndarray | jax.Array | jax.ShapeDtypeStruct):
+            # Checked on shapes and types only, since the value may be a tracer.
+            shape = value.shape if isinstance(value, jax.ShapeDtypeStruct) else jnp.shape(value)
+            is_small = len(shape) == 0 or (len(shape) == 1 and 0 < shape[0] <= LIST_MAX)
+            kinds, dtype = (jnp.bool_, jnp.integer, jnp.floating), jnp.result_type(value)
+            fits = is_small and any(jnp.issubdtype(dtype, kind) for kind in kinds)
+        if not fits:
             raise InvalidError(f"a step returns {name!r} as meta, {_describe(value)}; {_REQUIREMENT}")
-
-
-def is_loggable(value: Any) -> bool:
-    """Return True if a row can hold this value of meta, which may be a tracer."""
-    if isinstance(value, Histogram):
-        return True
-    if not isinstance(value, bool | int | float | np.generic | np.ndarray | jax.Array | jax.ShapeDtypeStruct):
-        return False
-    # Checked on shapes and types only, since the value may be a tracer.
-    shape = jnp.shape(value) if not isinstance(value, jax.ShapeDtypeStruct) else value.shape
-    dtype = jnp.result_type(value)
-    is_small = len(shape) == 0 or (len(shape) == 1 and 0 < shape[0] <= LIST_MAX)
-    return is_small and any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
 
 
 def _describe(value: Any) -> str:
@@ -225,11 +205,11 @@ def parse_metrics(
         )
     row: dict[str, _ParsedValue] = {}
     for number, key in enumerate(metrics):
-        if number == METRICS_MAX:
-            raise UnfitMetricsError(f"it returns more than {METRICS_MAX:,} metrics")
-        if not (isinstance(key, str) and len(key) <= KEY_MAX_CHARACTERS and form.fullmatch(key)):
+        if number == _METRICS_MAX:
+            raise UnfitMetricsError(f"it returns more than {_METRICS_MAX:,} metrics")
+        if not (isinstance(key, str) and len(key) <= _KEY_MAX_CHARACTERS and form.fullmatch(key)):
             raise UnfitMetricsError(
-                f"it returns a metric named {repr(key)[:KEY_MAX_CHARACTERS]}, needs a key such as val/accuracy"
+                f"it returns a metric named {repr(key)[:_KEY_MAX_CHARACTERS]}, needs a key such as val/accuracy"
             )
         if key.startswith(reserved):
             raise UnfitMetricsError(f"it returns a metric named {key!r}, needs a key such as val/accuracy")
@@ -280,10 +260,7 @@ def _parse_metric(value: Any) -> _ParsedValue:
 
 
 def _parse_number(value: Any) -> tuple[float | None, bool]:
-    """Return a number of Python, or a scalar array of NumPy or JAX, and True if it is finite; else it becomes None.
-
-    None stays None.
-    """
+    """Return a number as a finite float or int, else None; and True unless it is not finite. None stays None."""
     if value is None:
         return None, True
     is_array = getattr(value, "shape", None) == () and hasattr(value, "__float__") and hasattr(value, "dtype")

@@ -242,14 +242,9 @@ class EncodedRow(NamedTuple):
 
 
 class RowTail(NamedTuple):
-    """The newest rows of a file.
+    """The newest rows of a file."""
 
-    Attributes:
-        after: step of the row before them; None if they are the first.
-        lines: the rows.
-    """
-
-    after: int | None
+    after: int | None  # step of the row before them; None if they are the first
     lines: Sequence[EncodedRow]
 
     def encode(self) -> bytes:
@@ -259,11 +254,7 @@ class RowTail(NamedTuple):
 
     @classmethod
     def decode(cls, content: bytes) -> Self:
-        """Decode the content of the fast tier's file.
-
-        Raises:
-            ValueError: The content is torn.
-        """
+        """Decode the content of the fast tier's file. Raises `ValueError` if it is torn."""
         head = parse_line(content.partition(b"\n")[0]) or {}
         lines = list(select_surviving(content.splitlines()))
         # A tail of an earlier version has no number of rows; it is accepted if it has any row.
@@ -273,12 +264,9 @@ class RowTail(NamedTuple):
 
 
 def select_surviving(texts: Iterable[bytes], step: int | None = None, beyond: int = -1) -> Iterator[EncodedRow]:
-    """Yield the rows among lines of text, each step once and in ascending order.
+    """Yield the rows among lines of text, each step once and in ascending order. Damaged lines are skipped.
 
-    Args:
-        texts: lines of the file; damaged lines, which are not rows, are skipped.
-        step: last step to yield; None for no limit.
-        beyond: only later steps are yielded.
+    Only steps after `beyond` are yielded, and none after `step` (None: no limit).
     """
     for text in texts:
         row = parse_row(text)

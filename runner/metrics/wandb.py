@@ -1,19 +1,14 @@
 """Metric writer for Weights & Biases. It imports wandb, which takes about a second, and is therefore loaded on demand.
 
-All attempts of a job use one run id, and each attempt gives wandb the whole trajectory.
+All attempts of a job use one run id, and each attempt gives wandb the whole trajectory; the README of this package says
+what W&B shows. Offline, the newest file holds all rows and the earlier ones are removed, because `wandb sync` replaces
+the history on the server by that of one file. Online, each attempt starts without `resume`: with `resume="allow"` the
+server would keep the rows of lost steps and drop the recomputed ones, and `resume_from`, which would remove them, is
+not available on every server.
 
-- **Offline**, each attempt writes one file. The newest file holds all rows, and the earlier files are removed:
-  `wandb sync` replaces the history that the server has under this id by that of the file, so if each file held a part
-  of the run, only the last one would be visible (https://github.com/wandb/wandb/issues/5865 and 3841).
-- **Online**, each attempt starts without `resume`, which overwrites the run's history line by line from the first row
-  on (issue 3424). Rows of lost steps disappear as soon as the attempt has computed those steps again. With
-  `resume="allow"` the server would keep them permanently and drop the recomputed ones. `resume_from`, which would
-  remove them, is not available on every server.
-
-Online, a fork is also a fork in W&B (`fork_from`), whose server then shows the parent's history before its rows.
-Offline it is a separate run, because a server that refuses forks would refuse the whole file. It is also a separate run
-if the user has started another W&B run in the process: after a refused fork its id can be used again only when all W&B
-runs of the process have ended.
+Offline, a fork is a separate run, because a server that refuses forks would refuse the whole file. So it is if the user
+has started another W&B run in the process: after a refused fork its id can be used again only when all W&B runs of the
+process have ended.
 
 The files of wandb are in `wandb/` of the run directory. wandb writes to local disks only, so for a run in a bucket they
 are in this machine's cache while the job runs. They are uploaded when it ends, together with those of attempts that
@@ -41,27 +36,10 @@ UPLOAD_SECONDS = 10.0
 _REASON_CHARACTERS_MAX = 200
 
 
-def remove_superseded(current: Path) -> None:
-    """Remove the directories of earlier attempts at the same run beside `current`, which holds their rows.
-
-    wandb calls a directory `offline-run-<time>-<id>`, or `run-<time>-<id>` if it was online.
-    """
-    time, run_id = current.name.split("-")[-2:]
-    for path in current.parent.glob(f"*run-*-{run_id}"):
-        if path.name.split("-")[-2] < time:
-            shutil.rmtree(path)
-
-
 def upload_offline_runs(directory: Path, store: Store, deadline_seconds: float) -> None:
     """Upload the offline runs of wandb, and then remove older ones of the same runs from the bucket.
 
-    Args:
-        directory: local stand-in for the run directory.
-        store: bucket of the run. Files that it already has are not uploaded again.
-        deadline_seconds: limit for each file.
-
-    Raises:
-        OSError: The bucket cannot be reached.
+    Files that the bucket already has are not uploaded again. The deadline is that of each file. Raises `OSError`.
     """
     present = store.list_sizes(FOLDER)
     local = sorted(path.name for path in (directory / FOLDER).glob("wandb/offline-run-*"))
@@ -130,8 +108,13 @@ class WandbWriter:
         self._run.log(values, step=row["step"])
 
     def supersede(self) -> None:
-        """Remove the local runs of earlier attempts."""
-        remove_superseded(Path(self._run.settings.sync_dir))
+        """Remove the local runs of earlier attempts, whose rows the present one holds."""
+        # wandb calls a directory `offline-run-<time>-<id>`, or `run-<time>-<id>` if it was online.
+        current = Path(self._run.settings.sync_dir)
+        time, run_id = current.name.split("-")[-2:]
+        for path in current.parent.glob(f"*run-*-{run_id}"):
+            if path.name.split("-")[-2] < time:
+                shutil.rmtree(path)
 
     def finish(self) -> None:
         """End the run, and upload it if the run directory is in a bucket."""

@@ -6,7 +6,7 @@ The row's metrics are a function of the trajectory alone. A save may come betwee
 steps so far to the next row is then saved with it (`carry`), and a resumed attempt continues from that. Speeds are not
 saved.
 
-Memory holds the steps of one window, `STEPS_MAX` durations at most.
+Memory holds the steps of one window, `_STEPS_MAX` durations at most.
 """
 
 import collections
@@ -36,7 +36,7 @@ from runner.metrics.meta import (
 from runner.metrics.rows import Row
 from runner.storage import JsonObject
 
-STEPS_MAX = 10_000
+_STEPS_MAX = 10_000
 
 
 class StepTimer:
@@ -48,7 +48,7 @@ class StepTimer:
     def __init__(self) -> None:
         # Items, in order: the result of a step, a time from which to measure, a request to catch up, or the end.
         self._ends: queue.SimpleQueue[jax.Array | float | threading.Event | None] = queue.SimpleQueue()
-        self._seconds: collections.deque[float] = collections.deque(maxlen=STEPS_MAX)
+        self._seconds: collections.deque[float] = collections.deque(maxlen=_STEPS_MAX)
         self._thread = threading.Thread(target=self._watch, name="step timer", daemon=True)
         self._thread.start()
 
@@ -102,8 +102,6 @@ NO_SUMS = {_LOSS_SUM: 0.0, _WEIGHT: 0.0}  # the carry of no steps
 
 
 class _StepResult(NamedTuple):
-    """Fetched result of one step."""
-
     step: int
     loss: float | None  # None if the step had no target, or its loss was not finite and its update was skipped
     meta: dict[str, RowValue]
@@ -156,9 +154,8 @@ class MetricsWindow:
     def fetch(self) -> None:
         """Wait for the device and fetch the results of all steps.
 
-        Raises:
-            DivergedError: a loss or gradient norm is not finite and the update was not skipped, or a watcher ends the
-                run. The error names the first such step. All hosts raise it at the same place.
+        Raises `DivergedError`, on all hosts at the same place, if a loss or gradient norm is not finite and the update
+        was not skipped, or if a watcher ends the run. The error names the first such step.
         """
         # One transfer for all steps of the window.
         for step, loss, meta in jax.device_get(self._pending):

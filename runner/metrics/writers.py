@@ -1,8 +1,8 @@
 """Displays of rows while a job runs: progress on the terminal or in a log, and asynchronous metric writers.
 
 Process 0 uses them. A **metric writer** (`MetricWriter`) keeps rows for another tool, such as TensorBoard or W&B. It
-may be slow, hang or fail, and must not delay a step. `AsyncMetricWriter` therefore runs it on a thread of its own
-behind a bounded queue.
+may be slow, hang or fail, and must not delay a step. It therefore runs on a thread of its own behind a
+bounded queue.
 
 A metric writer only mirrors `metrics.jsonl`: each attempt first gives it the rows up to the step that it resumed from,
 and then its own rows. So it always shows one trajectory, even if steps were lost, recomputed with other bits, or missed
@@ -57,7 +57,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of protocol buffe
 _START = 1
 _DT_STRING = 7
 _TIME = "perf/time"  # the wall time of events. It is not plotted: single floats resolve Unix time only to minutes
-QUEUE_ROWS = 10_000
+_QUEUE_ROWS = 10_000
 CLOSE_SECONDS = 10.0
 
 
@@ -70,7 +70,6 @@ def _encode_varint(value: int) -> bytes:
 
 
 def _encode_field(number: int, kind: int, payload: bytes) -> bytes:
-    """Return one field of a protocol buffer."""
     length = _encode_varint(len(payload)) if kind == _BYTES else b""
     return _encode_varint(number << 3 | kind) + length + payload
 
@@ -121,7 +120,7 @@ def _compute_masked_crc(content: bytes) -> bytes:
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
-class TensorBoardWriter:
+class _TensorBoardWriter:
     """Event file of one attempt, a `MetricWriter`. Its methods raise `OSError` if the file cannot be written."""
 
     def __init__(self, store: Store, run_id: str, attempt: int):
@@ -138,7 +137,6 @@ class TensorBoardWriter:
         self._write_event(0, _encode_field(7, _BYTES, _encode_field(1, _VARINT, _encode_varint(_START))))
 
     def add(self, row: Row) -> None:
-        """Write a row, and upload the file if it is time."""
         self._write_event(row["step"], _encode_summary(row), row.get(_TIME))
         # Until then the file is not visible, so the rows of earlier attempts are written without flushing each.
         if self._is_published:
@@ -173,12 +171,10 @@ class TensorBoardWriter:
             store.write(f"{folder}/{before}".lstrip("/"), b"")
 
     def finish(self) -> None:
-        """Close and upload the file."""
         self._file.close()
         self._upload()
 
     def _upload(self) -> None:
-        """Upload the file as it is now, if the run is in a bucket."""
         if self._store.root is None:
             self._store.upload(self._path, f"{FOLDER}/{self._path.name}", _UPLOAD_DEADLINE_SECONDS)
             self._uploaded_seconds = time.monotonic()
@@ -207,14 +203,11 @@ class RowDisplay(Protocol):
         """Finish within seconds."""
 
 
-class AsyncMetricWriter:
+class _AsyncMetricWriter:
     """Asynchronous metric writer, a `RowDisplay`.
 
-    Args:
-        name: name of the writer, for `on_failure`.
-        open_writer: function that opens the writer, called on the thread of the writer.
-        earlier: function that returns the surviving rows of earlier attempts.
-        on_failure: function of the name and the reason, called once when the writer is switched off.
+    Its thread opens the writer and gives it the surviving rows of `earlier` attempts. `on_failure` is called once with
+    `name` and the reason, when the writer is switched off.
     """
 
     def __init__(
@@ -225,13 +218,12 @@ class AsyncMetricWriter:
         on_failure: Callable[[str, str], None],
     ):
         self._name, self._on_failure = name, on_failure
-        self._rows: queue.Queue[Row | None] = queue.Queue(QUEUE_ROWS)
+        self._rows: queue.Queue[Row | None] = queue.Queue(_QUEUE_ROWS)
         self._off = threading.Lock()  # acquired once, by the thread that switches the writer off
         self._thread = threading.Thread(target=self._work, args=(open_writer, earlier), name=name, daemon=True)
         self._thread.start()
 
     def show(self, row: Row) -> None:
-        """Queue a row, without waiting."""
         self._put(row)
 
     def close(self) -> None:
@@ -249,7 +241,7 @@ class AsyncMetricWriter:
         try:
             self._rows.put_nowait(row)
         except queue.Full:
-            self._switch_off(f"{QUEUE_ROWS} rows wait for it")
+            self._switch_off(f"{_QUEUE_ROWS} rows wait for it")
             return False
         return True
 
@@ -294,7 +286,7 @@ def _format_row(row: Row) -> str:
     return "  ".join(parts)
 
 
-class LiveProgress:
+class _LiveProgress:
     """Progress bar on a terminal, a `RowDisplay`."""
 
     def __init__(self, name: str, total_steps: int, step: int, console: Console):
@@ -311,7 +303,6 @@ class LiveProgress:
             self._progress.start()
 
     def show(self, row: Row) -> None:
-        """Move the bar. A row with results of an evaluation is also printed on a permanent line."""
         # The terminal may be closed at any time.
         with contextlib.suppress(OSError):
             line = escape_controls(_format_row(row))
@@ -320,12 +311,11 @@ class LiveProgress:
                 self._progress.console.print(f"step {row['step']}  {line}", highlight=False)
 
     def close(self) -> None:
-        """Stop the bar and leave it on the terminal."""
         with contextlib.suppress(OSError):
             self._progress.stop()
 
 
-class PlainProgress:
+class _PlainProgress:
     """One line per row, for logs; a `RowDisplay`."""
 
     def __init__(self, count_units: Callable[[int], int], total_steps: int):
@@ -333,7 +323,6 @@ class PlainProgress:
         self._total_steps = total_steps
 
     def show(self, row: Row) -> None:
-        """Print step, loss, speed and remaining time."""
         speed = row.get(f"perf/{find_unit(row)}_per_second")
         units = self._count_units(self._total_steps) - self._count_units(row["step"])
         left = f"  {units / speed:.0f} s left" if speed else ""
@@ -347,8 +336,8 @@ def make_progress(spec: ExecutionSpec, total_steps: int, step: int, count_units:
     """Return a progress bar if standard output is a terminal and logs are text, plain lines otherwise."""
     # A program that calls a job itself may have no standard output.
     if sys.stdout is not None and sys.stdout.isatty() and spec.logging.format == "text":
-        return LiveProgress(spec.name, total_steps, step, Console(markup=False))
-    return PlainProgress(count_units, total_steps)
+        return _LiveProgress(spec.name, total_steps, step, Console(markup=False))
+    return _PlainProgress(count_units, total_steps)
 
 
 def open_displays(
@@ -370,21 +359,15 @@ def open_displays(
 
     displays: list[RowDisplay] = [make_progress(spec, total_steps, step, count_units)]
     if spec.logging.tensorboard:
-        open_tensorboard = functools.partial(TensorBoardWriter, attempt.store, attempt.run_id, attempt.number)
-        displays.append(AsyncMetricWriter("tensorboard", open_tensorboard, read_earlier, report_failure))
+        open_tensorboard = functools.partial(_TensorBoardWriter, attempt.store, attempt.run_id, attempt.number)
+        displays.append(_AsyncMetricWriter("tensorboard", open_tensorboard, read_earlier, report_failure))
     if spec.logging.wandb != "disabled":
-        displays.append(AsyncMetricWriter("wandb", open_wandb, read_earlier, report_failure))
+        displays.append(_AsyncMetricWriter("wandb", open_wandb, read_earlier, report_failure))
     return displays
 
 
 class RowLog:
-    """Rows that a job writes itself, by `RestoreableJob.log_metrics`. Made and called on every host; process 0 writes.
-
-    Args:
-        attempt: attempt that the rows belong to.
-        spec: resolved spec.
-        total_steps: last step of the job.
-    """
+    """Rows that a job writes itself, by `log_metrics`. Made and called on every host; process 0 writes."""
 
     def __init__(self, attempt: Attempt, spec: ExecutionSpec, total_steps: int):
         self._attempt, self._spec, self._total_steps = attempt, spec, total_steps

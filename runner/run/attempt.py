@@ -49,10 +49,10 @@ from runner.run.logs import open_log_file
 from runner.run.membership import WaitingHosts
 from runner.run.notify import Notifier
 from runner.spec import Document, ExecutionSpec, Trajectory
-from runner.storage import BackgroundWriter, JsonObject, Store, encode_json, open_log, read_log
+from runner.storage import BackgroundWriter, JsonlLog, JsonObject, Store, encode_json, read_log
 
 # A host may go on for so long with what an NFS has told it before: directories are cached for up to 60 s by default.
-SHARED_SECONDS = 70.0
+_SHARED_SECONDS = 70.0
 _POLL_SECONDS = 0.2
 _MAX_NAMED = 4  # processes in a message
 DRAIN_SECONDS = 10.0  # for uploads and notifications, when the process ends
@@ -60,40 +60,27 @@ DRAIN_SECONDS = 10.0  # for uploads and notifications, when the process ends
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a job, and the services of the running job. Made by `claim_attempt` on every process.
+    """One start of a job, and the services of the running job. Made by `claim_attempt` on every process."""
 
-    Attributes:
-        number: number of the attempt, from 1; only the newest one may write.
-        run_id: id of the run, the same for all attempts in one directory.
-        store: the run's directory.
-        hosts: this process and its peers.
-        stop: stop request of this process.
-        progress: phase and step of the training thread, for the watchdog.
-        fence: single-writer rule of the directory.
-        events: event ledger.
-        background_writer: uploads files that grow in a bucket.
-        environment: versions, commit and hosts, see `environment`; empty except on process 0.
-        lineage: checkpoint of another run with which this run began (`lineage` of a manifest); filled by the restore,
-            and empty if the run is no fork.
-        notifier: notifications about the run; silent except on process 0.
-        waiting: hosts that wait to join; None unless the job may grow by them, and on other processes than 0.
-        is_elastic: True if the job may run without some of its hosts.
-    """
-
-    number: int
-    run_id: str
-    store: Store
-    hosts: Hosts
-    stop: StopNotice
-    progress: Progress
-    fence: Fence
-    events: EventLog
-    background_writer: BackgroundWriter
+    number: int  # number of the attempt, from 1; only the newest one may write
+    run_id: str  # id of the run, the same for all attempts in one directory
+    store: Store  # the run's directory
+    hosts: Hosts  # this process and its peers
+    stop: StopNotice  # stop request of this process
+    progress: Progress  # phase and step of the training thread, for the watchdog
+    fence: Fence  # single-writer rule of the directory
+    events: EventLog  # event ledger
+    background_writer: BackgroundWriter  # uploads files that grow in a bucket
+    # Versions, commit and hosts, see `environment`; empty except on process 0.
     environment: JsonObject = field(default_factory=dict)
+    # Checkpoint of another run with which this run began (`lineage` of a manifest); filled by the restore, and empty if
+    # the run is no fork.
     lineage: JsonObject = field(default_factory=dict)
+    # Notifications about the run; silent except on process 0.
     notifier: Notifier = field(default_factory=lambda: Notifier(None, {}))
+    # Hosts that wait to join; None unless the job may grow by them, and on other processes than 0.
     waiting: WaitingHosts | None = None
-    is_elastic: bool = False
+    is_elastic: bool = False  # True if the job may run without some of its hosts
 
     def say(self, line: str) -> None:
         """Print a line. By default processes other than process 0 show only warnings, and log this line."""
@@ -129,10 +116,9 @@ class Attempt:
         return True
 
     def find_fence_error(self) -> RunnerError | None:
-        """Return the error to end with if this attempt may not write any more; else None. Asks the store. Any thread.
+        """Return the error to end with if this attempt may not write any more; else None. Any thread.
 
-        Raises:
-            OSError: the store does not answer.
+        Asks the store, which may raise `OSError`.
         """
         try:
             self.fence.check()
@@ -239,29 +225,17 @@ def claim_attempt(
     stop: StopNotice,
     progress: Progress,
     job_class: type,
-    validate: Callable[[Owner], None] = lambda owner: None,
-    discard: Callable[[], None] = lambda: None,
+    validate: Callable[[Owner], None],
+    discard: Callable[[], None],
 ) -> Attempt:
     """Claim the next attempt in `store`, which fences every earlier attempt. Called on every process.
 
-    The first attempt also writes the owner of the directory.
+    The first attempt also writes the owner of the directory. `validate` raises `ResumeError` if another job owns it;
+    this is checked a second time here, because another job may have begun in the directory during the set-up. `discard`
+    removes the output outside of the directory of an attempt that did no work; it is called if the directory is free
+    for this spec for that reason. The git commit of `job_class` is recorded.
 
-    Args:
-        store: the run's directory.
-        document: the spec's document, for errors with a line.
-        spec: the spec.
-        identity: keys of the spec that define the trajectory.
-        hosts: this process and its peers.
-        stop: stop request of this process.
-        progress: progress of the training thread.
-        job_class: class of the job, whose git commit is recorded.
-        validate: function that raises `ResumeError` if another job owns the directory. This is checked a second time
-            here, because another job may have begun in the directory during the set-up.
-        discard: function that removes the output outside of the directory of an attempt that did no work; called if the
-            directory is free for this spec for that reason.
-
-    Raises:
-        InvalidError: on every process, the directory cannot be written, or belongs to another job.
+    Raises `InvalidError`, on every process, if the directory cannot be written, or belongs to another job.
     """
     fence, background_writer = Fence(store), BackgroundWriter()
 
@@ -307,14 +281,14 @@ def claim_attempt(
     validate_versions(places)
     token = hosts.run_on_main(open_directory)
     with translate_store_errors():
-        validate_shared(store, hosts, token, min(SHARED_SECONDS, spec.deadlines.phase_seconds / 2))
+        validate_shared(store, hosts, token, min(_SHARED_SECONDS, spec.deadlines.phase_seconds / 2))
     run_id, number = hosts.run_on_main(claim_directory)
     fence.join(number)
     # From here on this attempt owns the directory, and writes what it had to hold back: log lines, clock, events.
     open_log_file(store, run_id, number, hosts.process_id, background_writer)
     if hosts.is_main:
         start_clock_file(progress.clock, store, number, background_writer)
-    log = open_log(store, "events", f"{number:06}.{hosts.process_id}", background_writer)
+    log = JsonlLog(store, "events", f"{number:06}.{hosts.process_id}", background_writer)
     payload = {"run": spec.name, "directory": store.url, "attempt": number}
     notifier = Notifier(spec.logging.notify if hosts.is_main else None, payload)
     notifier.report_frequent_preemption(lambda: read_log(store, "events"))
@@ -405,10 +379,13 @@ class IncidentRecorder:
     def on_diagnosis(self, line: str, code: int) -> tuple[str, int] | None:
         """Record why the job is stalled, with the stacks of all threads. Any process, right before it ends.
 
-        Returns:
-            Line and exit code to end with, if a newer attempt owns the directory or it is gone; else None.
+        Returns the line and exit code to end with if a newer attempt owns the directory or it is gone; else None.
         """
-        stacks, attempt = f"{line}\n\n{format_thread_stacks()}", self.attempt
+        with tempfile.TemporaryFile() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            stacks = f"{line}\n\n{file.read().decode(errors='replace')}"
+        attempt = self.attempt
         try:
             ending = None if attempt is None else attempt.find_fence_error()
         except OSError:
@@ -441,11 +418,3 @@ class IncidentRecorder:
             for process in report.processes
         )
         console.warn(f"straggler: {arrivals}" if arrivals else "straggler: all processes are on time again")
-
-
-def format_thread_stacks() -> str:
-    """Return the Python stacks of all threads of this process."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read().decode(errors="replace")

@@ -28,7 +28,7 @@ from runner.storage import TIME_MAX, BackgroundWriter, Key, Store, parse_json, v
 from runner.storage.store import fsync, retry_stale
 
 FORMAT = 1
-HEARTBEAT_SECONDS = 1.0
+_HEARTBEAT_SECONDS = 1.0
 FLUSH_SECONDS = 10.0
 PERIOD_SECONDS, IDLE_SECONDS = 2.0, 10.0
 HEADER_BYTES = 1024
@@ -49,24 +49,15 @@ _KEYS = (
 
 @dataclass(frozen=True)
 class ClockRecord:
-    """Content of a clock file.
+    """Content of a clock file."""
 
-    Attributes:
-        began: creation of process 0, in Unix seconds.
-        host: name of its machine.
-        machine: id of the boot of that machine, see `runner.process.read_machine_id`.
-        pid: process id of process 0.
-        created: creation of process 0, see `runner.process.read_creation_ticks`.
-        reading: the newest reading, with the seconds of the categories that this version counts.
-        uptime: time from the boot of that machine to `began`, in seconds, whatever its clock said; None if not known.
-    """
-
-    began: float
-    host: str
-    machine: str
-    pid: int
-    created: int | None
-    reading: ClockReading
+    began: float  # creation of process 0, in Unix seconds
+    host: str  # name of its machine
+    machine: str  # id of the boot of that machine, see `runner.process.read_machine_id`
+    pid: int  # process id of process 0
+    created: int | None  # creation of process 0, see `runner.process.read_creation_ticks`
+    reading: ClockReading  # the newest reading, with the seconds of the categories that this version counts
+    # Time from the boot of that machine to `began`, in seconds, whatever its clock said; None if not known.
     uptime: float | None = None
 
     @property
@@ -118,11 +109,7 @@ def encode_slot(number: int, reading: ClockReading) -> bytes:
 
 
 def decode_clock_file(content: bytes) -> ClockRecord:
-    """Return the newest reading of a clock file.
-
-    Raises:
-        ValueError: no slot is complete, or a newer runner wrote the file.
-    """
+    """Return the newest reading. Raises `ValueError` if no slot is complete, or a newer runner wrote the file."""
     header = parse_json(content[:HEADER_BYTES])
     validate_record(header, _KEYS, [key.name for key in _KEYS if key.name != "uptime"])
     names: list[object] = header["buckets"]
@@ -258,4 +245,4 @@ def start_clock_file(clock: Clock, store: Store, attempt: int, background_writer
 def _send_heartbeats(reference: "weakref.ref[Clock]") -> None:
     while (clock := reference()) is not None and clock.send_heartbeat():
         del clock
-        time.sleep(HEARTBEAT_SECONDS)
+        time.sleep(_HEARTBEAT_SECONDS)

@@ -182,7 +182,12 @@ class CompileCache:
                     self._publish_missing(shared, process)
                 if time.monotonic() > prune_at:
                     raise_if_fenced()
-                    self._prune(shared, process)
+                    # Names that begin with a dot are left over from interrupted writes.
+                    prefixes = (f"{process}.", f".{process}.")
+                    own = [name for name in shared.list_names(_DIRECTORY) if name.startswith(prefixes)]
+                    unused = [name for name in own if name.removeprefix(f"{process}.") not in self._used]
+                    for name in unused if len(own) > _MOST_ENTRIES else []:
+                        shared.remove(f"{_DIRECTORY}/{name}")
                     prune_at = threading.TIMEOUT_MAX
             except FencedError:
                 return
@@ -214,13 +219,6 @@ class CompileCache:
             with self._changed:
                 self._damaged.pop(key, None)
                 self._unpublished.discard(key)
-
-    def _prune(self, shared: Store, process: int) -> None:
-        # Names that begin with a dot are left over from interrupted writes.
-        own = [name for name in shared.list_names(_DIRECTORY) if name.startswith((f"{process}.", f".{process}."))]
-        unused = [name for name in own if name.removeprefix(f"{process}.") not in self._used]
-        for name in unused if len(own) > _MOST_ENTRIES else []:
-            shared.remove(f"{_DIRECTORY}/{name}")
 
 
 def _list_entries(shared: Store) -> dict[str, list[str]]:

@@ -45,7 +45,7 @@ ENVIRONMENT_KEYS = (
     Key("dirty", bool, "True if tracked files there differ from the commit; absent if there is no checkout."),
 )
 SUBMITTED = "RUNNER_SUBMITTED"  # Unix seconds, set by the engine or the user
-GIT_SECONDS = 2.0  # deadline of each git command; a slower repository is left out
+_GIT_SECONDS = 2.0  # deadline of each git command; a slower repository is left out
 _DISTRIBUTIONS = ("runner", "jax", "jaxlib", "libtpu", "flax", "optax")
 _OPTIONS = ("LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE", "XLA_FLAGS")
 # Every variable of JAX counts, since each version of JAX has others, except those that begin with one of these words:
@@ -137,8 +137,7 @@ def collect_versions() -> dict[str, str]:
 def validate_versions(places: Sequence[tuple[str, Mapping[str, str]]]) -> None:
     """Raise `InvalidError` if a process has another version of Python or of a distribution than process 0.
 
-    Args:
-        places: host name and `collect_versions` of each process.
+    `places` has the host name and `collect_versions` of each process.
     """
     main_host, needed = places[0]
     for process, (host, versions) in enumerate(places):
@@ -168,14 +167,13 @@ def find_commit(job_class: type) -> JsonObject:
 
 
 def _run_git(directory: Path, *arguments: str) -> str | None:
-    """Return the output of a git command, or None if it fails."""
     try:
         result = subprocess.run(
             ["git", "-C", str(directory), *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=GIT_SECONDS,
+            timeout=_GIT_SECONDS,
             # `git status` would otherwise write the index, and could disturb a git command of the user.
             env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
         )
@@ -237,9 +235,8 @@ class FileSystem(NamedTuple):
 def probe_file_system(directory: Path) -> FileSystem:
     """Return what the file system of a directory offers. Creates the directory; tried once in each process.
 
-    Raises:
-        InvalidError: a run cannot be kept there, whatever is done.
-        DiskError, ForbiddenError: the directory cannot be written now, or not by this user.
+    Raises `InvalidError` if a run cannot be kept there, whatever is done, and the errors of `translate_errors` if the
+    directory cannot be written now, or not by this user.
     """
     top = directory / f".probe.{uuid.uuid4().hex[:8]}"
     first, second = top / "first", top / "second"

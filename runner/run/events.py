@@ -20,7 +20,6 @@ LINEAGE_KEYS = (
     Key("fingerprint", str, "Fingerprint of that checkpoint, and so of the state with which the fork began."),
     Key("changes", dict, "Dotted key -> [value in the parent, value in the fork], null where there is none."),
 )
-Writer = Literal["process 0", "any process"]
 
 EVENT_KEYS = (
     Key("time", float, "When the event was written, by the clock of the writing host.", "Unix seconds"),
@@ -36,19 +35,12 @@ _REASON = Key("reason", str, "Reason in one line.")
 
 @dataclass(frozen=True)
 class EventType:
-    """Meaning of one event name.
-
-    Attributes:
-        name: the value of the key `event`.
-        meaning: one sentence for the documentation.
-        writer: the processes that write it.
-        details: its keys besides `EVENT_KEYS`.
-    """
+    """Meaning of one event name: the value of the key `event`, its details besides `EVENT_KEYS`, and its writer."""
 
     name: str
     meaning: str
-    writer: Writer
     details: tuple[Key, ...] = ()
+    writer: Literal["process 0", "any process"] = "process 0"
 
 
 ROLL_BACK_KEYS = (
@@ -67,7 +59,6 @@ EVENTS = (
     EventType(
         "start",
         "An attempt has claimed the directory.",
-        "process 0",
         (
             Key("began", float, "Creation of process 0.", "Unix seconds"),
             Key("submitted", float, "When the job was submitted, if RUNNER_SUBMITTED is set.", "Unix seconds"),
@@ -81,14 +72,12 @@ EVENTS = (
     EventType(
         "grow",
         "All hosts that were missing at the start wait to join. The run stops at this save and restarts with them.",
-        "process 0",
         (Key("processes", int, "Processes that are missing."),),
     ),
     EventType(
         "changed",
         "Versions, CPUs, commit or hosts, or the program of the train step, differ from those with which the restored "
         "checkpoint was saved.",
-        "process 0",
         (
             Key("changes", list, "The differences, a few words each."),
             Key("program", list, "Digest of the recorded program and of the present one; absent if they are equal."),
@@ -98,26 +87,19 @@ EVENTS = (
     EventType(
         "moved",
         "The data or a class have been moved to another path since the restored checkpoint was saved.",
-        "process 0",
         (Key("changes", list, "Key, former and present value of each, as text."),),
     ),
     EventType(
         "spec_changed",
         "Keys of the spec that change no step before this one have other values than in the restored checkpoint.",
-        "process 0",
         (Key("changes", list, "Key, former and present value of each, as text."),),
     ),
     EventType(
         "compile",
         "The train step is compiled; trainers only.",
-        "process 0",
         (
             Key("program", str, "Digest of the program (StableHLO); `plan` prints the same one on the same mesh."),
-            Key(
-                "facts",
-                dict,
-                "Values besides the code on which it depends: sections of the spec, mesh, versions.",
-            ),
+            Key("facts", dict, "Values besides the code on which it depends: sections of the spec, mesh, versions."),
             Key("micro_batch_examples", int, "Micro-batch size per device."),
             Key("compiler_options", dict, "XLA options of the chip from the catalogue; absent if it has none."),
             Key(
@@ -131,7 +113,6 @@ EVENTS = (
     EventType(
         "stage",
         "A stage of the config has begun: the step after this one is the first that it makes in this attempt.",
-        "process 0",
         (
             Key("number", int, "Number of the stage; 0 is the config before the first stage."),
             Key("from_step", int, "Step at which the stage begins."),
@@ -143,7 +124,6 @@ EVENTS = (
     EventType(
         "kernels",
         "The kernels of the train step have passed their tests, now or earlier; absent if it has none, as on CPUs.",
-        "process 0",
         (
             Key("kernels", list, "Names of the kernels in use."),
             Key("avoided", list, "Names of the kernels that have failed in this run, and are avoided."),
@@ -154,7 +134,6 @@ EVENTS = (
     EventType(
         "kernel_fallback",
         "A kernel has failed its test on this hardware; from now on the run uses another one.",
-        "process 0",
         (
             Key("kernel", str, "Name of the kernel."),
             Key("case", str, "Digest of the case: the kernel's name, its source, and `facts`."),
@@ -165,7 +144,6 @@ EVENTS = (
     EventType(
         "prepare",
         "Everything that is needed before the state is restored is compiled.",
-        "process 0",
         (
             _SECONDS,
             Key("compiled", int, "Programs compiled so far; absent if JAX_COMPILATION_CACHE_DIR is set."),
@@ -175,7 +153,6 @@ EVENTS = (
     EventType(
         "restore",
         "The state was restored from a checkpoint, and its fingerprint was verified.",
-        "process 0",
         (
             _SECONDS,
             _FINGERPRINT,
@@ -190,23 +167,17 @@ EVENTS = (
     EventType(
         "fork",
         "The state was taken from a checkpoint of another run, the parent; the run's own first save of it follows.",
-        "process 0",
         (_SECONDS, *(key for key in LINEAGE_KEYS if key.name != "step")),
     ),
-    EventType("init", "The state was initialized at step 0.", "process 0", (_SECONDS, _FINGERPRINT)),
+    EventType("init", "The state was initialized at step 0.", (_SECONDS, _FINGERPRINT)),
     EventType(
         "load",
         "The running job has loaded a checkpoint; `step` is its step. Later rows and checkpoints were set aside.",
-        "process 0",
-        (
-            Key("name", str, "Name of the checkpoint."),
-            Key("before", int, "Step before."),
-        ),
+        (Key("name", str, "Name of the checkpoint."), Key("before", int, "Step before.")),
     ),
     EventType(
         "device_fault",
         "The gradients of `step` differ when they are computed again; the run ends with 76, trainers only.",
-        "process 0",
         (
             Key("devices", list, "Ids of devices that include the defective one."),
             Key("processes", list, "Processes of these devices."),
@@ -219,20 +190,17 @@ EVENTS = (
         "roll_back",
         "The run is rolled back because of a spike: after `step`, data are skipped. The event `load` follows, or "
         "after a kill `restore`; trainers only.",
-        "process 0",
         ROLL_BACK_KEYS,
     ),
     EventType(
         "roll_back_withdrawn",
         "A roll-back no longer follows from the spec, which was changed, before the run has passed `step`, after which "
         "it would skip data; trainers only.",
-        "process 0",
         (Key("number", int, "Number of the roll-back."), Key("batches", int, "Batches that are not skipped.")),
     ),
     EventType(
         "save",
         "A save has begun.",
-        "process 0",
         (
             Key("blocked_seconds", float, "How long the save blocked training.", "s"),
             Key(
@@ -247,85 +215,57 @@ EVENTS = (
     EventType(
         "commit",
         "The save is durable: from now on a restart resumes at this step or a later one.",
-        "process 0",
         (
             _FINGERPRINT,
             Key("seconds_to_durable", float, "Time since the save began.", "s"),
             Key("bytes", int, "Size of all files of the checkpoint.", "bytes"),
-            Key(
-                "read_back",
-                bool,
-                "True if its bits were compared with those on the devices, as in a first save.",
-            ),
+            Key("read_back", bool, "True if its bits were compared with those on the devices, as in a first save."),
             Key("tier", str, "`fast` for the fast tier, without fingerprint and bytes; otherwise absent."),
         ),
     ),
     EventType(
         "save_failed",
         "A save could not be made durable. Training continues, and the next save is tried.",
-        "any process",
         (_REASON, Key("tier", str, "`fast` for the fast tier; otherwise absent, and process 0 is the writer.")),
+        writer="any process",
     ),
     EventType(
-        "fast_tier_off",
-        "The fast tier cannot be used on some host, and this attempt continues without it.",
-        "process 0",
-        (_REASON,),
+        "fast_tier_off", "The fast tier cannot be used on some host, and this attempt continues without it.", (_REASON,)
     ),
     EventType(
-        "save_left_out",
-        "A save to a bucket was skipped, because an earlier one is still being uploaded.",
-        "process 0",
-        (_REASON,),
+        "save_left_out", "A save to a bucket was skipped, because an earlier one is still being uploaded.", (_REASON,)
     ),
     EventType(
         "fallback",
         "A checkpoint was rejected at the restore; `step` is the one restored instead, null if there is none.",
-        "process 0",
-        (
-            Key("rejected", int, "Step of the rejected checkpoint."),
-            _REASON,
-            Key("tier", str, "`durable` or `fast`."),
-        ),
+        (Key("rejected", int, "Step of the rejected checkpoint."), _REASON, Key("tier", str, "`durable` or `fast`.")),
     ),
     EventType(
         "quarantine",
         "A committed checkpoint was moved to `quarantine/`: it failed its verification, or the job has gone back to "
         "an earlier step.",
-        "process 0",
         (_REASON, Key("moved_to", str, "New path of the checkpoint.")),
     ),
     EventType(
         "corruption",
         "Devices that hold replicas of the same shard differ. The save is refused, and the run ends with exit code 76.",
-        "any process",
         (_REASON,),
+        writer="any process",
     ),
     EventType(
         "cadence",
         "Save interval chosen by `checkpoint.every: auto`; written when first known and after every change by a factor "
         "of two.",
-        "process 0",
         (
             Key("seconds", float, "Interval between saves.", "s"),
             Key("stall_seconds", float, "How long the last save blocked training.", "s"),
         ),
     ),
-    EventType(
-        "grace",
-        "A save took longer than `checkpoint.grace_seconds`; written once per attempt.",
-        "process 0",
-        (_REASON,),
-    ),
-    EventType(
-        "progress",
-        "Last completed step, written periodically, so that the cost of a kill can be computed.",
-        "process 0",
-    ),
+    EventType("grace", "A save took longer than `checkpoint.grace_seconds`; written once per attempt.", (_REASON,)),
+    EventType("progress", "Last completed step, written periodically, so that the cost of a kill can be computed."),
     EventType(
         "straggler",
         "The set of processes that completed their steps late, twice in a row, has changed.",
-        "process 0",
         (
             Key("late", list, "Straggling processes; empty if all are on time again."),
             Key("after_seconds", list, "Arrival of every process at `step`, after the first one.", "s"),
@@ -334,7 +274,6 @@ EVENTS = (
     EventType(
         "profile",
         "The steps after `start` up to `step` were profiled; trainers only.",
-        "process 0",
         (
             Key("start", int, "Completed steps at the start of the trace."),
             Key("path", str, "Path of the profile in the directory."),
@@ -343,31 +282,27 @@ EVENTS = (
     EventType(
         "sink_off",
         "A metric writer failed or hangs, and gets no more rows in this attempt. The run continues.",
-        "process 0",
         (Key("sink", str, "`tensorboard` or `wandb`."), _REASON),
     ),
     EventType(
         "stop",
         "A hook ends the run at `step`. The event may repeat for a step that is lost to a kill.",
-        "process 0",
         (Key("hook", str, "Name of the hook."), _REASON),
     ),
     EventType(
         "slow_hook",
         "A hook took longer than a second and ten steps; written once per attempt for each of its methods.",
-        "process 0",
         (Key("hook", str, "Name and method of the hook."), Key("seconds", float, "How long it took.", "s")),
     ),
     EventType(
         "stuck",
         "The job is stalled and ends with exit code 76; the stacks of its threads are in `stacks/`.",
-        "any process",
         (_REASON,),
+        writer="any process",
     ),
     EventType(
         "evaluate",
         "The weights were evaluated; trainers only.",
-        "process 0",
         (
             Key(
                 "figures",
@@ -379,32 +314,33 @@ EVENTS = (
     EventType(
         "evaluation_problem",
         "An evaluator raised an error, or returned results that a row cannot hold. The run continues; trainers only.",
-        "process 0",
         (Key("evaluator", str, "Name or class of the evaluator."), _REASON),
     ),
     EventType(
         "failed",
         "An attempt ends with an error. A process that was killed (kill -9) writes nothing.",
-        "any process",
         (_REASON, Key("code", int, "Exit code of this process.")),
+        writer="any process",
     ),
     EventType(
         "preempt",
         "The job stops because a stop was requested.",
-        "any process",
         (Key("saved", bool, "True if `step` is committed (written by process 0); false before the first step."),),
+        writer="any process",
     ),
     EventType(
         "done",
         "The job has reached its end, and `result.json` is written.",
-        "process 0",
         (_FINGERPRINT, Key("spec", str, "Digest of the spec as it was given, with its overrides.")),
     ),
 )
 
 
 class EventLog:
-    """Append-only log of the events of one process, readable while the job runs."""
+    """Append-only log of the events of one process, readable while the job runs.
+
+    `on_append` is called with each event, its step and its details.
+    """
 
     def __init__(
         self,
@@ -413,7 +349,6 @@ class EventLog:
         process: int,
         on_append: Callable[[str, int | None, JsonObject], None] = lambda event, step, details: None,
     ):
-        """Create the log; `on_append` is called with each event, its step and its details."""
         self._log, self._on_append = log, on_append
         self._attempt = attempt
         self._process = process

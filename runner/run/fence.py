@@ -30,11 +30,11 @@ _RENAMED_HINT = "; if only its name changed, list the former path in its class a
 class Fence:
     """Single-writer rule of one directory. Process 0 claims the attempt; the others `join` it."""
 
-    def __init__(self, store: Store, attempt: int | None = None):
+    def __init__(self, store: Store):
         self._store = store
         self._newest_seen = 0
         self._id: str | None = None  # in the claim, on the process that made it
-        self.attempt = attempt
+        self.attempt: int | None = None
 
     def find_newest(self) -> int:
         """Return the highest attempt that has claimed the directory, or 0."""
@@ -65,9 +65,8 @@ class Fence:
     def check(self) -> None:
         """Raise if this attempt may not write any more. Asks the store, so it may wait for a network.
 
-        Raises:
-            FencedError: a newer attempt has claimed the directory.
-            RemovedError: the claim of this attempt is missing.
+        Raises `FencedError` if a newer attempt has claimed the directory, `RemovedError` if the claim of this attempt
+        is missing.
         """
         self.find_newest()
         self._raise_if_fenced()
@@ -124,19 +123,12 @@ def is_listed(key: str, entries: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class Advice:
-    """Change of the spec with which a refused job could go on.
+    """Change of the spec with which a refused job could go on."""
 
-    Attributes:
-        key: dotted key to set.
-        value: its value.
-        purpose: what the change is for, as the beginning of a line.
-        former: changed keys of the trajectory that keep their former values.
-    """
-
-    key: str
+    key: str  # dotted key to set
     value: Any
-    purpose: str
-    former: Sequence[str] = ()
+    purpose: str  # what the change is for, as the beginning of a line
+    former: Sequence[str] = ()  # changed keys of the trajectory that keep their former values
 
     def format(self) -> str:
         """Return the advice as a line, whose value can be copied into a spec."""
@@ -150,30 +142,22 @@ class Advice:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Identity of the run that a start would continue.
+    """Identity of the run that a start would continue."""
 
-    Attributes:
-        document: the spec, for errors with a line.
-        config: validated config of the job, with the defaults of keys that an older run did not record.
-        identity: keys that define the trajectory, as far as they are known yet.
-        unread: dotted keys that nothing reads with this spec, and that therefore do not affect the trajectory.
-        former_values: earlier values, by dotted key, that are equivalent to the present one, such as former paths of a
-            class.
-        find_first_change: function of a saved trajectory and the keys in which it differs. It returns the number of
-            steps completed before the first update that differs; None if no update differs.
-        is_discarded: function of a saved trajectory and its step. It returns True if a later roll-back has discarded
-            that step.
-        is_accepted: function of an advised change of the spec. It returns True if a start with that change would pass
-            all checks before the claim. May read data and take seconds. Process 0 only.
-    """
-
-    document: Document
-    config: JobConfig
-    identity: Trajectory
+    document: Document  # the spec, for errors with a line
+    config: JobConfig  # validated config of the job, with the defaults of keys that an older run did not record
+    identity: Trajectory  # keys that define the trajectory, as far as they are known yet
+    # Dotted keys that nothing reads with this spec, and that therefore do not affect the trajectory.
     unread: Container[str]
+    # Earlier values, by dotted key, that are equivalent to the present one, such as former paths of a class.
     former_values: Mapping[str, Container[str]] = field(default_factory=dict)
+    # Function of a saved trajectory and the keys in which it differs. It returns the number of steps completed before
+    # the first update that differs; None if no update differs.
     find_first_change: Callable[[Trajectory, Sequence[str]], int | None] = lambda saved, keys: 0
+    # Function of a saved trajectory and its step. It returns True if a later roll-back has discarded that step.
     is_discarded: Callable[[Trajectory, int], bool] = lambda saved, step: False
+    # Function of an advised change of the spec. It returns True if a start with that change would pass all checks
+    # before the claim. May read data and take seconds. Process 0 only.
     is_accepted: Callable[["Advice"], bool] = lambda advice: False
 
     def is_continued(self, saved: Trajectory, step: int) -> bool:
@@ -210,16 +194,11 @@ class RunIdentity:
         """Check that the spec continues a saved trajectory: that both have the same updates up to the newest step.
 
         A key that is `auto` on one side is not resolved yet and is not compared; the identity in a checkpoint has the
-        resolved value. Locations of content are not compared, because the digest of the content is.
+        resolved value. Locations of content are not compared, because the digest of the content is. The newest step is
+        asked for only if keys have changed.
 
-        Args:
-            saved: the saved trajectory.
-            owner: its owner in messages, such as "checkpoint 40".
-            url: URL of the directory, for messages.
-            get_step: function that returns the newest committed step. Called only if keys have changed.
-
-        Raises:
-            ResumeError: the trajectories differ before that step; the message has a line for each key.
+        Raises `ResumeError` if the trajectories differ before that step. Its message has a line for each key, and names
+        `owner`, such as "checkpoint 40", and `url`, that of the directory.
         """
         saved, present = fill_in_defaults(saved, self.identity, self.config), self.identity
         keys = self._list_changes(saved)
@@ -325,16 +304,9 @@ def validate_directory(
 ) -> None:
     """Check that a directory can be written and belongs to this job. Process 0 only; claims and changes nothing.
 
-    Args:
-        store: the directory.
-        name: name of the job.
-        run_identity: identity of the run, which must continue that of the directory unless the directory is unstarted.
-        get_newest_step: function that returns the newest committed step, or 0.
-        has_output: function that returns True if the job has made something besides checkpoints.
-
-    Raises:
-        InvalidError: the directory cannot be written, or belongs to another job.
-        StorageError: the directory cannot be reached.
+    The identity must continue that of the directory, unless the directory is unstarted. `has_output` returns True if
+    the job has made something besides checkpoints. Raises `InvalidError` if the directory cannot be written, or belongs
+    to another job, and `StorageError` if it cannot be reached.
     """
     try:
         validate_entry_kinds(store)

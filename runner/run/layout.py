@@ -65,18 +65,9 @@ class DamagedRecordError(Exception):
 
 
 def read_record(store: Store, name: str, keys: Sequence[Key], needs: Sequence[str]) -> JsonObject | None:
-    """Return the JSON object in a file of a run's directory, or None if there is no such file.
+    """Return the JSON object in a file of a run's directory, or None if there is no such file; see `validate_record`.
 
-    Args:
-        store: the run's directory.
-        name: the file.
-        keys: keys whose types are checked if they are present.
-        needs: names of the keys that must be present.
-
-    Raises:
-        DamagedRecordError: the record is damaged.
-        NewerFormatError: a newer runner wrote the record.
-        OSError: the store cannot be read.
+    Raises `DamagedRecordError`, `NewerFormatError` if a newer runner wrote the record, or `OSError`.
     """
     try:
         record = read_json(store, name)
@@ -95,10 +86,8 @@ def read_record(store: Store, name: str, keys: Sequence[Key], needs: Sequence[st
 def open_directory(document: Document, spec: ExecutionSpec) -> Store:
     """Return the run's directory, which need not exist yet.
 
-    Of `checkpoint.init_from` only the form is checked here; its content is checked when it is read.
-
-    Raises:
-        InvalidError: the directory, or another path in the spec, is not a valid path; the message names its line.
+    Of `checkpoint.init_from` only the form is checked here; its content is checked when it is read. Raises
+    `InvalidError` with the line of a path in the spec that is not valid.
     """
     with document.errors_at("directory"):
         store = make_store(spec.directory)
@@ -135,19 +124,12 @@ _OWNER_KEYS = (
 
 @dataclass(frozen=True)
 class Owner:
-    """Job that owns a directory.
+    """Job that owns a directory."""
 
-    Attributes:
-        id: random id from the first claim of the directory; also the run id in W&B.
-        name: name of the run.
-        time: time of that claim, in Unix seconds.
-        identity: keys of the spec that define the trajectory.
-    """
-
-    id: str
-    name: str
-    time: float
-    identity: Trajectory
+    id: str  # random id from the first claim of the directory; also the run id in W&B
+    name: str  # name of the run
+    time: float  # time of that claim, in Unix seconds
+    identity: Trajectory  # keys of the spec that define the trajectory
 
     @classmethod
     def create(cls, name: str, identity: Trajectory) -> Self:
@@ -181,9 +163,7 @@ RESULT = "result.json"
 RESULT_KEYS = (
     Key("step", int, "Completed optimizer steps."),
     Key(
-        "fingerprint",
-        str,
-        "Digest of the bits of the whole state, 32 hexadecimal digits; independent of the topology.",
+        "fingerprint", str, "Digest of the bits of the whole state, 32 hexadecimal digits; independent of the topology."
     ),
     Key("tokens", int, "Tokens consumed since step 0; trainers only.", "tokens"),
     Key("examples", int, "Examples consumed since step 0, instead of tokens where a trainer's data are arrays."),
@@ -226,9 +206,7 @@ class RunResult:
 def read_result(store: Store) -> RunResult | None:
     """Return the result of a run, or None if it is missing or damaged.
 
-    Raises:
-        NewerFormatError: a newer runner wrote the result.
-        OSError: the store cannot be read.
+    Raises `NewerFormatError` if a newer runner wrote it, or `OSError`.
     """
     try:
         record = read_record(store, RESULT, RESULT_KEYS, ["step", "fingerprint"])

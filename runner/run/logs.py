@@ -1,7 +1,7 @@
 """`logs/<attempt>.<process>.log`: the log file of a process. It never delays or fails the run.
 
 Records wait in a queue until the directory is claimed; from then on a thread appends them as they arrive. A file that
-reaches `LOG_BYTES` becomes `<attempt>.<process>.log.1`, in place of the previous one, and the new file begins with a
+reaches `_LOG_BYTES` becomes `<attempt>.<process>.log.1`, in place of the previous one, and the new file begins with a
 line that says so, so the newest lines are kept. For a run in a bucket the file is in this machine's cache, and is
 uploaded every `UPLOAD_SECONDS`, sooner after a warning, and at the end. If the disk is full or hangs, lines are lost.
 """
@@ -21,12 +21,12 @@ from runner.storage import BackgroundWriter, Store, default_cache_directory
 from runner.storage.store import retry_stale
 
 LOG_FOLDER = "logs"
-LOG_BYTES = 8 << 20
-QUEUE_LINES = 10_000
+_LOG_BYTES = 8 << 20
+_QUEUE_LINES = 10_000
 FLUSH_SECONDS = 1.0
 UPLOAD_SECONDS = 60.0
 _UPLOAD_AFTER_WARNING_SECONDS = 5.0
-LOG_DRAIN_SECONDS = 10.0
+_LOG_DRAIN_SECONDS = 10.0
 
 
 class _Appender(logging.handlers.RotatingFileHandler):
@@ -34,31 +34,29 @@ class _Appender(logging.handlers.RotatingFileHandler):
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        super().__init__(path, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
+        super().__init__(path, maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
         self._has_warned = False
 
     def doRollover(self) -> None:  # noqa: N802 - the standard library's name
-        """Rotate the file, and begin the new one with a line about the old one."""
         super().doRollover()
         assert self.stream is not None, "it is opened at once"
         name = Path(self.baseFilename).name
         self.stream.write(f"the lines before this one are in {name}.1; any older lines were deleted\n")
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the standard library's name
-        """Print the first error to standard error, and ignore the others."""
         if not self._has_warned:
             self._has_warned = True
             line = f"{self.baseFilename} cannot be written ({sys.exc_info()[1]})"
             print(escape_controls(line), file=sys.stderr, flush=True)
 
 
-class LogFile(logging.Handler):
+class _LogFile(logging.Handler):
     """Handler that writes all records of this process to a file, on a thread, so that no disk blocks the run."""
 
     def __init__(self) -> None:
         super().__init__()
         # Bounded, because the directory may never be claimed, or the disk may hang.
-        self._records: queue.Queue[logging.LogRecord] = queue.Queue(QUEUE_LINES)
+        self._records: queue.Queue[logging.LogRecord] = queue.Queue(_QUEUE_LINES)
         self._has_begun = False
         self._background_writer: BackgroundWriter | None = None  # of a run in a bucket
         self._last_upload_seconds = 0.0
@@ -66,7 +64,6 @@ class LogFile(logging.Handler):
         self._upload: Callable[[], None] = lambda: None
 
     def begin(self, store: Store, run_id: str, attempt: int, process: int, background_writer: BackgroundWriter) -> None:
-        """Start writing, once the directory is claimed. Called once."""
         folder = default_cache_directory() / LOG_FOLDER / run_id if store.root is None else store.root / LOG_FOLDER
         path = folder / f"{attempt:06}.{process}.log"
         if store.root is None:
@@ -75,7 +72,6 @@ class LogFile(logging.Handler):
         threading.Thread(target=self._write_records, args=(path, process), name="log file", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Queue a record without waiting; a record that does not fit is dropped."""
         with contextlib.suppress(queue.Full):
             self._records.put_nowait(record)
 
@@ -105,7 +101,6 @@ class LogFile(logging.Handler):
                 self._background_writer.mark(LOG_FOLDER, self._upload)
 
     def _upload_to(self, store: Store, path: Path) -> None:
-        """Upload the file, and the rotated one if it exists, if they have changed."""
         for each in (path, path.with_name(f"{path.name}.1")):
             if each.exists() and self._uploaded.get(each) != each.stat().st_mtime_ns:
                 # Read before the content: a line that is appended meanwhile is uploaded again next time.
@@ -114,11 +109,10 @@ class LogFile(logging.Handler):
                 self._uploaded[each] = modified_ns
 
     def drain(self) -> None:
-        """Give the queued records some seconds to reach the directory, before the process ends. Never raises."""
         self.flush()
         if self._background_writer is not None:
             self._background_writer.mark(LOG_FOLDER, self._upload)
-            self._background_writer.drain(LOG_DRAIN_SECONDS)
+            self._background_writer.drain(_LOG_DRAIN_SECONDS)
 
 
 def install_log_file() -> None:
@@ -131,7 +125,7 @@ def install_log_file() -> None:
         logging.getLogger().removeHandler(previous)
         LOGGER.removeHandler(previous)
     # The runner's logger does not propagate to the root logger, so the handler is added to both.
-    handler = LogFile()
+    handler = _LogFile()
     logging.getLogger().addHandler(handler)
     LOGGER.addHandler(handler)
 
@@ -155,5 +149,5 @@ def open_log_file(store: Store, run_id: str, attempt: int, process: int, backgro
         handler.begin(store, run_id, attempt, process, background_writer)
 
 
-def _list_log_files() -> list[LogFile]:
-    return [handler for handler in LOGGER.handlers if isinstance(handler, LogFile)]
+def _list_log_files() -> list[_LogFile]:
+    return [handler for handler in LOGGER.handlers if isinstance(handler, _LogFile)]

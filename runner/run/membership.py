@@ -26,9 +26,9 @@ from runner.run.layout import read_owner
 from runner.spec import ExecutionSpec
 from runner.storage import Store, encode_json, open_store, parse_json, parse_number, read_log
 
-DAY_SECONDS = 86400.0
+_DAY_SECONDS = 86400.0
 WAITING = "waiting"  # files of processes that wait to join
-WAITING_SECONDS = 60.0  # since the last sign of life of a host that waits
+_WAITING_SECONDS = 60.0  # since the last sign of life of a host that waits
 _LOOK_SECONDS = ANNOUNCE_SECONDS
 _FRESH_SECONDS = 10.0  # since the last sign of life of a process that accepts others
 _CLOSE_SECONDS = 5.0  # for the notice of a process that has joined
@@ -55,10 +55,7 @@ class _Notices:
         self.changed_seconds: dict[int, float] = {}
 
     def look(self, below: int | None = None) -> None:
-        """Read the files of all processes, or the lowest files of those `below` a number.
-
-        Raises `OSError` if the directory cannot be listed.
-        """
+        """Read the files of all processes, or the lowest of those `below` a number. Raises `OSError`."""
         # Other names are of files that are being written.
         found = (parse_number(name) for name in self._store.list_names(WAITING))
         processes = sorted(process for process in found if process is not None)
@@ -130,10 +127,8 @@ class Membership:
     def find_running_attempt(self) -> int | None:
         """Return the number of the attempt of other hosts that runs, or has run since this process began to wait.
 
-        None if there is none. Blocks while the clock of the newest attempt is observed.
-
-        Raises:
-            StorageError: the directory does not answer.
+        None if there is none. Blocks while the clock of the newest attempt is observed. Raises `StorageError` if the
+        directory does not answer.
         """
         if self._running_attempt is not None:
             return self._running_attempt
@@ -207,7 +202,6 @@ def find_running_attempt(store: Store) -> int | None:
 
 
 def _read_clock(store: Store, number: int) -> bytes:
-    """Return the content of an attempt's clock; empty if there is none yet."""
     try:
         return store.read(get_clock_file_name(number))
     except FileNotFoundError:
@@ -228,7 +222,7 @@ class WaitingHosts:
     def __init__(self, store: Store, num_missing: int):
         self.num_missing = num_missing
         self._notices = _Notices(store)
-        day_ago = time.time() - DAY_SECONDS
+        day_ago = time.time() - _DAY_SECONDS
         times = [event.get("time") for event in read_log(store, "events") if event.get("event") == "grow"]
         self._num_saves_left = 2 ** sum(isinstance(each, float) and each > day_ago for each in times)
         self._is_requested = False
@@ -242,7 +236,7 @@ class WaitingHosts:
     def is_growth_due(self) -> bool:
         """Return True, once, if the job should stop to begin again with all hosts. Called after each save."""
         self._num_saves_left -= 1
-        earliest = time.monotonic() - WAITING_SECONDS
+        earliest = time.monotonic() - _WAITING_SECONDS
         num_waiting = sum(seconds > earliest for seconds in list(self._notices.changed_seconds.values()))
         is_due = not self._is_requested and self._num_saves_left <= 0 and num_waiting >= self.num_missing
         self._is_requested |= is_due

@@ -22,21 +22,18 @@ from runner.spec import NotifyConfig
 from runner.storage import JsonObject
 
 DEADLINE_SECONDS = 30.0
-HOUR_SECONDS = 3600.0
+_HOUR_SECONDS = 3600.0
 # Events of the ledger that cause a notification, and their names in it.
-NOTIFIED_EVENTS = {"done": "done", "failed": "failed", "fallback": "fallback", "stuck": "stalled"}
+_NOTIFIED_EVENTS = {"done": "done", "failed": "failed", "fallback": "fallback", "stuck": "stalled"}
 
 
 class Notifier:
-    """Notifications of one attempt."""
+    """Notifications of one attempt; none without recipients (`notify` of the spec).
+
+    `run` has the keys of every payload: name, directory and attempt of the run.
+    """
 
     def __init__(self, notify: NotifyConfig | None, run: JsonObject):
-        """Create the notifier.
-
-        Args:
-            notify: recipients (`notify` of the spec); None for no notifications.
-            run: keys of every payload: name, directory and attempt of the run.
-        """
         self._notify, self._run = notify, run
         self._threads: list[threading.Thread] = []
         url = None if notify is None else notify.webhook
@@ -50,8 +47,8 @@ class Notifier:
 
     def on_event(self, event: str, step: int | None, details: JsonObject) -> None:
         """Notify of an event of the ledger, unless the attempt will be retried. Any thread."""
-        if event in NOTIFIED_EVENTS and details.get("code") != EXIT_RETRYABLE:
-            self.notify(NOTIFIED_EVENTS[event], step, details.get("reason"))
+        if event in _NOTIFIED_EVENTS and details.get("code") != EXIT_RETRYABLE:
+            self.notify(_NOTIFIED_EVENTS[event], step, details.get("reason"))
 
     def report_frequent_preemption(self, read_ledger: Callable[[], Sequence[JsonObject]]) -> None:
         """Notify if the previous attempt was preempted and thereby exceeded the limit of preemptions per hour.
@@ -74,7 +71,7 @@ class Notifier:
         if len(times) > limit and any(event.get("attempt") == attempt - 1 for event in events):
             # Count the preemptions in the hour before the last one and before the one preceding it. Only the preemption
             # that crosses the limit is reported, not those after it.
-            now, before = (sum(end - HOUR_SECONDS < time <= end for time in times) for end in (times[-1], times[-2]))
+            now, before = (sum(end - _HOUR_SECONDS < time <= end for time in times) for end in (times[-1], times[-2]))
             if now > limit >= before:
                 self.notify("preempted", None, f"{now} times within an hour")
 
@@ -114,11 +111,7 @@ class Notifier:
 
 
 def _run_command(command: Sequence[str], content: bytes) -> None:
-    """Run a command with `content` on its standard input.
-
-    Raises:
-        subprocess.SubprocessError: the exit code is not 0, or the command was killed at the deadline.
-    """
+    """Run a command with `content` on its standard input. Raises `SubprocessError` unless it ends with 0 in time."""
     # A new session, so that the command can be killed at the deadline together with its children.
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True

@@ -25,7 +25,7 @@ from runner.errors import FailedError, InvalidError, SpecError
 from runner.spec.model import CLASS_PATH, ExecutionSpec, Section
 
 KeyPath = tuple[str, ...]
-OWN_PACKAGES = ("experiments", "runner")
+_OWN_PACKAGES = ("experiments", "runner")
 _HOME = Path(__file__).resolve().parents[2]  # directory of the installed packages of this project
 _MAX_SUGGESTED = 1000  # files that are considered for a suggestion
 _MAX_SHOWN_CHARACTERS = 100  # of a `--set` in messages
@@ -37,17 +37,11 @@ _MARKED = f"{_BREAKS}\ufeff"
 
 @dataclass(frozen=True)
 class SpecLocation:
-    """Location where a value was written: `specs/x.yaml:14`, or the `--set` that gave it.
+    """Location where a value was written: `specs/x.yaml:14`, or the `--set` that gave it."""
 
-    Attributes:
-        text: the location as messages show it.
-        line: line in the file, 0 for a `--set`.
-        key: dotted key that `text` already contains, for a `--set`.
-    """
-
-    text: str
-    line: int = 0
-    key: str = ""
+    text: str  # the location as messages show it
+    line: int = 0  # line in the file, 0 for a `--set`
+    key: str = ""  # dotted key that `text` already contains, for a `--set`
 
     def format_problem(self, path: KeyPath, message: str) -> str:
         """Return `location: key: message` as one line, without a key that the location already contains."""
@@ -70,12 +64,7 @@ def describe_value(value: Any) -> str:
 def parse_yaml(text: str, locate: Callable[[int], SpecLocation]) -> tuple[Any, dict[KeyPath, SpecLocation]]:
     """Parse one YAML document into plain data and the location of every key.
 
-    Args:
-        text: YAML.
-        locate: function that makes a location of a line number.
-
-    Raises:
-        SpecError: the text cannot be read, with a line for each problem.
+    `locate` makes a location of a line number. Raises `SpecError` with a line for each problem.
     """
 
     def make_error(line: int, reason: str) -> SpecError:
@@ -200,10 +189,8 @@ class _SpecDumper(TextDumper):
 def dump_yaml(value: Any, dumper: type[TextDumper] = _SpecDumper, **options: Any) -> str:
     """Return YAML of plain data, after reading it back: what differs must not be submitted or recorded.
 
-    Args:
-        value: the data.
-        dumper: by default one whose output `parse_yaml` reads; for other programs a `TextDumper`.
-        options: options of `yaml.dump`.
+    Without a dumper for other programs, a `TextDumper`, this is YAML that `parse_yaml` reads. `options` are those of
+    `yaml.dump`.
     """
     text: str = yaml.dump(value, Dumper=dumper, sort_keys=False, allow_unicode=True, **options)
     is_spec = issubclass(dumper, _SpecDumper)
@@ -220,11 +207,9 @@ class Trust:
     A class that a spec names is code, and importing its module runs it. A user's own spec may name any module. The
     `spec.yaml` of a run's directory may be somebody else's: from it only classes of this project are imported, and
     those of modules that the user allows.
-
-    Attributes:
-        modules: names of modules that the user allows besides those of this project, each with its submodules.
     """
 
+    # Names of modules that the user allows besides those of this project, each with its submodules.
     modules: tuple[str, ...] = ()
 
     def validate(self, path: str) -> None:
@@ -233,7 +218,7 @@ class Trust:
         if _is_below(module, self.modules):
             return
         place = ""
-        if _is_below(module, OWN_PACKAGES):
+        if _is_below(module, _OWN_PACKAGES):
             # A package of this name in the working directory, or on PYTHONPATH, is not that of this project.
             found = importlib.util.find_spec(module.partition(".")[0])
             origin = None if found is None or found.origin is None else Path(found.origin).resolve()
@@ -261,22 +246,15 @@ def _is_below(module: str, names: Collection[str]) -> bool:
 
 @dataclass(frozen=True)
 class Document:
-    """A spec as the user wrote it, with overrides applied and nothing validated.
+    """A spec as the user wrote it, with overrides applied and nothing validated."""
 
-    Attributes:
-        data: plain data.
-        locations: location of every key, and of the document under the empty path.
-        unfilled: the data as the user wrote them, if `data` is different; else None.
-        written: paths of keys or sections of `data` that the user has written under another path, and that path.
-            `locations` and messages have the paths that the user has written.
-        trust: modules that the document may name, if it is not the user's own; None: any module.
-    """
-
-    data: dict[str, Any]
-    locations: dict[KeyPath, SpecLocation]
-    unfilled: Section | None = None
+    data: dict[str, Any]  # plain data
+    locations: dict[KeyPath, SpecLocation]  # location of every key, and of the document under the empty path
+    unfilled: Section | None = None  # the data as the user wrote them, if `data` is different; else None
+    # Paths of keys or sections of `data` that the user has written under another path, and that path. `locations` and
+    # messages have the paths that the user has written.
     written: Mapping[KeyPath, KeyPath] = field(default_factory=dict)
-    trust: Trust | None = None
+    trust: Trust | None = None  # modules that the document may name, if it is not the user's own; None: any module
 
     def validate_trust(self, path: str) -> None:
         """Raise `InvalidError` if the document may not name the class path `module:Class`."""
@@ -328,10 +306,8 @@ class Document:
         """Return the document with other values below a section, as parts of this document give them.
 
         A problem of such a value is located in its part, and any other problem of the section in the last part.
-
-        Args:
-            section: section whose keys are replaced.
-            changes: path of each part in this document, and its values by dotted key, in the order in which they apply.
+        `changes` has the path of each part in this document and its values by dotted key, in the order in which they
+        apply.
         """
         origin = changes[-1][0]
         whole = SpecLocation(f"{self.locate(origin).text}: {'.'.join(origin)}", key=".".join(section))
@@ -377,12 +353,7 @@ class Document:
         return SpecError(self.format_problem(tuple(key.split(".")) if key else (), message))
 
     def raise_problems(self, problems: Mapping[str, str], prefix: str = "") -> None:
-        """Raise one error with a line for each problem, if there is any.
-
-        Args:
-            problems: messages by dotted key.
-            prefix: dotted section of the keys, with its final period.
-        """
+        """Raise one error with a line for each message by dotted key, if there is any. `prefix` begins each key."""
         if problems:
             raise SpecError(
                 self.format_problems([(tuple(f"{prefix}{key}".split(".")), text) for key, text in problems.items()])

@@ -57,8 +57,7 @@ def is_extra_installed(extra: str) -> bool:
 def import_extra(module: str) -> ModuleType:
     """Import a module of a package that an extra installs, or a module of ours that imports such a package.
 
-    Raises:
-        InvalidError: a package is missing; the message has the command that installs it.
+    Raises `InvalidError` with the command that installs a missing package.
     """
     try:
         return importlib.import_module(module)
@@ -72,8 +71,7 @@ def import_extra(module: str) -> ModuleType:
 def load_job_class(document: Document, base: type) -> type:
     """Import the class that `job` of a valid document names.
 
-    Raises:
-        SpecError: it is not a subclass of `base`, or the document may not name its module.
+    Raises `SpecError` if it is not a subclass of `base`, or the document may not name its module.
     """
     with document.errors_at("job"):
         document.validate_trust(document.data["job"])
@@ -88,8 +86,7 @@ def is_class_path(name: str) -> bool:
 def load_class(text: str, base: type) -> type:
     """Import `module:Class`, a subclass of `base`.
 
-    Raises:
-        InvalidError: there is no such class, or importing the module failed.
+    Raises `InvalidError` if there is no such class, or importing the module failed.
     """
     found = load_attribute(text, lambda value: isinstance(value, type) and issubclass(value, base))
     if not (isinstance(found, type) and issubclass(found, base)):
@@ -106,8 +103,7 @@ def load_class(text: str, base: type) -> type:
 def load_attribute(text: str, fits: Callable[[object], bool]) -> object:
     """Import `module:Name` and return the attribute. Only names whose value `fits` are suggested for a wrong one.
 
-    Raises:
-        InvalidError: there is no such name, or importing the module failed.
+    Raises `InvalidError` if there is no such name, or importing the module failed.
     """
     module_name, _, class_name = text.partition(":")
     # A console script does not have the working directory on its path, and the user's module is there.
@@ -131,10 +127,8 @@ def load_attribute(text: str, fits: Callable[[object], bool]) -> object:
 def list_former_paths(found: type) -> tuple[str, ...]:
     """Return the `module:Class` paths that a class had earlier, by its own attribute `former_paths`.
 
-    A subclass does not inherit them: a run of the class is no run of the subclass.
-
-    Raises:
-        InvalidError: the attribute is not a sequence of such paths.
+    A subclass does not inherit them: a run of the class is no run of the subclass. Raises `InvalidError` if the
+    attribute is not a sequence of such paths.
     """
     paths = vars(found).get("former_paths", ())
     if not isinstance(paths, tuple | list) or not all(re.fullmatch(JOB_PATTERN, str(path)) for path in paths):

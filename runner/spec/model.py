@@ -22,9 +22,9 @@ from pydantic import (
 Auto = Literal["auto"]
 PARAMS = "params"  # value of `--weights` for the trained parameters, as opposed to an average of them
 Section = dict[str, Any]  # a section that the class of a job or a hook validates
-Level = Literal["debug", "info", "warning", "error"]
+_Level = Literal["debug", "info", "warning", "error"]
 
-REDACTED_URL = "$NOT_WRITTEN_DOWN"  # replaces a secret URL in the `spec.yaml` of a run
+_REDACTED_URL = "$NOT_WRITTEN_DOWN"  # replaces a secret URL in the `spec.yaml` of a run
 
 MAX_PROFILE_STEPS = 100  # a profile is kept in memory, and the job waits while it is written
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -61,12 +61,9 @@ class JobConfig(FrozenModel):
         return {}
 
     def explain_refusal(self, keys: Sequence[str], saved: Section, step: int) -> str:
-        """Return which changes of these keys a run could continue with; empty by default.
+        """Return which changes a run with the trajectory `saved`, committed up to `step`, could continue with.
 
-        Args:
-            keys: keys of the trajectory that differ.
-            saved: trajectory of the run.
-            step: newest committed step.
+        `keys` are those of the trajectory that differ. Empty by default.
         """
         return ""
 
@@ -75,20 +72,14 @@ class JobConfig(FrozenModel):
     ) -> list[Section] | None:
         """Return `config.stages` that change these keys from `step` on; None if no stage can, as by default.
 
-        Args:
-            keys: keys of the trajectory that differ.
-            saved: trajectory of the run.
-            step: newest committed step.
-            given: stages that the spec has.
+        The arguments are those of `explain_refusal`, and the stages that the spec has.
         """
         return None
 
     def explain_digest(self, key: str, keys: Sequence[str]) -> str:
         """Return why a key of the trajectory that is a digest has changed, as an end of a line; empty by default.
 
-        Args:
-            key: the key.
-            keys: all keys that differ, of which others may be the cause.
+        `keys` are all keys that differ, of which others may be the cause.
         """
         return ""
 
@@ -151,8 +142,7 @@ class Topology(FrozenModel):
         description="Compile programs that compute the same bits at every start, even where others are faster (GPUs).",
     )
     compile_cache: Literal["host", "directory"] = Field(
-        default="host",
-        description="Place of the compile cache: each host's own disk, or the run's directory as well.",
+        default="host", description="Place of the compile cache: each host's own disk, or the run's directory as well."
     )
 
     @model_validator(mode="after")
@@ -294,7 +284,6 @@ class CheckpointConfig(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_default_interval(cls, data: Any) -> Any:
-        """Drop the default interval if `every: auto` is given."""
         return {"every_steps": None} | data if isinstance(data, dict) and data.get("every") is not None else data
 
     @model_validator(mode="after")
@@ -344,7 +333,7 @@ class NotifyConfig(FrozenModel):
     @field_serializer("webhook")
     def _redact_url(self, webhook: str | None) -> str | None:
         # The resolved spec is in the run's directory, which people may read who must not post.
-        return webhook if webhook is None or webhook.startswith("$") else REDACTED_URL
+        return webhook if webhook is None or webhook.startswith("$") else _REDACTED_URL
 
 
 class LoggingConfig(FrozenModel):
@@ -362,8 +351,8 @@ class LoggingConfig(FrozenModel):
     wandb_tags: list[Annotated[str, Field(min_length=1, max_length=64)]] = Field(
         default=[], description="Tags of the run in W&B."
     )
-    level: Level = Field(default="info", description="Least severe level that process 0 prints.")
-    level_other_hosts: Level = Field(
+    level: _Level = Field(default="info", description="Least severe level that process 0 prints.")
+    level_other_hosts: _Level = Field(
         default="warning", description="Least severe level that the other processes print."
     )
     format: Literal["text", "json"] = Field(

@@ -13,19 +13,12 @@ from pydantic import BaseModel
 
 
 class Policy(enum.Enum):
-    """Statement about a key of `config`. A key without any never changes during a run, and no array depends on it.
+    """Statement about a key of `config`. A key without any never changes during a run, and no array depends on it."""
 
-    Attributes:
-        FREE: a resumed run may have another value, which changes its results by rounding at most.
-        STAGE: a stage of the run may set it (`config.stages`).
-        STATE: shapes and types of the arrays of the state depend on it.
-        NO_STATE: they do not, although its section is marked `STATE`.
-    """
-
-    FREE = enum.auto()
-    STAGE = enum.auto()
-    STATE = enum.auto()
-    NO_STATE = enum.auto()
+    FREE = enum.auto()  # a resumed run may have another value, which changes its results by rounding at most
+    STAGE = enum.auto()  # a stage of the run may set it (`config.stages`)
+    STATE = enum.auto()  # shapes and types of the arrays of the state depend on it
+    NO_STATE = enum.auto()  # shapes and types do not depend on it, although its section is marked `STATE`
 
 
 @functools.cache

@@ -61,13 +61,7 @@ def validate_spec(document: Document) -> ExecutionSpec:
 
 
 def validate_config(document: Document, model: type[SpecModel], hook: int | None = None) -> SpecModel:
-    """Validate the `config` section of a job, or of a hook.
-
-    Args:
-        document: spec whose top level is valid.
-        model: model that the class of the job or hook has for its config.
-        hook: index of the hook; None for the job.
-    """
+    """Validate the `config` section of the job, or of the hook with an index, in a spec whose top level is valid."""
     if hook is None:
         return _validate(document, model, document.data.get("config", {}), ("config",))
     entry = document.data["hooks"][hook]
@@ -76,18 +70,13 @@ def validate_config(document: Document, model: type[SpecModel], hook: int | None
 
 
 def validate_hooks(document: Document, spec: ExecutionSpec, job_class: type) -> ExecutionSpec:
-    """Return `spec` if its job class calls hooks, or if it has none.
-
-    Raises:
-        SpecError: the spec has hooks, and the job class does not call them.
-    """
+    """Return `spec`. Raises `SpecError` if it has hooks, and the job class does not call them."""
     if spec.hooks and not getattr(job_class, "calls_hooks", False):
         raise document.error("hooks", f"{job_class.__name__} calls no hooks, only a BaseTrainer does; leave them out")
     return spec
 
 
 def _validate(document: Document, model: type[SpecModel], data: Any, section: KeyPath) -> SpecModel:
-    """Validate the `data` of a section of the document."""
     try:
         # From JSON, pydantic's strict mode still accepts a list for a tuple and a mapping for a model.
         return model.model_validate_json(json.dumps(data), context=document)
@@ -195,11 +184,9 @@ def dump_spec(spec: ExecutionSpec) -> str:
 
 
 def json_schema(config_model: type[BaseModel] | None = None, *, any_other: bool = True) -> dict[str, Any]:
-    """Return the JSON Schema of a spec (draft 2020-12).
+    """Return the JSON Schema of a spec (draft 2020-12), with this model of `config`; None allows any mapping.
 
-    Args:
-        config_model: model of `config`; None to allow any mapping.
-        any_other: True to allow other mappings for `config` as well.
+    With `any_other`, other mappings are allowed for `config` beside the model.
     """
     models: list[type[BaseModel]] = [ExecutionSpec] if config_model is None else [ExecutionSpec, config_model]
     refs, definitions = models_json_schema([(model, "validation") for model in models])
@@ -233,15 +220,10 @@ def is_one_of(key: str, keys: Iterable[str]) -> bool:
 
 
 def fill_in_defaults(saved: Trajectory, present: Trajectory, config: JobConfig) -> Trajectory:
-    """Return a saved trajectory with today's default of each key that it lacks.
+    """Return a saved trajectory with today's default of each key of `present` that it lacks.
 
     The trajectory may be from an older version of the job. A version that adds a key gives it a default that does not
-    change older trajectories.
-
-    Args:
-        saved: trajectory of a checkpoint.
-        present: trajectory of today's spec, whose keys are those to fill in.
-        config: config of today's spec; its choices determine which defaults apply.
+    change older trajectories. The choices of `config` determine which defaults apply.
     """
     saved = flatten(saved)
     defaults = _find_missing_defaults(saved, config, "config")
@@ -255,8 +237,10 @@ def _find_missing_defaults(saved: Trajectory, model: BaseModel, prefix: str) -> 
         key, value = f"{prefix}.{name}", getattr(model, name)
         # The version that saved it knew this section, but perhaps not yet every key in it.
         if any(f"{other}.".startswith(f"{key}.") for other in saved):
-            for place, section in _list_sections(key, value):
-                found |= _find_missing_defaults(saved, section, place)
+            items = enumerate(value) if isinstance(value, list) else ()
+            for place, section in [(key, value), *((f"{key}.{index}", item) for index, item in items)]:
+                if isinstance(section, BaseModel):
+                    found |= _find_missing_defaults(saved, section, place)
         elif not field.is_required():
             # Validation is skipped: the other required fields of the model are not needed for one default.
             default = type(model).model_construct(**{name: field.get_default(call_default_factory=True)})
@@ -269,14 +253,6 @@ def hash_record(record: dict[str, Any]) -> str:
     # Digests are stored in checkpoints: this form must never change.
     text = json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _list_sections(key: str, value: Any) -> Iterator[tuple[str, BaseModel]]:
-    """Yield the section that a value is, or the sections that it lists, each with its dotted key."""
-    items = enumerate(value) if isinstance(value, list) else ()
-    for place, section in [(key, value), *((f"{key}.{index}", item) for index, item in items)]:
-        if isinstance(section, BaseModel):
-            yield place, section
 
 
 def flatten(data: Trajectory, prefix: str = "") -> Trajectory:

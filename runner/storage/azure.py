@@ -16,12 +16,11 @@ from cloudpathlib.exceptions import MissingCredentialsError
 from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, ObjectInfo
 from runner.storage.store import ABSENT, DeniedError, TransientError, Version
 
-COPY_SECONDS, COPY_POLL_SECONDS = 600.0, 0.5
+_COPY_SECONDS, _COPY_POLL_SECONDS = 600.0, 0.5
 
 
 @contextlib.contextmanager
 def _translate_errors(key: str) -> Iterator[None]:
-    """Translate errors of the client to subclasses of `OSError`, see `runner.storage.store`."""
     try:
         yield
     except ClientAuthenticationError as error:
@@ -53,7 +52,7 @@ def _quote(etag: str) -> Version:
 
 
 class AzureDriver:
-    """Blobs of one container. Conditions are If-None-Match and If-Match."""
+    """`Driver` of one container. Conditions are If-None-Match and If-Match."""
 
     def __init__(self, url: str):
         try:
@@ -78,13 +77,11 @@ class AzureDriver:
         self._container = client.service_client.get_container_client(path.container)
 
     def get(self, key: str) -> tuple[bytes, Version]:
-        """Return content and version of a blob."""
         with _translate_errors(key):
             download = self._container.download_blob(key)
             return download.readall(), download.properties.etag
 
     def get_range(self, key: str, start: int, stop: int, version: Version | None) -> bytes:
-        """Return a range of bytes of a blob, of one version if that is given."""
         match = None if version is None else MatchConditions.IfNotModified
         with _translate_errors(key):
             download = self._container.download_blob(
@@ -93,7 +90,6 @@ class AzureDriver:
             return download.readall()
 
     def put(self, key: str, content: bytes, version: Version | None) -> Version:
-        """Write a blob if it has `version`; return the new version."""
         condition: dict[str, Any] = {"overwrite": version != ABSENT}
         if version:
             condition |= {"etag": version, "match_condition": MatchConditions.IfNotModified}
@@ -101,12 +97,10 @@ class AzureDriver:
             return str(self._container.get_blob_client(key).upload_blob(content, **condition)["etag"])
 
     def put_file(self, key: str, source: Path) -> None:
-        """Write a blob from a local file."""
         with _translate_errors(key), source.open("rb") as file:
             self._container.upload_blob(key, file, overwrite=True)
 
     def list(self, prefix: str, delimiter: str) -> Iterator[ObjectInfo]:
-        """Iterate over the blobs whose name begins with `prefix`."""
         with _translate_errors(prefix):
             if not delimiter:
                 for found in self._container.list_blobs(name_starts_with=prefix):
@@ -129,14 +123,13 @@ class AzureDriver:
             source, copied = self._container.get_blob_client(key), self._container.get_blob_client(target)
             status = str(copied.start_copy_from_url(source.url, requires_sync=False)["copy_status"])
             # The service may copy a large blob later. The caller deletes the source next, which would end the copy.
-            deadline = time.monotonic() + COPY_SECONDS
+            deadline = time.monotonic() + _COPY_SECONDS
             while status == "pending" and time.monotonic() < deadline:
-                time.sleep(COPY_POLL_SECONDS)
+                time.sleep(_COPY_POLL_SECONDS)
                 status = str(copied.get_blob_properties().copy.status)
             if status != "success":
                 raise TransientError(f"{key}: its copy to {target} is {status}")
 
     def delete(self, key: str) -> None:
-        """Delete a blob. One that is already gone is fine."""
         with _translate_errors(key), contextlib.suppress(ResourceNotFoundError):
             self._container.delete_blob(key)

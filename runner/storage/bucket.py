@@ -55,17 +55,12 @@ class Driver(Protocol):
         """Return content and version of an object."""
 
     def get_range(self, key: str, start: int, stop: int, version: Version | None) -> bytes:
-        """Return bytes `start .. stop`, `start < stop`; None for any version.
-
-        Raises:
-            FileExistsError: the version is another one.
-        """
+        """Return bytes `start .. stop`, not empty. Raises `FileExistsError` unless `version` is present (None: any)."""
 
     def put(self, key: str, content: bytes, version: Version | None) -> Version:
         """Write an object if its present version is `version`, or any if that is None; return the new version.
 
-        Raises:
-            FileExistsError: the present version is another one.
+        Raises `FileExistsError` if the present version is another one.
         """
 
     def put_file(self, key: str, source: Path) -> None:
@@ -85,7 +80,7 @@ class Driver(Protocol):
 
 
 class BucketStore:
-    """Everything below one prefix of a bucket."""
+    """`Store` of everything below one prefix of a bucket."""
 
     root = None
 
@@ -104,18 +99,15 @@ class BucketStore:
         return retry_with_backoff(act, f"{verb} {self.url}/{name}", CALL_SECONDS)
 
     def read(self, name: str) -> bytes:
-        """Return the content of `name`."""
         return self._retry("read", name, lambda _: self._driver.get(self._key(name))[0])
 
     def read_versioned(self, name: str) -> tuple[bytes, Version]:
-        """Return the content of `name` and its version, or (b"", ABSENT) if it does not exist."""
         try:
             return self._retry("read", name, lambda _: self._driver.get(self._key(name)))
         except FileNotFoundError:
             return b"", ABSENT
 
     def read_range(self, name: str, start: int, stop: int, version: Version | None) -> bytes:
-        """Return bytes `start .. stop` of an object, which must still have `version` unless that is None."""
         key = self._key(name)
 
         def act(_: int) -> bytes:
@@ -131,7 +123,6 @@ class BucketStore:
         return self._retry("read", name, act) if start < stop else b""
 
     def write(self, name: str, content: bytes) -> None:
-        """Replace `name` by `content`."""
         self._retry("write", name, lambda _: self._driver.put(self._key(name), content, None))
 
     def write_if(self, name: str, content: bytes, version: Version) -> Version:
@@ -155,23 +146,19 @@ class BucketStore:
         return self._retry("write", name, act)
 
     def exists(self, name: str) -> bool:
-        """Return True if there is an object `name`."""
         key = self._key(name)
         # A listing also has longer keys that begin in the same way.
         return any(entry.key == key for entry in self._list(key, "/"))
 
     def list_names(self, prefix: str) -> list[str]:
-        """Return the names directly below `prefix`."""
         start = self._key_below(prefix)
         return [entry.key[len(start) :].rstrip("/") for entry in self._list(start, "/")]
 
     def list_sizes(self, prefix: str) -> dict[str, int]:
-        """Return the size in bytes of every object below `prefix`, by its name relative to `prefix`, sorted."""
         start = self._key_below(prefix)
         return dict(sorted((entry.key[len(start) :], entry.size) for entry in self._list(start, "")))
 
     def list_files(self, start: str) -> dict[str, FileInfo]:
-        """Return every object whose name begins with `start`, sorted, from one listing."""
         top = self._key_below("")
         found = self._list(top + start, "")
         return dict(sorted((entry.key[len(top) :], FileInfo(*entry[1:])) for entry in found))
@@ -183,20 +170,16 @@ class BucketStore:
         )
 
     def compute_digest(self, name: str) -> str:
-        """Return the CRC-32C of an object: the service's own, or from its content if the service reports none."""
         # Services that report a digest of another kind report None here.
         reported = self._retry("look at", name, lambda _: self._driver.crc32c(self._key(name)))
         return compute_crc32c(self.read(name)) if reported is None else reported
 
     def upload(self, source: Path, name: str, deadline_seconds: float) -> None:
-        """Copy the local file `source` to `name`, within `deadline_seconds`."""
         retry_with_backoff(
             lambda _: self._driver.put_file(self._key(name), source), f"write {self.url}/{name}", deadline_seconds
         )
 
     def move_tree(self, source: str, target: str) -> None:
-        """Rename every object below `source`, one by one: copy, then delete."""
-
         def move(name: str) -> None:
             old, new = f"{source}/{name}", f"{target}/{name}"
             self._retry("copy", old, lambda _: self._driver.copy(self._key(old), self._key(new)))
@@ -206,11 +189,9 @@ class BucketStore:
             list(pool.map(move, self.list_sizes(source)))
 
     def remove(self, name: str) -> None:
-        """Delete an object. One that is already gone is fine."""
         self._retry("delete", name, lambda _: self._driver.delete(self._key(name)))
 
     def remove_tree(self, prefix: str) -> None:
-        """Delete every object below `prefix`."""
         with ThreadPoolExecutor(_NUM_DELETERS, thread_name_prefix="delete") as pool:
             list(pool.map(lambda name: self.remove(f"{prefix}/{name}"), self.list_sizes(prefix)))
 
@@ -269,8 +250,7 @@ class BackgroundWriter:
     def flush(self) -> None:
         """Send everything that has changed and wait for it.
 
-        Raises:
-            OSError: the first failure. Parts that were not sent stay marked and are sent again later.
+        Raises the first `OSError`. Parts that were not sent stay marked and are sent again later.
         """
         # Two flushes at once could write an older content after a newer one.
         with self._sending:

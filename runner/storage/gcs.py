@@ -29,7 +29,6 @@ _CONNECTION_ERRORS = (
 
 @contextlib.contextmanager
 def _translate_errors(key: str) -> Iterator[None]:
-    """Turn the client's errors into those of the operating system."""
     try:
         yield
     except exceptions.GoogleAPICallError as error:
@@ -60,7 +59,7 @@ def _decode_crc32c(blob: Blob) -> str | None:
 
 
 class GCSDriver:
-    """Objects of one bucket. Conditions are generation matches."""
+    """`Driver` of one bucket. Conditions are generation matches."""
 
     def __init__(self, url: str):
         client = GSClient()
@@ -73,7 +72,6 @@ class GCSDriver:
         self._bucket = client.client.bucket(path.bucket)
 
     def get(self, key: str) -> tuple[bytes, Version]:
-        """Return content and version of an object."""
         blob = self._bucket.blob(key)
         with _translate_errors(key):
             content = blob.download_as_bytes(timeout=_TIMEOUT, retry=None)
@@ -88,7 +86,6 @@ class GCSDriver:
         return content, str(blob.generation)
 
     def get_range(self, key: str, start: int, stop: int, version: Version | None) -> bytes:
-        """Return a range of bytes of an object, of one version if that is given."""
         with _translate_errors(key):
             content = self._bucket.blob(key).download_as_bytes(
                 start=start,
@@ -101,7 +98,6 @@ class GCSDriver:
         return bytes(content)
 
     def put(self, key: str, content: bytes, version: Version | None) -> Version:
-        """Write an object if it has `version`; return the new version."""
         blob = self._bucket.blob(key)
         # Generation 0 stands for an object that does not exist.
         condition = {} if version is None else {"if_generation_match": 0 if version == ABSENT else int(version)}
@@ -110,13 +106,11 @@ class GCSDriver:
         return str(blob.generation)
 
     def put_file(self, key: str, source: Path) -> None:
-        """Write an object from a local file."""
         blob = self._bucket.blob(key)
         with _translate_errors(key):
             blob.upload_from_filename(str(source), timeout=_TIMEOUT, retry=None, checksum="crc32c")
 
     def list(self, prefix: str, delimiter: str) -> Iterator[ObjectInfo]:
-        """Iterate over the objects whose name begins with `prefix`."""
         with _translate_errors(prefix):
             found = self._bucket.list_blobs(prefix=prefix, delimiter=delimiter or None, timeout=_TIMEOUT, retry=None)
             for blob in found:
@@ -126,18 +120,15 @@ class GCSDriver:
                 yield ObjectInfo(name, 0)
 
     def crc32c(self, key: str) -> str | None:
-        """Return the CRC-32C that the service reports."""
         blob: Blob = self._bucket.blob(key)
         with _translate_errors(key):
             blob.reload(timeout=_TIMEOUT, retry=None)
         return _decode_crc32c(blob)
 
     def copy(self, key: str, target: str) -> None:
-        """Copy an object within the bucket."""
         with _translate_errors(key):
             self._bucket.copy_blob(self._bucket.blob(key), self._bucket, target, timeout=_TIMEOUT, retry=None)
 
     def delete(self, key: str) -> None:
-        """Delete an object. One that is already gone is fine."""
         with _translate_errors(key), contextlib.suppress(exceptions.NotFound):
             self._bucket.blob(key).delete(timeout=_TIMEOUT, retry=None)

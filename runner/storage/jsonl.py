@@ -2,7 +2,7 @@
 
 A log is a sequence of JSON objects ("rows") under one name. It is used in three ways:
 
-- **append**: `open_log(store, name, writer, background).append(row)`. Any number of processes may append at once; each
+- **append**: `JsonlLog(store, name, writer, background).append(row)`. Any number of processes may append at once; each
   opens the log with a writer name of its own. `append_line` is the same for one local file outside of a run.
 - **read all**: `read_log(store, name)` returns the rows as a list; `iterate_log(store, name)` gives them one by one, so
   that they need not fit into memory.
@@ -30,12 +30,12 @@ import fcntl
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Generic, NamedTuple, Protocol, TypeVar
+from typing import BinaryIO, Generic, NamedTuple, TypeVar
 
 from runner.storage.bucket import BackgroundWriter
 from runner.storage.local import LocalStore, as_local, try_lock
@@ -45,7 +45,6 @@ from runner.storage.store import (
     Version,
     fsync,
     make_directory,
-    open_file,
     parse_json,
     retry_stale,
     translate_errors,
@@ -67,17 +66,10 @@ def encode_line(row: JsonObject) -> bytes:
 
 
 def append_line(path: Path, line: bytes, is_durable: bool = False) -> None:
-    """Append one line to a local file, in one write, so that lines of several processes never mix.
+    """Append one line to a local file, in one write, so that lines of several processes never mix. Raises `OSError`.
 
     If the last line was torn by a full disk or a power cut, it is closed first, so that it does not damage the new one.
-
-    Args:
-        path: the file; it is created if only its directory exists.
-        line: the line with its newline.
-        is_durable: return only when the whole line is on the disk.
-
-    Raises:
-        OSError: the line cannot be written.
+    With `is_durable` the whole line is on the disk when this returns.
     """
     descriptor, is_torn = retry_stale(lambda: open_for_append(path))
     try:
@@ -107,47 +99,26 @@ def open_for_append(path: Path) -> tuple[int, bool]:
         raise
 
 
-class JsonlLog(Protocol):
-    """Append-only log, opened by one writer."""
+class JsonlLog:
+    """Append-only log `name` of a run's directory, opened by one writer. Thread-safe.
 
-    def append(self, row: JsonObject) -> None:
-        """Append one row. On a disk it is written when this returns, in a bucket soon after. Raises `OSError`."""
-
-    def flush(self) -> None:
-        """Make durable what all writers have appended on a disk. Raises `OSError`."""
-
-
-class LocalJsonlLog:
-    """Log in one local file `<name>.jsonl`, shared by all writers."""
-
-    def __init__(self, store: Store, name: str):
-        assert store.root is not None, "a local log needs a disk"
-        self._path = store.root / f"{name}.jsonl"
-
-    def append(self, row: JsonObject) -> None:
-        """Append one row, under a lock on the file."""
-        make_directory(self._path.parent)
-        append_line(self._path, encode_line(row))
-
-    def flush(self) -> None:
-        """Flush the file and its name."""
-        with translate_errors(self._path):
-            fsync(self._path)
-            fsync(self._path.parent)
-
-
-class BucketJsonlLog:
-    """Log in objects `<name>/<writer>.<part>.jsonl`, those of one writer. Memory holds at most one part."""
+    In a bucket no other writer of the log may ever have the name `writer`, and memory holds at most one part.
+    """
 
     def __init__(self, store: Store, name: str, writer: str, background: BackgroundWriter):
         self._store, self._background = store, background
+        self._path = None if store.root is None else store.root / f"{name}.jsonl"
         self._stem = f"{name}/{writer}"
         self._lock = threading.Lock()
         self._part = 0
         self._content = b""
 
     def append(self, row: JsonObject) -> None:
-        """Append one row to the newest part, and have the part written in the background."""
+        """Append one row. On a disk it is written when this returns, in a bucket soon after. Raises `OSError`."""
+        if self._path is not None:
+            make_directory(self._path.parent)
+            append_line(self._path, encode_line(row))
+            return
         with self._lock:
             if len(self._content) > PART_BYTES:
                 self._part += 1
@@ -157,19 +128,11 @@ class BucketJsonlLog:
             self._background.mark(name, lambda: self._store.write(name, content))
 
     def flush(self) -> None:
-        """Do nothing: every object that the background writer has sent is durable."""
-
-
-def open_log(store: Store, name: str, writer: str, background: BackgroundWriter) -> JsonlLog:
-    """Open the log `name` for appending.
-
-    Args:
-        store: the run's directory.
-        name: name of the log, without `.jsonl`.
-        writer: name of this writer, which no other writer of the log may ever have. Used in buckets only.
-        background: background writer, for a log in a bucket.
-    """
-    return BucketJsonlLog(store, name, writer, background) if store.root is None else LocalJsonlLog(store, name)
+        """Make durable what all writers have appended on a disk. Raises `OSError`."""
+        if self._path is not None:  # in a bucket every object that the background writer has sent is durable
+            with translate_errors(self._path):
+                fsync(self._path)
+                fsync(self._path.parent)
 
 
 # Read all.
@@ -203,31 +166,20 @@ def iterate_log(store: Store, name: str) -> Iterator[JsonObject]:
     if store.root is not None:
         for line in LocalStore(store.root).lines(f"{name}.jsonl"):
             yield from parse_lines(line.rstrip(b"\n"))
-        return
-    parts = sorted(store.list_names(name))
-    with ThreadPoolExecutor(NUM_READERS) as pool:
-        # The pool reads all of its input at once. It gets a few parts at a time, because the log may not fit into
-        # memory.
-        for start in range(0, len(parts), NUM_READERS):
-            for content in pool.map(lambda part: store.read(f"{name}/{part}"), parts[start : start + NUM_READERS]):
-                yield from parse_lines(content)
+    else:
+        yield from JsonlTail(store, name).read().items
 
 
 # Tail.
 
 
 class TailUpdate(NamedTuple, Generic[Item]):
-    """Result of one reading of a tail.
+    """Result of one reading of a tail."""
 
-    Attributes:
-        is_restart: True if everything that was read before is invalid, and `items` begins with the first item of the
-            log: at the first reading, and after the log was truncated, replaced or deleted.
-        items: iterator over the new lines or rows. It must be exhausted before the next reading, and may raise
-            `OSError`.
-    """
-
+    # True if everything that was read before is invalid, and `items` begins with the first item of the log: at the
+    # first reading, and after the log was truncated, replaced or deleted.
     is_restart: bool
-    items: Iterator[Item]
+    items: Iterator[Item]  # new lines or rows, to be exhausted before the next reading. Iterating may raise `OSError`
 
 
 class FileTail:
@@ -237,8 +189,8 @@ class FileTail:
         num_skipped: lines since the last restart that were skipped because they are too long.
     """
 
-    def __init__(self, path: Path, open_path: Callable[[], BinaryIO] | None = None):
-        self._path, self._open = path, open_path or (lambda: open_file(path))
+    def __init__(self, store: Store, name: str):
+        self._store, self._name = as_local(store), name
         self.num_skipped = 0
         self._identity = (0, 0)  # device and inode of the file that was read
         self._offset = 0
@@ -252,8 +204,7 @@ class FileTail:
     def read(self) -> TailUpdate[bytes]:
         """Return the lines since the last reading; none, as a restart, if there is no file. Raises `OSError`."""
         try:
-            with translate_errors(self._path):
-                file = self._open()
+            file = self._store.open(self._name)
         except FileNotFoundError:
             self.restart()
             return TailUpdate(True, iter(()))
@@ -299,10 +250,8 @@ class JsonlTail:
 
     def __init__(self, store: Store, name: str):
         self._store, self._name = store, name
-        self._file: FileTail | None = None
+        self._file = None if store.root is None else FileTail(store, f"{name}.jsonl")
         self._num_damaged = 0
-        if store.root is not None:
-            self._file = FileTail(store.root / f"{name}.jsonl", lambda: as_local(store).open(f"{name}.jsonl"))
         self._positions: dict[str, _Position] = {}  # of a bucket, by part
 
     @property

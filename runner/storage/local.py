@@ -6,7 +6,7 @@ then given its name by one atomic call. The directory is flushed after that, so 
 Network and object file systems (gcsfuse, blobfuse, some configurations of Lustre) lack some calls of a local disk. A
 missing call is recognised by its error code at each use, so that two directories may differ:
 
-- hard links: `create_once` takes turns by a claim file and renames instead;
+- hard links: `_create_once` takes turns by a claim file and renames instead;
 - locks (`flock`): `try_lock` says that there is none; an append is one write with `O_APPEND` in either case;
 - flush of a directory: `fsync` leaves it out; a name is then as durable as the file system makes it by itself;
 - stale handles (ESTALE): `retry_stale` looks the file up again.
@@ -34,6 +34,7 @@ from runner.storage.store import (
     STALE_TRIES,
     ChangedError,
     FileInfo,
+    Result,
     Store,
     Version,
     WrongKindError,
@@ -47,11 +48,11 @@ from runner.storage.store import (
     translate_errors,
 )
 
-RECORD_BYTES_MAX = 1 << 26  # of a manifest, the largest record: some megabytes for the largest models
+_RECORD_BYTES_MAX = 1 << 26  # of a manifest, the largest record: some megabytes for the largest models
 _CHUNK_BYTES = 1 << 18
 _REMOVE_TRIES = 10
 _NUM_FLUSHES = 8
-CLAIM_SECONDS = 10.0  # a claim that does not change for so long is that of a process that was killed
+_CLAIM_SECONDS = 10.0  # a claim that does not change for so long is that of a process that was killed
 _POLL_SECONDS = 0.05
 # A file system without hard links may report that a file has too many.
 NO_LINK = (errno.EMLINK, errno.EXDEV)
@@ -70,7 +71,7 @@ def default_cache_directory() -> Path:
 
 
 class LocalStore:
-    """A directory on a disk that all hosts of the job share, or on this host's own disk."""
+    """`Store` of a directory on a disk that all hosts of the job share, or on this host's own disk."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -83,13 +84,16 @@ class LocalStore:
             return open_file(path)
 
     def read(self, name: str) -> bytes:
-        """Return the content of `name`."""
+        return self._read_open(name, lambda file: file.read())
 
-        def read() -> bytes:
+    def _read_open(self, name: str, read: Callable[[BinaryIO], Result]) -> Result:
+        """Return the result of `read` for an open file, which is opened again if its handle is stale."""
+
+        def open_and_read() -> Result:
             with self.open(name) as file, translate_errors(self.root / name):
-                return file.read()
+                return read(file)
 
-        return retry_stale(read)
+        return retry_stale(open_and_read)
 
     def lines(self, name: str) -> Iterator[bytes]:
         """Iterate over the lines of a file, each with its newline; over nothing if the file is missing.
@@ -120,35 +124,26 @@ class LocalStore:
                     file.seek(offset)
 
     def read_versioned(self, name: str) -> tuple[bytes, Version]:
-        """Return the content of `name` and its version, or (b"", ABSENT) if it does not exist."""
-
-        def read() -> tuple[bytes, Version]:
-            with self.open(name) as file, translate_errors(self.root / name):
-                return file.read(), _get_version(os.fstat(file.fileno()))
-
         try:
-            return retry_stale(read)
+            return self._read_open(name, lambda file: (file.read(), _get_version(os.fstat(file.fileno()))))
         except FileNotFoundError:
             return b"", ABSENT
 
     def read_range(self, name: str, start: int, stop: int, version: Version | None) -> bytes:
-        """Return bytes `start .. stop` of a file, which must still have `version` unless that is None."""
         path = self.root / name
 
-        def read() -> bytes:
-            with self.open(name) as file, translate_errors(path):
-                if version not in (None, _get_version(os.fstat(file.fileno()))):
-                    raise ChangedError(f"{path} is no longer the file that it was")
-                file.seek(start)
-                return file.read(stop - start)
+        def read(file: BinaryIO) -> bytes:
+            if version not in (None, _get_version(os.fstat(file.fileno()))):
+                raise ChangedError(f"{path} is no longer the file that it was")
+            file.seek(start)
+            return file.read(stop - start)
 
-        content = retry_stale(read)
+        content = self._read_open(name, read)
         if len(content) != stop - start:
             raise ChangedError(f"{path} ends at {start + len(content)} bytes, needs {stop}")
         return content
 
     def write(self, name: str, content: bytes) -> None:
-        """Replace `name` by `content`, atomically and durably."""
         self.write_chunks(name, [content])
 
     def write_chunks(self, name: str, chunks: Iterable[bytes]) -> None:
@@ -160,16 +155,11 @@ class LocalStore:
             fsync(path.parent)
 
     def write_if(self, name: str, content: bytes, version: Version) -> Version:
-        """Replace `name` only if it has `version`; return the new version."""
         path = self.root / name
-        with (
-            translate_errors(path),
-            _write_temporary(path, [content]) as temporary,
-            contextlib.ExitStack() as stack,
-        ):
+        with translate_errors(path), _write_temporary(path, [content]) as temporary, contextlib.ExitStack() as stack:
             new_version = _get_version(temporary.stat())
             if version == ABSENT:
-                create_once(temporary, path)
+                _create_once(temporary, path)
             else:
                 # No call replaces a file on a condition, so writers take turns.
                 stack.enter_context(take_turns(path))
@@ -182,18 +172,13 @@ class LocalStore:
     def create_from(self, directory: str, name: str, content: bytes) -> None:
         """Create `name` by way of a temporary file in `directory`, which must exist until this is done.
 
-        Raises:
-            FileNotFoundError: `directory` is gone.
-            FileExistsError: `name` already exists.
+        Raises `FileNotFoundError` if `directory` is gone, and `FileExistsError` if `name` already exists.
         """
         path, beside = self.root / name, self.root / directory / Path(name).name
-        with (
-            translate_errors(beside),
-            _write_temporary(beside, [content], make_parents=False) as temporary,
-        ):
+        with translate_errors(beside), _write_temporary(beside, [content], make_parents=False) as temporary:
             # This fails if another process has renamed `directory` meanwhile: this is how a commit and the retirement
             # of the same step exclude each other.
-            create_once(temporary, path)
+            _create_once(temporary, path)
             fsync(path.parent)
 
     def exists(self, name: str) -> bool:
@@ -207,7 +192,6 @@ class LocalStore:
         return True
 
     def list_names(self, prefix: str) -> list[str]:
-        """Return the names directly below `prefix`; none if it does not exist."""
         path = self.root / prefix
         try:
             with translate_errors(path):
@@ -216,7 +200,6 @@ class LocalStore:
             return []
 
     def list_sizes(self, prefix: str) -> dict[str, int]:
-        """Return the size in bytes of every file below `prefix`, by its name relative to `prefix`, sorted."""
         top = self.root / prefix
 
         def raise_unless_gone(error: OSError) -> None:
@@ -231,7 +214,6 @@ class LocalStore:
             return {name: path.stat().st_size for name, path in sorted(files)}
 
     def list_files(self, start: str) -> dict[str, FileInfo]:
-        """Return every file at any depth whose name begins with `start`, sorted."""
         parent = start.rpartition("/")[0]
         names = (f"{parent}/{name}" if parent else name for name in self.list_sizes(parent))
         with translate_errors(self.root / parent):
@@ -239,16 +221,9 @@ class LocalStore:
         return {name: FileInfo(status.st_size, _get_version(status)) for name, status in found.items()}
 
     def compute_digest(self, name: str) -> str:
-        """Return the CRC-32C of a file's content."""
-
-        def compute() -> str:
-            with self.open(name) as file, translate_errors(self.root / name):
-                return compute_chunked_crc32c(iter(lambda: file.read(_CHUNK_BYTES), b""))
-
-        return retry_stale(compute)
+        return self._read_open(name, lambda file: compute_chunked_crc32c(iter(lambda: file.read(_CHUNK_BYTES), b"")))
 
     def upload(self, source: Path, name: str, deadline_seconds: float) -> None:
-        """Copy the local file `source` to `name` and flush it."""
         path = self.root / name
         with translate_errors(path):
             make_directory(path.parent)
@@ -259,9 +234,7 @@ class LocalStore:
     def flush_tree(self, prefix: str, is_included: Callable[[str], bool] = lambda name: True) -> None:
         """Flush files of other libraries below `prefix`, and its name in every directory above it, to the disk.
 
-        Args:
-            prefix: the directory.
-            is_included: returns False for files to leave out, by their name relative to `prefix`.
+        Files whose name, relative to `prefix`, is not included are left out.
         """
         top = self.root / prefix
         with translate_errors(top):
@@ -281,7 +254,6 @@ class LocalStore:
             fsync(path)
 
     def move_tree(self, source: str, target: str) -> None:
-        """Rename everything below `source` by one atomic call."""
         path = self.root / target
         with translate_errors(path):
             make_directory(path.parent)
@@ -291,13 +263,11 @@ class LocalStore:
                 fsync(directory)
 
     def remove(self, name: str) -> None:
-        """Delete a file. A file that is already gone is fine."""
         path = self.root / name
         with translate_errors(path):
             path.unlink(missing_ok=True)
 
     def remove_tree(self, prefix: str) -> None:
-        """Delete everything below `prefix`, and what appears there meanwhile."""
         directory = self.root / prefix
         with translate_errors(directory):
             # A link is deleted itself and never followed: it may lead out of the run's directory.
@@ -326,7 +296,6 @@ class ConfinedStore(LocalStore):
         self._top, self._path = top, path
 
     def _open_part(self, name: str, flags: int) -> int:
-        """Return a descriptor of what is below `top` under the name, opened part by part."""
         path = self.root / name
         descriptor = os.open(self._top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         parts = Path(self._path, name).parts
@@ -349,8 +318,16 @@ class ConfinedStore(LocalStore):
             descriptor = inner
         return descriptor
 
+    @contextlib.contextmanager
+    def _open_directory(self, name: str) -> Iterator[int]:
+        with translate_errors(self.root / name):
+            descriptor = self._open_part(name, os.O_DIRECTORY)
+            try:
+                yield descriptor
+            finally:
+                os.close(descriptor)
+
     def open(self, name: str) -> BinaryIO:
-        """Open a file for reading."""
         path = self.root / name
         with translate_errors(path):
             return open_descriptor(self._open_part(name, 0), path)
@@ -358,59 +335,45 @@ class ConfinedStore(LocalStore):
     def read(self, name: str) -> bytes:
         """Return the content of `name`. Raises `WrongKindError` if it is too large for a record."""
         with self.open(name) as file, translate_errors(self.root / name):
-            content = file.read(RECORD_BYTES_MAX + 1)
-        if len(content) > RECORD_BYTES_MAX:
-            raise WrongKindError(f"{self.root / name} is larger than {RECORD_BYTES_MAX} bytes, which no record is")
+            content = file.read(_RECORD_BYTES_MAX + 1)
+        if len(content) > _RECORD_BYTES_MAX:
+            raise WrongKindError(f"{self.root / name} is larger than {_RECORD_BYTES_MAX} bytes, which no record is")
         return content
 
     def list_kinds(self, prefix: str) -> dict[str, bool]:
         """Return the names directly below `prefix`, each with True if it is a directory; none if it does not exist."""
         try:
-            with translate_errors(self.root / prefix):
-                descriptor = self._open_part(prefix, os.O_DIRECTORY)
-                try:
-                    with os.scandir(descriptor) as entries:
-                        return {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
-                finally:
-                    os.close(descriptor)
+            with self._open_directory(prefix) as descriptor, os.scandir(descriptor) as entries:
+                return {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
         except FileNotFoundError:
             return {}
 
     def list_names(self, prefix: str) -> list[str]:
-        """Return the names directly below `prefix`; none if it does not exist."""
         return list(self.list_kinds(prefix))
 
     def exists(self, name: str) -> bool:
-        """Return True if there is anything under `name`."""
         try:
             return Path(name).name in self.list_kinds(str(Path(name).parent))
         except WrongKindError:
             return False
 
     def list_files(self, start: str) -> dict[str, FileInfo]:
-        """Return every file at any depth whose name begins with `start`, sorted."""
         parent = start.rpartition("/")[0]
         found = {}
         try:
-            with translate_errors(self.root / parent):
-                descriptor = self._open_part(parent, os.O_DIRECTORY)
-                try:
-                    walk = os.fwalk(".", dir_fd=descriptor)
-                    for path, inner in (
-                        (Path(parent, top, name), inner) for top, _, names, inner in walk for name in names
-                    ):
+            with self._open_directory(parent) as descriptor:
+                for top, _, names, inner in os.fwalk(".", dir_fd=descriptor):
+                    for name in names:
                         with contextlib.suppress(FileNotFoundError):
-                            status = os.stat(path.name, dir_fd=inner, follow_symlinks=False)
+                            status = os.stat(name, dir_fd=inner, follow_symlinks=False)
                             if stat.S_ISREG(status.st_mode):
-                                found[path.as_posix()] = FileInfo(status.st_size, _get_version(status))
-                finally:
-                    os.close(descriptor)
+                                path = Path(parent, top, name).as_posix()
+                                found[path] = FileInfo(status.st_size, _get_version(status))
         except FileNotFoundError:
             return {}
         return {name: found[name] for name in sorted(found) if name.startswith(start)}
 
     def list_sizes(self, prefix: str) -> dict[str, int]:
-        """Return the size in bytes of every file below `prefix`, by its name relative to `prefix`, sorted."""
         start = f"{prefix}/" if prefix else ""
         return {name.removeprefix(start): info.size_bytes for name, info in self.list_files(start).items()}
 
@@ -447,19 +410,17 @@ def _write_temporary(path: Path, chunks: Iterable[bytes], make_parents: bool = T
 # Creation and locks.
 
 
-def create_once(temporary: Path, path: Path) -> None:
+def _create_once(temporary: Path, path: Path) -> None:
     """Give a complete file its name `path`, unless something has that name already. Atomic among all processes.
 
     With hard links the kernel decides. Without them a process first creates `.<name>.claim`, which O_EXCL allows only
     one process, then checks that `path` is free and renames `temporary`. In both cases `path` appears with its whole
     content, and not at all once the directory of `temporary` was renamed. A claim whose process was killed is removed
-    by the next process, after `CLAIM_SECONDS`. A process that is suspended for longer than that, exactly between its
+    by the next process, after `_CLAIM_SECONDS`. A process that is suspended for longer than that, exactly between its
     last check and its rename, replaces the file of another. Attempts and commits are safe from that too: attempts by
     the id in their claim (`Fence.check`), commits because a newer attempt has renamed the directory.
 
-    Raises:
-        FileExistsError: something has that name.
-        FileNotFoundError: `temporary` or the directory is gone.
+    Raises `FileExistsError`, or `FileNotFoundError` if `temporary` or the directory is gone.
     """
     try:
         os.link(temporary, path)
@@ -492,8 +453,7 @@ def take_turns(path: Path) -> Iterator[None]:
 def try_lock(descriptor: int, operation: int) -> bool:
     """Lock an open file with `flock`; return False if the file system has no locks.
 
-    Raises:
-        BlockingIOError: with `LOCK_NB`, another process holds the lock.
+    With `LOCK_NB` this raises `BlockingIOError` if another process holds the lock.
     """
     try:
         fcntl.flock(descriptor, operation)
@@ -517,7 +477,7 @@ def _claim(path: Path) -> Iterator[Callable[[], bool]]:
             holder = _read_or_none(claim)
             if holder != seen:
                 seen, since = holder, time.monotonic()
-            elif time.monotonic() - since > CLAIM_SECONDS:
+            elif time.monotonic() - since > _CLAIM_SECONDS:
                 claim.unlink(missing_ok=True)
             time.sleep(_POLL_SECONDS)
     try:

@@ -35,7 +35,6 @@ _TRANSFER = TransferConfig(multipart_threshold=128 << 20, use_threads=False)
 
 @contextlib.contextmanager
 def _translate_errors(key: str) -> Iterator[None]:
-    """Turn the client's errors into those of the operating system."""
     try:
         yield
     except ClientError as error:
@@ -69,7 +68,7 @@ def _from_client_error(error: ClientError, key: str) -> OSError:
 
 
 class S3Driver:
-    """Objects of one bucket. Conditions are If-None-Match and If-Match."""
+    """`Driver` of one bucket. Conditions are If-None-Match and If-Match."""
 
     def __init__(self, url: str):
         # The configuration goes through the session, because the client of cloudpathlib takes none.
@@ -82,32 +81,27 @@ class S3Driver:
         self._client = client.client
 
     def get(self, key: str) -> tuple[bytes, Version]:
-        """Return content and version of an object."""
         with _translate_errors(key):
             answer = self._client.get_object(Bucket=self._bucket, Key=key)
             return answer["Body"].read(), answer["ETag"]
 
     def get_range(self, key: str, start: int, stop: int, version: Version | None) -> bytes:
-        """Return a range of bytes of an object, of one version if that is given."""
         piece, condition = f"bytes={start}-{stop - 1}", {} if version is None else {"IfMatch": version}
         with _translate_errors(key):
             answer = self._client.get_object(Bucket=self._bucket, Key=key, Range=piece, **condition)
             return bytes(answer["Body"].read())
 
     def put(self, key: str, content: bytes, version: Version | None) -> Version:
-        """Write an object if it has `version`; return the new version."""
         # S3 supports two conditions: `IfNoneMatch: *` if the object must not exist, and `IfMatch` with its entity tag.
         condition = {} if version is None else {"IfNoneMatch": "*"} if version == ABSENT else {"IfMatch": version}
         with _translate_errors(key):
             return str(self._client.put_object(Bucket=self._bucket, Key=key, Body=content, **condition)["ETag"])
 
     def put_file(self, key: str, source: Path) -> None:
-        """Write an object from a local file."""
         with _translate_errors(key):
             self._client.upload_file(str(source), self._bucket, key, Config=_TRANSFER)
 
     def list(self, prefix: str, delimiter: str) -> Iterator[ObjectInfo]:
-        """Iterate over the objects whose key begins with `prefix`."""
         pages = self._client.get_paginator("list_objects_v2")
         with _translate_errors(prefix):
             for page in pages.paginate(Bucket=self._bucket, Prefix=prefix, Delimiter=delimiter):
@@ -121,11 +115,9 @@ class S3Driver:
         return None
 
     def copy(self, key: str, target: str) -> None:
-        """Copy an object within the bucket."""
         with _translate_errors(key):
             self._client.copy({"Bucket": self._bucket, "Key": key}, self._bucket, target)
 
     def delete(self, key: str) -> None:
-        """Delete an object. One that is already gone is fine."""
         with _translate_errors(key):
             self._client.delete_object(Bucket=self._bucket, Key=key)

@@ -40,9 +40,9 @@ ABSENT: Version = ""  # the version of a file that does not exist
 TIME_MAX = 253_402_300_799.0  # the last second of the year 9999, in Unix seconds
 STEP_MAX = (1 << 53) - 1  # a float holds every step up to this one
 INT_MAX = (1 << 63) - 1  # largest whole number of a JSON file
-NESTING_MAX = 64  # levels of lists and objects in a JSON file
+_NESTING_MAX = 64  # levels of lists and objects in a JSON file
 FIRST_WAIT_SECONDS = 0.2
-LONGEST_WAIT_SECONDS = 10.0
+_LONGEST_WAIT_SECONDS = 10.0
 
 
 class TransientError(OSError):
@@ -97,13 +97,10 @@ class Store(Protocol):
         """Return the content of `name` and its version, or (b"", ABSENT) if it does not exist."""
 
     def read_range(self, name: str, start: int, stop: int, version: Version | None) -> bytes:
-        """Return bytes `start .. stop` of `name`, which must have the version that `list_files` reported.
+        """Return bytes `start .. stop` of `name`, which must have the version that `list_files` reported; None for any.
 
-        None for any version, if the caller checks the bytes itself.
-
-        Raises:
-            ChangedError: it has another version, or ends before `stop`.
-            FileNotFoundError: it does not exist. In a bucket, an object that is gone may raise either error.
+        Raises `ChangedError` if it has another version or ends before `stop`, `FileNotFoundError` if it does not exist;
+        in a bucket, an object that is gone may raise either error.
         """
 
     def write(self, name: str, content: bytes) -> None:
@@ -115,10 +112,8 @@ class Store(Protocol):
     def write_if(self, name: str, content: bytes, version: Version) -> Version:
         """Replace `name` like `write`, but only if its present version is `version`; return the new version.
 
-        If several writers try at once, one of them succeeds. With ABSENT this creates the file.
-
-        Raises:
-            FileExistsError: the present version is another one.
+        Of several writers that try at once one succeeds; the others get `FileExistsError`. With ABSENT this creates the
+        file.
         """
 
     def exists(self, name: str) -> bool:
@@ -176,15 +171,8 @@ def probe_store(store: Store) -> None:
 def retry_with_backoff(act: Callable[[int], Result], what: str, deadline_seconds: float) -> Result:
     """Call `act` until it does not raise `TransientError`, with exponential backoff and full jitter.
 
-    Every other error is raised at once: only a transient failure can be cured by trying again.
-
-    Args:
-        act: the call; gets the number of earlier tries.
-        what: the call in words, for the error message.
-        deadline_seconds: time after which no further try begins.
-
-    Raises:
-        DeadlineError: the next try could not begin within the deadline.
+    Every other error is raised at once: only a transient failure can be cured by trying again. `act` gets the number of
+    earlier tries. `what` names the call in the `DeadlineError` that ends them.
     """
     started, longest_wait_seconds, num_tries = time.monotonic(), FIRST_WAIT_SECONDS, 0
     while True:
@@ -199,7 +187,7 @@ def retry_with_backoff(act: Callable[[int], Result], what: str, deadline_seconds
                     f"{what}: not within {deadline_seconds:.0f} s and {num_tries} tries; the last: {error}"
                 ) from error
             time.sleep(wait_seconds)
-            longest_wait_seconds = min(2 * longest_wait_seconds, LONGEST_WAIT_SECONDS)
+            longest_wait_seconds = min(2 * longest_wait_seconds, _LONGEST_WAIT_SECONDS)
 
 
 # Digests.
@@ -230,12 +218,7 @@ def encode_json(value: Any) -> bytes:
 
 
 def read_json(store: Store, name: str) -> JsonObject:
-    """Return the JSON object in `name`.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: the content is not a complete JSON object.
-    """
+    """Return the JSON object in `name`. Raises `ValueError` if the content is anything else, or incomplete."""
     return parse_json(store.read(name))
 
 
@@ -249,18 +232,18 @@ def parse_json(content: bytes) -> JsonObject:
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     # Few files have so many brackets, of which most are not inside each other.
-    if content.count(b"[") + content.count(b"{") > NESTING_MAX:
+    if content.count(b"[") + content.count(b"{") > _NESTING_MAX:
         validate_nesting(value)
     return value
 
 
 def validate_nesting(value: Any) -> None:
-    """Raise `ValueError` if parsed JSON or YAML has more than `NESTING_MAX` levels.
+    """Raise `ValueError` if parsed JSON or YAML has more than `_NESTING_MAX` levels.
 
     It is passed on to functions that recurse, from stacks of any depth.
     """
     inner = [value]
-    for _ in range(NESTING_MAX):
+    for _ in range(_NESTING_MAX):
         lists = (each.values() if isinstance(each, dict) else each for each in inner if isinstance(each, dict | list))
         inner = [leaf for leaves in lists for leaf in leaves]
     if any(isinstance(each, dict | list) for each in inner):
@@ -280,31 +263,18 @@ def parse_number(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a JSON object.
+    """One key of a JSON object."""
 
-    Attributes:
-        name: its name; `a.b` is the key `b` of the object `a`, `a.*` any key of it.
-        type: type of the value as Python reads it; anything that `isinstance` accepts.
-        meaning: one sentence for the documentation, with the jobs that have the key if not all do.
-        unit: unit of a number, if it is not part of the name.
-    """
-
-    name: str
-    type: Any
-    meaning: str
-    unit: str = ""
+    name: str  # its name; `a.b` is the key `b` of the object `a`, `a.*` any key of it
+    type: Any  # type of the value as Python reads it; anything that `isinstance` accepts
+    meaning: str  # one sentence for the documentation, with the jobs that have the key if not all do
+    unit: str = ""  # unit of a number, if it is not part of the name
 
 
-def validate_record(record: Mapping[str, Any], keys: Iterable[Key], needs: Iterable[str] = ()) -> None:
-    """Check the keys and types of a JSON object.
+def validate_record(record: Mapping[str, Any], keys: Iterable[Key], needs: Iterable[str]) -> None:
+    """Raise `ValueError` if a JSON object lacks a key of `needs`, or the value of one of `keys` has the wrong type.
 
-    Args:
-        record: the object.
-        keys: keys whose type is checked if they are present. A key below a `*` is required in each object there.
-        needs: names of the required keys.
-
-    Raises:
-        ValueError: a required key is missing, or a value has the wrong type.
+    A key below a `*` is required in each object there.
     """
     for name in needs:
         if name not in record:
@@ -384,10 +354,7 @@ def translate_errors(path: Path) -> Iterator[None]:
 def find_kind(path: Path) -> str | None:
     """Return `a file`, `a directory`, or the other kind of file at `path`, following links; None if there is nothing.
 
-    Raises:
-        WrongKindError: a link cannot be followed.
-        ForbiddenError: this user may not look there.
-        DiskError: the disk gave an error.
+    Raises the errors of `translate_errors`.
     """
     try:
         with translate_errors(path):

@@ -61,8 +61,7 @@ def validate_url(text: str) -> None:
 def local_directory(text: str) -> Path:
     """Return the absolute path that `text` names on this machine; `~` is the home directory. Writes nothing.
 
-    Raises:
-        InvalidError: no directory can have this name, or the user after `~` is not known.
+    Raises `InvalidError` if no directory can have this name, or the user after `~` is not known.
     """
     validate_url(text)
     try:
@@ -94,21 +93,19 @@ def find_extra(text: str) -> str | None:
 def make_store(text: str) -> Store:
     """Return the store of a local path or URL, without accessing it.
 
-    Raises:
-        InvalidError: a package, credentials or a name is missing.
+    Raises `InvalidError` if a package, credentials or a name is missing.
     """
     validate_url(text)
     scheme, separator, _ = text.partition("://")
-    if separator:
-        return _open_bucket(text, *_DRIVERS[scheme][:2])
-    return LocalStore(local_directory(text))
+    if not separator:
+        return LocalStore(local_directory(text))
+    return _open_bucket(text, *_DRIVERS[scheme][:2])
 
 
 def open_store(text: str) -> Store:
     """Return the store of a local path or URL like `make_store`, and check a local path.
 
-    Raises:
-        InvalidError: as `make_store`, or a local path or one of its parents is not a directory.
+    Raises `InvalidError` as `make_store`, or if a local path or one of its parents is not a directory.
     """
     store = make_store(text)
     # A bucket is not accessed here; `probe_store` checks it.
@@ -132,9 +129,6 @@ def split_checkpoint(text: str) -> tuple[str, str | None]:
 
     A local path of this form is whole, too, if a run or published weights are there, because their parent directory may
     be called `checkpoints` as well. In a bucket, which is not accessed, this form always names a checkpoint.
-
-    Raises:
-        InvalidError: as `make_store` for a local path.
     """
     directory, separator, name = text.rstrip("/").rpartition("/checkpoints/")
     if not separator or "/" in name:

@@ -19,10 +19,10 @@ from runner.errors import DivergedError, FencedError, RunnerError
 from runner.metrics import file as bucket
 from runner.metrics import file as disk
 from runner.metrics import writers
-from runner.metrics.file import METRICS_FILE, BucketMetricsFile, LocalMetricsFile, open_metrics_file, read_rows
+from runner.metrics.file import METRICS_FILE, _BucketMetricsFile, _LocalMetricsFile, open_metrics_file, read_rows
 from runner.metrics.rows import EncodedRow, RowTail
 from runner.metrics.window import MetricsWindow
-from runner.metrics.writers import LiveProgress, PlainProgress
+from runner.metrics.writers import _LiveProgress, _PlainProgress
 from runner.run.fence import Fence
 from runner.storage import ABSENT, BackgroundWriter, DeniedError, LocalStore, encode_line
 from tests.support.damage import ERRORS, inject_errors, list_damages
@@ -78,8 +78,8 @@ def read_steps(store):
 
 
 def test_the_kind_of_file_follows_the_store(tmp_path):
-    assert isinstance(open_metrics(LocalStore(tmp_path)), LocalMetricsFile)
-    assert isinstance(open_metrics(make_memory_bucket()), BucketMetricsFile)
+    assert isinstance(open_metrics(LocalStore(tmp_path)), _LocalMetricsFile)
+    assert isinstance(open_metrics(make_memory_bucket()), _BucketMetricsFile)
 
 
 def test_rows_round_trip(store):
@@ -465,7 +465,7 @@ class KilledError(Exception):
 def small_parts(monkeypatch):
     """Limit parts to about six rows, and the main object to the names of three parts."""
     monkeypatch.setattr(bucket, "PART_BYTES", 1000)
-    monkeypatch.setattr(bucket, "PARTS_MAX", 3)
+    monkeypatch.setattr(bucket, "_PARTS_MAX", 3)
 
 
 def trigger_before(driver, verb, number, act):
@@ -689,7 +689,7 @@ def test_a_torn_tail_is_rejected():
 
 
 def test_the_tail_on_a_disk_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "UNSYNCED_BYTES_MAX", 1000)
+    monkeypatch.setattr(disk, "_UNSYNCED_BYTES_MAX", 1000)
     file = open_metrics(LocalStore(tmp_path))
     file.rewind(0)
     for step in range(1, 1001):
@@ -818,7 +818,7 @@ def test_the_first_step_that_is_not_finite_is_named(loss, grad_norm):
 
 
 def test_plain_progress_shows_step_loss_speed_and_time_left(capsys):
-    progress = PlainProgress(lambda step: 50 * step, total_steps=200)
+    progress = _PlainProgress(lambda step: 50 * step, total_steps=200)
     progress.show(make_row(100, **{"train/loss": 1.23456}))
     progress.show(make_row(200, **{"train/loss": 1.0, "val/loss": 2.5}))
     progress.close()
@@ -829,7 +829,7 @@ def test_plain_progress_shows_step_loss_speed_and_time_left(capsys):
 
 def test_live_progress_shows_name_step_loss_speed_and_time_left():
     console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
-    progress = LiveProgress("gpt_nano", total_steps=200, step=40, console=console)
+    progress = _LiveProgress("gpt_nano", total_steps=200, step=40, console=console)
     progress.show(make_row(100, **{"train/loss": 1.23456}))
     progress.show(make_row(150, **{"val/loss": 2.5}))
     progress.close()
@@ -849,7 +849,7 @@ class Screen(io.StringIO):
 def test_progress_is_plain_without_a_terminal(stream, form, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdout", stream())
     spec = make_gpt_spec(tmp_path / "run", **{"logging.format": form})
-    assert isinstance(writers.make_progress(spec, 10, 0, lambda step: 64 * step), PlainProgress)
+    assert isinstance(writers.make_progress(spec, 10, 0, lambda step: 64 * step), _PlainProgress)
 
 
 def test_a_stale_handle_at_the_opening_of_the_new_file_is_tried_again(tmp_path, monkeypatch):

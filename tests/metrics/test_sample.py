@@ -2,7 +2,7 @@
 
 import pytest
 
-from runner.metrics.file import SAMPLE_ROWS_MAX, SealedPart, encode_parts, read_rows, read_sample
+from runner.metrics.file import _SAMPLE_ROWS_MAX, _encode_parts, _SealedPart, read_rows, read_sample
 from runner.storage import LocalStore, encode_line
 from tests.support.memory_bucket import make_memory_bucket
 from tests.support.metric_rows import NUM_PARSED_MAX, count_parsed
@@ -23,7 +23,7 @@ def test_a_sample_covers_the_file_and_has_the_newest_rows(num_rows, parsed_count
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(row(step) for step in range(1, num_rows + 1)))
     found = get_steps(read_sample(LocalStore(tmp_path)))
     assert found == sorted(set(found))
-    assert len(found) <= 2 * SAMPLE_ROWS_MAX
+    assert len(found) <= 2 * _SAMPLE_ROWS_MAX
     assert found[-20:] == list(range(1, num_rows + 1))[-20:]
     assert parsed_counts[0] <= NUM_PARSED_MAX
     if num_rows:
@@ -56,10 +56,10 @@ def test_parts_in_a_bucket_are_sampled_and_the_last_is_read():
     for number in range(100):
         steps = range(number * 10 + 1, number * 10 + 11)
         named = parts if len(parts) >= 64 else []
-        part = SealedPart(f"metrics/000001.{number:08}.jsonl", steps[-1])
-        store.write(part.name, encode_parts(named) + b"".join(map(row, steps)))
+        part = _SealedPart(f"metrics/000001.{number:08}.jsonl", steps[-1])
+        store.write(part.name, _encode_parts(named) + b"".join(map(row, steps)))
         parts = [part] if named else [*parts, part]
-    store.write("metrics.jsonl", encode_parts(parts) + row(1001))
+    store.write("metrics.jsonl", _encode_parts(parts) + row(1001))
     found = get_steps(read_sample(store))
     assert found[-11:] == list(range(991, 1002))
     assert 100 <= len(found) <= 300
@@ -94,5 +94,5 @@ def test_invalid_part_names_are_reported_in_one_line(named):
 
 def test_a_missing_part_leaves_the_newest_rows():
     store = make_memory_bucket()
-    store.write("metrics.jsonl", encode_parts([SealedPart("metrics/a.jsonl", 1)]) + row(2))
+    store.write("metrics.jsonl", _encode_parts([_SealedPart("metrics/a.jsonl", 1)]) + row(2))
     assert get_steps(read_sample(store)) == [2]

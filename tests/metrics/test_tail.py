@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.metrics import file as bucket
-from runner.metrics.file import MetricsTailUpdate, open_metrics_file, open_metrics_tail, read_rows
+from runner.metrics.file import MetricsTail, MetricsTailUpdate, open_metrics_file, read_rows
 from runner.run.fence import Fence
 from runner.storage import BackgroundWriter, LocalStore, encode_line
 from tests.support.memory_bucket import make_memory_bucket
@@ -38,9 +38,9 @@ def apply_update(known: list, update: MetricsTailUpdate) -> tuple[list, list]:
 def test_a_tail_follows_any_appends_and_rewinds(kind, actions):
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(bucket, "PART_BYTES", 150)
-        patch.setattr(bucket, "PARTS_MAX", 3)
+        patch.setattr(bucket, "_PARTS_MAX", 3)
         store = LocalStore(Path(directory)) if kind == "disk" else make_memory_bucket()
-        tail, final, step, attempt = open_metrics_tail(store), [], 0, 0
+        tail, final, step, attempt = MetricsTail(store), [], 0, 0
         for action in [0.0, *actions]:
             if isinstance(action, float):  # a new attempt resumes at this fraction of the rows
                 fence = Fence(store)
@@ -75,7 +75,7 @@ def test_a_tail_follows_any_appends_and_rewinds(kind, actions):
     ids=["empty", "no newline", "torn", "half a line", "no text", "another object", "long line", "long and torn"],
 )
 def test_invalid_lines_are_skipped_and_a_partial_line_is_completed_later(tmp_path, content, steps):
-    tail = open_metrics_tail(LocalStore(tmp_path))
+    tail = MetricsTail(LocalStore(tmp_path))
     assert apply_update([], tail.read()) == ([], [])
     (tmp_path / "metrics.jsonl").write_bytes(content)
     final, known = apply_update([], tail.read())
@@ -85,7 +85,7 @@ def test_invalid_lines_are_skipped_and_a_partial_line_is_completed_later(tmp_pat
 
 
 def test_each_line_is_read_once(tmp_path):
-    path, tail, lines = tmp_path / "metrics.jsonl", open_metrics_tail(LocalStore(tmp_path)), 0
+    path, tail, lines = tmp_path / "metrics.jsonl", MetricsTail(LocalStore(tmp_path)), 0
     for step in range(1, 20):
         with path.open("ab") as file:
             file.write(encode_line({"step": step, "train/loss": 1.0}))

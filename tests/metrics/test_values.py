@@ -16,7 +16,7 @@ from runner.dashboard.charts import RunCurves
 from runner.metrics.rows import EncodedRow, format_csv, select_surviving
 from runner.metrics.wandb import convert_value
 from runner.metrics.window import StepTimer
-from runner.metrics.writers import PlainProgress, TensorBoardWriter
+from runner.metrics.writers import _PlainProgress, _TensorBoardWriter
 from runner.parallel import mesh
 from runner.storage import LocalStore
 
@@ -32,7 +32,7 @@ ROW: dict[str, Any] = {
 
 
 def test_tensorboard_shows_histograms_and_texts(tmp_path: Path) -> None:
-    events = TensorBoardWriter(LocalStore(tmp_path), "run", 1)
+    events = _TensorBoardWriter(LocalStore(tmp_path), "run", 1)
     events.supersede()
     events.add(ROW)
     events.finish()
@@ -76,7 +76,7 @@ def test_a_row_of_step_0_needs_no_loss(capsys: pytest.CaptureFixture[str]) -> No
         first,
         ROW,
     ]
-    PlainProgress(lambda step: 50 * step, 200).show(first)
+    _PlainProgress(lambda step: 50 * step, 200).show(first)
     assert capsys.readouterr().out == "step 0/200  val 2.0000\n"
 
 

@@ -17,7 +17,7 @@ from runner.cli.app import run_command
 from runner.metrics import writers
 from runner.metrics import writers as tensorboard
 from runner.metrics.rows import Row
-from runner.metrics.writers import AsyncMetricWriter, TensorBoardWriter
+from runner.metrics.writers import _AsyncMetricWriter, _TensorBoardWriter
 from runner.storage import LocalStore, encode_line, parse_lines, read_json, read_log
 from tests.support import wandb_file
 from tests.support.memory_bucket import make_memory_bucket
@@ -191,9 +191,9 @@ FAILURES = {
 @pytest.mark.parametrize("way", FAILURES)
 def test_a_failing_writer_is_switched_off_once_without_waiting(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writers, "CLOSE_SECONDS", 0.1 if way == "hangs" else 600.0)
-    monkeypatch.setattr(writers, "QUEUE_ROWS", 2 if way == "fills up" else 100)
+    monkeypatch.setattr(writers, "_QUEUE_ROWS", 2 if way == "fills up" else 100)
     free, heard = threading.Event(), []
-    aside = AsyncMetricWriter(
+    aside = _AsyncMetricWriter(
         "some", lambda: BrokenWriter(way, free), lambda: [], lambda name, reason: heard.append((name, reason))
     )
     for step in range(1, 9):
@@ -210,12 +210,12 @@ def test_failing_writers_print_a_line_and_leave_the_run_bit_identical(
     monkeypatch.setattr(writers, "CLOSE_SECONDS", 0.1)
     free, told = threading.Event(), {}
 
-    def broken(name: str, _: Any, earlier: Any, on_off: Any) -> AsyncMetricWriter:
+    def broken(name: str, _: Any, earlier: Any, on_off: Any) -> _AsyncMetricWriter:
         way = list(FAILURES)[len(told) * 2]
         told[name] = FAILURES[way]
-        return AsyncMetricWriter(name, lambda: BrokenWriter(way, free), earlier, on_off)
+        return _AsyncMetricWriter(name, lambda: BrokenWriter(way, free), earlier, on_off)
 
-    monkeypatch.setattr(writers, "AsyncMetricWriter", broken)
+    monkeypatch.setattr(writers, "_AsyncMetricWriter", broken)
     make_gpt(tmp_path / "run", **ALL_ON)()
     free.set()
     assert sorted(told) == sorted(READERS.keys() & {"tensorboard", "wandb"})
@@ -250,7 +250,7 @@ class RecordingWriter:
 
 def test_a_completed_row_adds_only_new_keys() -> None:
     noting, earlier = RecordingWriter(), [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
-    aside = AsyncMetricWriter("noting", lambda: noting, lambda: earlier, lambda name, reason: None)
+    aside = _AsyncMetricWriter("noting", lambda: noting, lambda: earlier, lambda name, reason: None)
     aside.show({"step": 2, "a": 2.0, "val/loss": 3.0})
     aside.show({"step": 3, "a": 2.0})
     aside.close()
@@ -262,7 +262,7 @@ def test_a_bucket_holds_only_the_newest_event_file(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(tensorboard, "UPLOAD_SECONDS", 0.0)
     store = make_memory_bucket()
     for attempt in (8, 9, 10):
-        file = TensorBoardWriter(store, "job1234", attempt)
+        file = _TensorBoardWriter(store, "job1234", attempt)
         file.supersede()
         for step in range(1, attempt):
             file.add({"step": step, "train/loss": 1e300, "val/x": None})

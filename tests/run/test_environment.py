@@ -110,7 +110,7 @@ def slow_down_git(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (directory / "git").write_text("#!/bin/sh\nexec sleep 1000\n")
     (directory / "git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
-    monkeypatch.setattr(environment, "GIT_SECONDS", 0.1)
+    monkeypatch.setattr(environment, "_GIT_SECONDS", 0.1)
 
 
 @pytest.mark.parametrize("lack", [remove_repository, remove_git, slow_down_git])

@@ -8,7 +8,7 @@ from runner.errors import FencedError
 from runner.run.attempt import IncidentRecorder
 from runner.run.events import EventLog
 from runner.run.fence import Fence, is_unstarted
-from runner.storage import BackgroundWriter, LocalStore, open_log, read_log
+from runner.storage import BackgroundWriter, JsonlLog, LocalStore, read_log
 from tests.support.attempt import make_attempt
 from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 
@@ -46,7 +46,7 @@ def test_a_directory_is_free_if_nothing_was_saved_and_the_newest_attempt_ended_w
     background = BackgroundWriter()
     for events in lives:
         number = Fence(store).claim()
-        log = EventLog(open_log(store, "events", f"{number:06}.0", background), number, 0)
+        log = EventLog(JsonlLog(store, "events", f"{number:06}.0", background), number, 0)
         for event in events:
             name, code = event if isinstance(event, tuple) else (event, None)
             log.append(name, 0, **({} if code is None else {"code": code}))
@@ -139,7 +139,7 @@ def test_events_of_all_attempts_and_processes_are_in_one_log(store):
         (1, 0, "start", None, {"devices": 8}),
         (2, 1, "commit", 50, {"fingerprint": "ab"}),
     ):
-        log = open_log(store, "events", f"{attempt:06}.{process}", background)
+        log = JsonlLog(store, "events", f"{attempt:06}.{process}", background)
         EventLog(log, attempt, process).append(event, step, **details)
     background.flush()
     first, second = read_log(store, "events")
@@ -151,7 +151,7 @@ def test_events_of_all_attempts_and_processes_are_in_one_log(store):
 
 
 def test_a_full_disk_loses_the_record_and_reports_it(tmp_path, capsys):
-    log = open_log(LocalStore(tmp_path / "run"), "events", "000001.0", BackgroundWriter())
+    log = JsonlLog(LocalStore(tmp_path / "run"), "events", "000001.0", BackgroundWriter())
     (tmp_path / "run").touch()
     EventLog(log, 1, 0).append("commit", 50, fingerprint="ab")
     said = capsys.readouterr().err

@@ -48,7 +48,7 @@ def test_lines_from_before_the_claim_are_logged_too(store: Store) -> None:
 
 
 def test_a_long_log_keeps_its_newest_lines(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "LOG_BYTES", 2000)
+    monkeypatch.setattr(logs, "_LOG_BYTES", 2000)
     start_log(store)
     for number in range(200):
         say(f"line {number}")
@@ -88,7 +88,7 @@ def test_a_hanging_disk_blocks_neither_the_run_nor_its_end(
     free = threading.Event()
     monkeypatch.setattr(logs._Appender, "emit", lambda *_: free.wait())
     monkeypatch.setattr(logs, "FLUSH_SECONDS", 0.01)
-    monkeypatch.setattr(logs, "QUEUE_LINES", 2)
+    monkeypatch.setattr(logs, "_QUEUE_LINES", 2)
     install_log_file()
     start_log(LocalStore(tmp_path))
     for _ in range(5):

@@ -19,7 +19,7 @@ from runner.run import membership
 from runner.run.clock_file import start_clock_file
 from runner.run.fence import Fence
 from runner.run.layout import Owner, write_owner
-from runner.run.membership import DAY_SECONDS, WAITING, Membership, WaitingHosts, find_running_attempt
+from runner.run.membership import _DAY_SECONDS, WAITING, Membership, WaitingHosts, find_running_attempt
 from runner.spec import ExecutionSpec
 from runner.storage import BackgroundWriter, LocalStore
 from tests.support.attempt import make_attempt
@@ -89,7 +89,7 @@ def test_a_host_that_no_longer_announces_itself_is_forgotten(
     monkeypatch.setattr(membership, "_LOOK_SECONDS", 0.01)
     with watch(store, 1) as hosts:
         assert becomes_due(hosts, store, ["1"], 600.0)
-        monkeypatch.setattr(membership, "WAITING_SECONDS", 0.1)
+        monkeypatch.setattr(membership, "_WAITING_SECONDS", 0.1)
         time.sleep(0.2)
         hosts._is_requested = False
         assert not hosts.is_growth_due()
@@ -105,7 +105,7 @@ NOW = time.time()
         ([], 1),
         ([NOW - 60], 2),
         ([NOW - 7000, NOW - 60], 4),
-        ([NOW - DAY_SECONDS - 60], 1),
+        ([NOW - _DAY_SECONDS - 60], 1),
         (["damaged", None, 3], 1),
     ],
 )

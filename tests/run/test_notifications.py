@@ -13,7 +13,7 @@ from experiments.counter import Counter
 from runner.errors import DivergedError
 from runner.run import notify as notifications
 from runner.run.events import EVENTS
-from runner.run.notify import HOUR_SECONDS, NOTIFIED_EVENTS, Notifier
+from runner.run.notify import _HOUR_SECONDS, _NOTIFIED_EVENTS, Notifier
 from runner.spec import NotifyConfig, read_spec
 from runner.storage import LocalStore, read_json
 from tests.support.tiny_jobs import make_counter, stop_after
@@ -58,7 +58,7 @@ def read_events(path: Path) -> list[tuple[str, int | None, str | None]]:
 
 
 def test_notified_events_are_ledger_events() -> None:
-    assert NOTIFIED_EVENTS.keys() <= {event.name for event in EVENTS}
+    assert _NOTIFIED_EVENTS.keys() <= {event.name for event in EVENTS}
 
 
 def test_a_command_receives_the_payload(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_failing_or_hanging_command_is_a_warning(
 def test_only_the_preemption_that_exceeds_the_limit_is_reported(
     minutes_ago: list[float], attempt: int, is_told: bool, tmp_path: Path
 ) -> None:
-    events = [{"event": "preempt", "time": 2 * HOUR_SECONDS - 60 * each, "attempt": attempt} for each in minutes_ago]
+    events = [{"event": "preempt", "time": 2 * _HOUR_SECONDS - 60 * each, "attempt": attempt} for each in minutes_ago]
     alerts = Notifier(NotifyConfig(preemptions_per_hour=2, **make_append_command(tmp_path / "told")), RUN)
     alerts.report_frequent_preemption(
         lambda: [{"event": "start", "time": 1.0, "attempt": 2}, {"event": "preempt"}, *events]

@@ -130,7 +130,7 @@ def test_writers_that_replace_a_file_take_turns_without_locks(tmp_path, monkeypa
 
 def test_the_claim_of_a_killed_writer_is_taken_over(tmp_path, monkeypatch):
     take_calls_away(monkeypatch)
-    monkeypatch.setattr(local, "CLAIM_SECONDS", 0.1)
+    monkeypatch.setattr(local, "_CLAIM_SECONDS", 0.1)
     store = LocalStore(tmp_path)
     for content in (b"", b"0123"):  # killed before and after it wrote its id
         (tmp_path / ".name.claim").write_bytes(content)

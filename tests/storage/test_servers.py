@@ -622,7 +622,7 @@ class LateCopy:
 )
 def test_a_copy_is_complete_on_return(statuses: list[str], fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     azure = importlib.import_module("runner.storage.azure")
-    monkeypatch.setattr(azure, "COPY_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(azure, "_COPY_POLL_SECONDS", 0.0)
     driver = azure.AzureDriver.__new__(azure.AzureDriver)
     driver._container = LateCopy(statuses)
     with pytest.raises(TransientError) if fails else contextlib.nullcontext():

@@ -16,6 +16,7 @@ from runner.storage import (
     BackgroundWriter,
     DeadlineError,
     DeniedError,
+    JsonlLog,
     LocalStore,
     TransientError,
     append_line,
@@ -23,7 +24,6 @@ from runner.storage import (
     create_file,
     encode_json,
     encode_line,
-    open_log,
     open_store,
     parse_lines,
     probe_store,
@@ -360,7 +360,7 @@ def test_remove_tree_deletes_files_added_meanwhile(local_store):
 
 
 def test_torn_lines_are_skipped_without_losing_others(local_store):
-    log = open_log(local_store, "events", "000001.0", BackgroundWriter())
+    log = JsonlLog(local_store, "events", "000001.0", BackgroundWriter())
     log.append({"n": 1})
     with (local_store.root / "events.jsonl").open("ab") as file:
         file.write(b'{"n": 2, "torn": ')
@@ -371,7 +371,7 @@ def test_torn_lines_are_skipped_without_losing_others(local_store):
 
 def test_rows_of_all_writers_are_in_one_file_in_append_order(local_store):
     for n, writer in enumerate(("000001.0", "000001.1", "000002.0")):
-        open_log(local_store, "events", writer, BackgroundWriter()).append({"n": n, "time": -n})
+        JsonlLog(local_store, "events", writer, BackgroundWriter()).append({"n": n, "time": -n})
     assert parse_lines((local_store.root / "events.jsonl").read_bytes()) == read_log(local_store, "events")
     assert [row["n"] for row in read_log(local_store, "events")] == [0, 1, 2]
 
@@ -379,8 +379,8 @@ def test_rows_of_all_writers_are_in_one_file_in_append_order(local_store):
 def test_lines_of_several_processes_never_mix(local_store):
     path = local_store.root / "events.jsonl"
     program = (
-        "import sys; from pathlib import Path; from runner.storage import LocalStore, BackgroundWriter, open_log\n"
-        "log = open_log(LocalStore(Path(sys.argv[1])), 'events', sys.argv[2], BackgroundWriter())\n"
+        "import sys; from pathlib import Path; from runner.storage import LocalStore, BackgroundWriter, JsonlLog\n"
+        "log = JsonlLog(LocalStore(Path(sys.argv[1])), 'events', sys.argv[2], BackgroundWriter())\n"
         "for n in range(200): log.append({'process': sys.argv[2], 'n': n, 'pad': 'x' * 300})"
     )
     writers = [
@@ -394,7 +394,7 @@ def test_lines_of_several_processes_never_mix(local_store):
 
 
 def test_appending_a_row_creates_a_missing_directory(tmp_path):
-    log = open_log(LocalStore(tmp_path / "deep"), "x", "0", BackgroundWriter())
+    log = JsonlLog(LocalStore(tmp_path / "deep"), "x", "0", BackgroundWriter())
     for n in range(2):
         log.append({"n": n})
     assert (tmp_path / "deep" / "x.jsonl").read_bytes() == b'{"n": 0}\n{"n": 1}\n'
@@ -574,7 +574,7 @@ def test_a_conditional_write_overtaken_between_retries_fails(driver, bucket):
 def test_a_log_in_a_bucket_is_split_into_parts(bucket, monkeypatch):
     monkeypatch.setattr("runner.storage.jsonl.PART_BYTES", 60)
     background = BackgroundWriter()
-    log = open_log(bucket, "events", "000001.0", background)
+    log = JsonlLog(bucket, "events", "000001.0", background)
     for n in range(20):
         log.append({"time": n, "n": n})
     background.flush()
@@ -588,7 +588,7 @@ def test_a_log_in_a_bucket_is_split_into_parts(bucket, monkeypatch):
 def test_rows_of_several_writers_are_sorted_by_time(bucket, monkeypatch):
     monkeypatch.setattr("runner.storage.jsonl.PART_BYTES", 60)
     writers = [BackgroundWriter(), BackgroundWriter()]
-    logs = [open_log(bucket, "events", f"{number:06}.0", background) for number, background in enumerate(writers)]
+    logs = [JsonlLog(bucket, "events", f"{number:06}.0", background) for number, background in enumerate(writers)]
     for n in range(20):
         logs[n % 2].append({"time": n, "n": n, "writer": n % 2})
     for background in writers:
@@ -606,7 +606,7 @@ def test_a_row_is_sent_to_the_bucket_in_the_background(bucket):
         arrived.set()
 
     bucket.write = seen
-    open_log(bucket, "events", "000001.0", BackgroundWriter()).append({"n": 1})
+    JsonlLog(bucket, "events", "000001.0", BackgroundWriter()).append({"n": 1})
     assert arrived.wait(600)
     assert read_log(bucket, "events") == [{"n": 1}]
 
@@ -632,7 +632,7 @@ class DelayedWriter(BackgroundWriter):
 
 def test_no_row_is_lost_when_two_threads_append_at_once(bucket):
     background = DelayedWriter()
-    log = open_log(bucket, "events", "000001.0", background)
+    log = JsonlLog(bucket, "events", "000001.0", background)
     first = threading.Thread(target=log.append, args=({"n": 1},))
     first.start()
     background.first_is_in.wait(600)
@@ -652,7 +652,7 @@ def test_an_unwritable_log_in_a_bucket_does_not_fail_its_callers(driver, bucket)
 
     driver.before = refuse
     background = BackgroundWriter()
-    log = open_log(bucket, "events", "000001.0", background)
+    log = JsonlLog(bucket, "events", "000001.0", background)
     log.append({"n": 1})
     log.append({"n": 2})
     with pytest.raises(DeniedError):

@@ -9,7 +9,7 @@ from runner.distributed.preemption import StopNotice
 from runner.run.attempt import Attempt
 from runner.run.events import EventLog
 from runner.run.fence import Fence
-from runner.storage import BackgroundWriter, JsonlLog, Store, open_log
+from runner.storage import BackgroundWriter, JsonlLog, Store
 
 JobType = TypeVar("JobType", bound=RestoreableJob)
 
@@ -18,7 +18,7 @@ def make_attempt(store: Store, log: JsonlLog | None = None) -> Attempt:
     """Claim the next attempt number in `store` for one process; events go to `log`, or else to the store's ledger."""
     fence, background = Fence(store), BackgroundWriter()
     number = fence.claim()
-    events = EventLog(log or open_log(store, "events", f"{number:06}.0", background), number, 0)
+    events = EventLog(log or JsonlLog(store, "events", f"{number:06}.0", background), number, 0)
     hosts = Hosts.single_process()
     return Attempt(number, "run", store, hosts, StopNotice(), Progress(), fence, events, background)
 

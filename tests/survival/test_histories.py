@@ -19,7 +19,7 @@ from runner import BaseTrainer, ExecutionSpec
 from runner.checkpoint.inspect import find_best_name
 from runner.checkpoint.manifest import read_newest_manifest
 from runner.errors import EXIT_INVALID, DivergedError, PreemptedError, RunnerError
-from runner.metrics.file import LocalMetricsFile
+from runner.metrics.file import _LocalMetricsFile
 from runner.storage import LocalStore
 from tests.data.datasets import write_bin
 from tests.support.tiny_jobs import StopAfter, make_gpt_document, read_outcome
@@ -71,7 +71,7 @@ def killer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Killer]:
 
     for name in ("write", "write_chunks", "write_if", "create_from", "remove", "remove_tree", "move_tree"):
         guard(LocalStore, name)
-    guard(LocalMetricsFile, "_write")
+    guard(_LocalMetricsFile, "_write")
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
     yield found
     found.begin(None)
