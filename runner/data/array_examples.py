@@ -14,7 +14,6 @@ import contextlib
 import errno
 import functools
 import hashlib
-import inspect
 import itertools
 import json
 import math
@@ -34,7 +33,7 @@ from runner.console import warn
 from runner.data.packing import FieldSpec, Sequences
 from runner.data.readers import run_in_parallel
 from runner.data.sampling import ShuffledOrder
-from runner.data.source import Source
+from runner.data.source import Source, bind_options
 from runner.errors import DataError, InvalidError, RetryableError, RunnerError, format_error
 from runner.spec import load_attribute
 
@@ -340,11 +339,7 @@ def open_array_source(token_source: "TokenSource") -> ArraySource:
     if not _is_data_set_class(make):
         missing = next(method for method in _METHODS if not _has_method(make, method))
         raise DataError(f"{name}: the class has no {missing}; a data set of arrays needs random access")
-    # The arguments are bound before the call, so that a TypeError inside the class is not mistaken for bad options.
-    try:
-        inspect.signature(make).bind(**token_source.options)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{name}: data.options: {error}") from error
+    bind_options(make, token_source.options, name)
     key = token_source.source, id(make), json.dumps(token_source.options, sort_keys=True)
     with _opening:
         source = _opened.get(key)

@@ -29,30 +29,19 @@ from runner.data.readers import (
     write_record,
 )
 from runner.data.source_files import File, SourceFile, describe_file
-from runner.data.token_files import DocumentFiles, RecordFile, parse_dtype
+from runner.data.token_files import RecordFile, parse_dtype
 from runner.errors import DataError, format_reason
 
 SCAN_RECORDS = 256
 READ_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # recommended by the package for random access
 
 
-def open_array_record(
-    files: Sequence[File],
-    reader: Reader,
-    cache_directory: Path,
-    trusted_vocabulary_size: int | None = None,
-    *,
-    dtype: str,
-) -> DocumentFiles:
-    """Open the files, which `data.source` names.
-
-    Raises:
-        DataError: a file is damaged, or the size of a record is not a multiple of the size of an id.
-    """
+def read_array_record(files: Sequence[File], reader: Reader, *, dtype: str) -> list["ArrayRecordFile"]:
+    """Open the files (a `TokenReader`), each record of which must hold a whole number of ids."""
     id_dtype = parse_dtype(dtype)
 
     def open_file(file: File, copy: SourceFile) -> ArrayRecordFile:
-        sizes = _load_sizes(file, copy, cache_directory)
+        sizes = _load_sizes(file, copy, reader.directory)
         is_odd = sizes % id_dtype.itemsize != 0
         if is_odd.any():
             odd = int(is_odd.argmax())
@@ -64,7 +53,7 @@ def open_array_record(
         return ArrayRecordFile(file, id_dtype, int(bounds[-1]), 0, reader, bounds, copy)
 
     calls = [partial(open_file, *pair) for pair in zip(files, reader.copies(files), strict=True)]
-    return DocumentFiles(run_in_parallel(calls), cache_directory, trusted_vocabulary_size)
+    return run_in_parallel(calls)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,11 +146,9 @@ def _load_sizes(file: File, copy: SourceFile, directory: Path) -> np.ndarray:
             return np.frombuffer(content, "<i8")
     sizes = _scan_sizes(file, copy)
     name = hashlib.sha256(sizes.data).hexdigest()
-    try:
+    with warn_unwritable(directory):
         publish(directory / f"{name}.sizes", [sizes.data])
         write_record(directory, key, {"sha256": name, "num_records": len(sizes)})
-    except OSError as error:
-        warn_unwritable(directory, error)
     return sizes
 
 

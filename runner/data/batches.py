@@ -20,8 +20,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from runner.data.corpus import LOSS_WEIGHT
 from runner.data.dataset import TRAIN, Dataset, SkippedExamples
+from runner.data.token_files import LOSS_WEIGHT
 
 PREFETCH_DEPTH = 2  # the batch that is needed next, and one more to hide a slow read
 CLOSE_SECONDS = 5.0

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from runner.data.array_examples import ArrayExamples, ArraySource, open_array_source
-from runner.data.corpus import LOSS_WEIGHT
 from runner.data.open_source import TextTokens, load_source_class, open_source, validate_shared_keys
 from runner.data.packing import (
     DOCUMENT_DTYPES,
@@ -31,7 +30,7 @@ from runner.data.packing import (
 )
 from runner.data.sampling import LocalShuffle, Mixture, TokenSplit, probe_order, split_examples, split_tokens
 from runner.data.source import Source
-from runner.data.token_files import IdRange, TokenFiles
+from runner.data.token_files import LOSS_WEIGHT, IdRange, TokenFiles
 from runner.data.tokenizers import Tokenizer
 from runner.errors import DataError
 from runner.spec import hash_record, is_class_path

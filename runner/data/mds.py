@@ -23,14 +23,14 @@ import posixpath
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import numpy as np
 import zstandard
 
 from runner.data.readers import ByteRange, DerivedFile, Reader, cache_key, run_in_parallel
 from runner.data.source_files import File
-from runner.data.token_files import ID_DTYPES, DocumentFiles, RecordFile, parse_dtype
+from runner.data.token_files import ID_DTYPES, RecordFile, parse_dtype
 from runner.errors import DataError
 from runner.storage import JsonObject, Key, parse_json, validate_record
 
@@ -230,27 +230,16 @@ class MdsShard(RecordFile):
         return f"mds{self.column.place}-{self.dtype.name}"
 
 
-def open_mds(
-    indexes: Sequence[File],
-    reader: Reader,
-    cache_directory: Path,
-    trusted_vocabulary_size: int | None = None,
-    *,
-    column: str = DEFAULT_COLUMN,
-    dtype: str | None = None,
-) -> DocumentFiles:
-    """Open the shards that these `index.json` name.
+def read_mds(
+    indexes: Sequence[File], reader: Reader, *, column: str = DEFAULT_COLUMN, dtype: str | None = None
+) -> list[MdsShard]:
+    """Open the shards that these `index.json` name (a `TokenReader`).
 
     Args:
         indexes: index files.
         reader: reader of the indexes and the shards.
-        cache_directory: directory of derived files.
-        trusted_vocabulary_size: vocabulary that the spec names, if it does.
         column: column that holds the ids.
         dtype: type of the ids, which a column of bytes does not say.
-
-    Raises:
-        DataError: a file is damaged or of another version; one line names it.
     """
     contents = reader.read([ByteRange(index, 0, index.size_bytes) for index in indexes])
     records = [
@@ -275,7 +264,7 @@ def open_mds(
         partial(_open_shard, file, record, layout, reader)
         for file, (_, record), layout in zip(files, records, columns, strict=True)
     ]
-    return DocumentFiles(run_in_parallel(calls), cache_directory, trusted_vocabulary_size)
+    return run_in_parallel(calls)
 
 
 def _parse_index(index: File, raw: bytes) -> list[JsonObject]:

@@ -21,13 +21,12 @@ import os
 import struct
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from runner.data.readers import ByteRange, Reader, run_in_parallel
 from runner.data.source_files import File
-from runner.data.token_files import DocumentFile, DocumentFiles, TokenFile, TokenFiles
+from runner.data.token_files import DocumentFile, TokenFile, TokenFiles
 from runner.errors import DataError
 
 MAGIC = b"MMIDIDX\0\0"
@@ -37,10 +36,8 @@ DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOATS = (6, 7)
 
 
-def open_megatron(
-    indexes: Sequence[File], reader: Reader, cache_directory: Path, trusted_vocabulary_size: int | None = None
-) -> DocumentFiles:
-    """Open the pairs of these `.idx` files. Raises DataError, with one line that names the file, on other content."""
+def read_megatron(indexes: Sequence[File], reader: Reader) -> list[DocumentFile]:
+    """Open the pairs of these `.idx` files (a `TokenReader`)."""
     places = [str(index).removesuffix(".idx") + ".bin" for index in indexes]
     found = reader.find(places)
     for place, tokens in zip(places, found, strict=True):
@@ -50,11 +47,10 @@ def open_megatron(
     parsed = run_in_parallel([partial(_read_index, index, tokens, reader) for index, tokens in pairs])
     # The indexes were read through the first reader; the slots of the cache must now suit the ids.
     reader = reader.for_id_width(max(dtype.itemsize for dtype, _ in parsed))
-    parts = [
+    return [
         DocumentFile(tokens, dtype, int(bounds[-1]), 0, reader, bounds)
         for (_, tokens), (dtype, bounds) in zip(pairs, parsed, strict=True)
     ]
-    return DocumentFiles(parts, cache_directory, trusted_vocabulary_size)
 
 
 def validate_pairs(source: TokenFiles) -> None:

@@ -8,22 +8,21 @@ to open it: the digest (which is also part of the data set's fingerprint) and th
 import copy
 import dataclasses
 import hashlib
-import inspect
 import io
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from runner.data.array_record import open_array_record
+from runner.data.array_record import read_array_record
 from runner.data.corpus import TrainOn, open_corpus
-from runner.data.mds import open_mds
-from runner.data.megatron import open_megatron, validate_pairs
+from runner.data.mds import read_mds
+from runner.data.megatron import read_megatron, validate_pairs
 from runner.data.readers import cache_key, publish, read_record, warn_unwritable, write_record
 from runner.data.remote import CacheSettings, open_reader
-from runner.data.source import CheckedSource, Source
+from runner.data.source import CheckedSource, Source, bind_options
 from runner.data.source_files import (
     BucketFiles,
     SourceFile,
@@ -32,8 +31,8 @@ from runner.data.source_files import (
     find_source,
     read_source_file,
 )
-from runner.data.tables import open_tables
-from runner.data.token_files import DocumentFiles, TokenSequence, open_token_files
+from runner.data.tables import read_tables
+from runner.data.token_files import DocumentFiles, TokenReader, TokenSequence, open_token_files
 from runner.data.tokenizers import TOKENIZER_FILES, ByteTokenizer, CharacterTokenizer, Tokenizer, collect_characters
 from runner.errors import DataError, InvalidError, SpecError
 from runner.run.layout import TEXT_FOLDER
@@ -48,15 +47,14 @@ if TYPE_CHECKING:
 VERIFIED_BYTES_MAX = 1 << 27
 SEPARATORS = {"none": b"", "newline": b"\n", "nul": b"\0"}
 
-# Each opener takes (files, reader, cache directory, trusted vocabulary size), and `data.options` as keywords.
-FORMAT_OPENERS: Mapping[str, Callable[..., DocumentFiles]] = {
-    "megatron": open_megatron,
-    "mds": open_mds,
-    "array_record": open_array_record,
-    "parquet": open_tables,
-    "arrow": open_tables,
+TOKEN_READERS: Mapping[str, TokenReader] = {  # by format
+    "megatron": read_megatron,
+    "mds": read_mds,
+    "array_record": read_array_record,
+    "parquet": read_tables,
+    "arrow": read_tables,
 }
-TABLE_FORMATS = ("parquet", "arrow")  # their openers also take `train_on`
+TABLE_FORMATS = ("parquet", "arrow")  # their reader also takes `train_on`
 
 
 @dataclass(frozen=True)
@@ -117,18 +115,16 @@ class TextTokens(TokenSequence, Source):
 def load_text(
     source: SourceFiles | BucketFiles,
     tokenizer_name: Literal["bytes", "characters"],
-    cache_directory: Path,
+    cache: CacheSettings,
     separator: bytes = b"",
-    copies: CacheSettings | None = None,
 ) -> TokenisedText:
     """Return the tokens of all files in order, from the cache if possible.
 
     Args:
         source: text files on a disk or in a bucket.
         tokenizer_name: tokenizer of the text.
-        cache_directory: directory of the cached tokens.
+        cache: cache of the tokens, and of whole copies of objects in a bucket.
         separator: bytes between two files.
-        copies: cache for whole copies of objects in a bucket.
 
     Raises:
         DataError: a file cannot be read, or the copies do not fit.
@@ -136,19 +132,19 @@ def load_text(
     """
     # Everything that the ids depend on is part of the key.
     key = cache_key(f"{tokenizer_name}{separator.hex()}", source.files)
-    record = read_record(cache_directory, key)
-    text = _open_cached(cache_directory, record) if record is not None else None
+    record = read_record(cache.directory, key)
+    text = _open_cached(cache.directory, record) if record is not None else None
     if text is not None:
         return text
-    files = open_reader(source, copies or CacheSettings(cache_directory, 0, 1)).copies(source.files)
+    files = open_reader(source, cache).copies(source.files)
     text = tokenise(files, tokenizer_name, separator)
-    try:
+    with warn_unwritable(cache.directory):
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(text.ids))
         # The array is published before the record that points to it.
-        publish(cache_directory / f"{text.sha256}.npy", [header.getvalue(), text.ids.data])
+        publish(cache.directory / f"{text.sha256}.npy", [header.getvalue(), text.ids.data])
         write_record(
-            cache_directory,
+            cache.directory,
             key,
             {
                 "sha256": text.sha256,
@@ -159,8 +155,6 @@ def load_text(
                 "ends": text.ends.tolist(),
             },
         )
-    except OSError as error:
-        warn_unwritable(cache_directory, error)
     return text
 
 
@@ -243,11 +237,7 @@ def open_source(
         source_class = load_source_class(token_source)
         if missing := sorted(getattr(source_class, "__abstractmethods__", ())):
             raise DataError(f"{name}: does not implement {', '.join(missing)}")
-        # The arguments are bound before the call, so that a TypeError inside the class is not taken for bad options.
-        try:
-            inspect.signature(source_class).bind(**token_source.options)
-        except TypeError as error:
-            raise DataError(f"{name}: data.options: {error}") from error
+        bind_options(source_class, token_source.options, name)
         source = CheckedSource(source_class(**token_source.options), name)
     elif (corpus := find_corpus(token_source.source)) is not None:
         _validate_unread_keys(token_source, "names a corpus", "dtype", "options")
@@ -260,15 +250,15 @@ def open_source(
             unread = ("dtype",) if files.format in TABLE_FORMATS else ("dtype", "train_on")
             _validate_unread_keys(token_source, f"is of {files.format}", *unread)
             train_on = token_source.train_on, default_train_on
-            source = open_format(files, token_source.options, cache_directory, vocabulary_size, cache, train_on)
+            source = open_format(files, token_source.options, cache, vocabulary_size, train_on)
         elif files.holds_tokens:
             _validate_unread_keys(token_source, "names token files", "options", "train_on")
-            source = tokens = open_token_files(files, cache_directory, token_source.dtype, vocabulary_size, cache)
+            source = tokens = open_token_files(files, cache, token_source.dtype, vocabulary_size)
             validate_pairs(tokens)
         else:
             _validate_unread_keys(token_source, "names text files", "dtype", "options", "train_on")
             separator = SEPARATORS[config.document_separator]
-            text = load_text(files, config.tokenizer, cache_directory, separator, cache)
+            text = load_text(files, config.tokenizer, cache, separator)
             # Text in a bucket is copied to this host's disk first; `plan` reports the space that the copies take.
             is_copied = isinstance(files, BucketFiles)
             source = TextTokens(text, sum(file.size_bytes for file in files.files) if is_copied else 0)
@@ -285,35 +275,25 @@ def open_source(
 def open_format(
     source: SourceFiles | BucketFiles,
     options: Mapping[str, str | int | float | bool],
-    cache_directory: Path,
+    cache: CacheSettings,
     trusted_vocabulary_size: int | None = None,
-    cache: CacheSettings | None = None,
     train_on: tuple[TrainOn | None, TrainOn | None] = (None, None),
 ) -> DocumentFiles:
-    """Open token files in another tool's format, as resolved by `find_source`.
+    """Open token files in another tool's format, as resolved by `find_source`. Raises as their `TokenReader`.
 
     Args:
         source: files, whose `format` is set.
         options: value of `data.options`.
-        cache_directory: directory of derived files, such as record lengths.
+        cache: cache of derived files, and of byte ranges of objects in a bucket.
         trusted_vocabulary_size: vocabulary of the model, if the spec names it. Each id is then checked when it is read,
             and a long source is not scanned in advance.
-        cache: cache of byte ranges of objects in a bucket; by default nothing is cached.
         train_on: tokens that count in the loss by the spec, and by default, for the formats that may say it.
-
-    Raises:
-        DataError: the content is of another format, or the options do not fit.
     """
     assert source.format is not None
-    reader = open_reader(source, cache or CacheSettings(cache_directory, 0, 1))
-    opener = FORMAT_OPENERS[source.format]
-    try:
-        # Options are bound before the call, so that a TypeError inside an opener is not taken for bad options.
-        given = (source.files, reader, cache_directory, trusted_vocabulary_size)
-        bound = inspect.signature(opener).bind(*given, *(train_on if source.format in TABLE_FORMATS else ()), **options)
-    except TypeError as error:
-        raise DataError(f"data.source={source.name} is of {source.format}: data.options: {error}") from error
-    return opener(*bound.args, **bound.kwargs)
+    read = TOKEN_READERS[source.format]
+    given = (source.files, open_reader(source, cache), *(train_on if source.format in TABLE_FORMATS else ()))
+    bind_options(read, options, f"data.source={source.name} is of {source.format}", *given)
+    return DocumentFiles(read(*given, **options), trusted_vocabulary_size)
 
 
 def _validate_unread_keys(token_source: "TokenSource", kind: str, *unread: str) -> None:

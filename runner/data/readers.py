@@ -75,6 +75,16 @@ def write_record(directory: Path, key: str, content: JsonObject) -> None:
     publish(directory / f"{key}.json", [json.dumps(record, indent=1).encode()])
 
 
+def load_record(directory: Path, key: str, make: Callable[[], JsonObject]) -> JsonObject:
+    """Return the record, from the cache or made now."""
+    record = read_record(directory, key)
+    if record is None:
+        record = make()
+        with warn_unwritable(directory):
+            write_record(directory, key, record)
+    return record
+
+
 def _canonical_json(content: Any) -> bytes:
     return json.dumps(content, sort_keys=True).encode()
 
@@ -149,14 +159,18 @@ def _is_open_file_at(file: BinaryIO, path: Path) -> bool:
         return False
 
 
-def warn_unwritable(directory: Path, error: OSError) -> None:
-    """Warn that the cache in `directory` cannot be written."""
-    logger.warning(
-        "cannot write the data cache in %s (%s): the work is repeated at every start; set RUNNER_CACHE to a "
-        "directory that can be written",
-        directory,
-        error.strerror or error,
-    )
+@contextlib.contextmanager
+def warn_unwritable(directory: Path) -> Iterator[None]:
+    """Turn an error of writing to the cache in `directory` into a warning."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning(
+            "cannot write the data cache in %s (%s): the work is repeated at every start; set RUNNER_CACHE to a "
+            "directory that can be written",
+            directory,
+            error.strerror or error,
+        )
 
 
 @contextlib.contextmanager
@@ -229,6 +243,10 @@ class Reader(Protocol):
 
     Every method raises `DataError` if a file has changed or cannot be read, `OSError` if a bucket does not answer.
     """
+
+    @property
+    def directory(self) -> Path:
+        """Directory of derived files and records on this host's disk."""
 
     @property
     def is_remote(self) -> bool:

@@ -74,9 +74,8 @@ COPIES_DIRECTORY = "copies"
 FREE_SHARE = 4  # without `data.cache_bytes` a quarter of the free disk is used
 SLOTS_OF_RANGE_MAX = 64
 REQUEST_BYTES_MAX = 4 << 20
-VERIFIED_BYTES_MAX = (
-    1 << 27
-)  # copies up to this size are read at each start (0.1 s); of larger ones the size is checked
+# Copies up to this size are read at each start (0.1 s); of larger ones the size is checked.
+VERIFIED_BYTES_MAX = 1 << 27
 _CHECKSUM, _HEAD = struct.Struct("<I"), struct.Struct("<I16s")
 HEADER_BYTES = _CHECKSUM.size + _HEAD.size
 
@@ -94,8 +93,8 @@ class CacheSettings:
     """
 
     directory: Path
-    max_bytes: int | None
-    sequence_tokens: int
+    max_bytes: int | None = 0
+    sequence_tokens: int = 1
 
 
 class RangeCache:
@@ -170,7 +169,8 @@ class RangeCache:
     def _stop_writing(self, error: OSError) -> None:
         with self._warning_lock:  # one warning, however many threads fail
             if self._is_writable:
-                warn_unwritable(self._directory, error)
+                with warn_unwritable(self._directory):
+                    raise error
             self._is_writable = False
 
 
@@ -335,6 +335,7 @@ class BucketReader:
     def __init__(self, source: str, store: Store, settings: CacheSettings, itemsize: int = 2) -> None:
         """Open the cache. `source` is the value of `data.source`; slots suit sequences of ids of `itemsize` bytes."""
         self._source, self._store, self._settings = source, store, settings
+        self.directory = settings.directory
         self._cache = RangeCache(settings.directory, settings.max_bytes, settings.sequence_tokens * itemsize)
         self._disk = DiskReader(settings.directory)
         self._copies = FileCopies(settings.directory, source, settings.max_bytes)

@@ -1,7 +1,9 @@
 """`Source`: random access to token ids by position. A spec may name a user-defined subclass as `module:Class`."""
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -93,6 +95,15 @@ class Source(ABC):
                 f"its ids go up to {self.vocabulary_size - 1:,}, the model's vocabulary is {size:,}; use a vocabulary "
                 f"of at least {self.vocabulary_size:,}"
             )
+
+
+def bind_options(make: Callable[..., Any], options: Mapping[str, Any], where: str, *given: Any) -> None:
+    """Raise `DataError` unless `make` takes the values `given` and the keys of `data.options`."""
+    # Bound before the call, so that a TypeError inside of it is not mistaken for bad options.
+    try:
+        inspect.signature(make).bind(*given, **options)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where}: data.options: {error}") from error
 
 
 def find_invalid_id(ids: np.ndarray, vocabulary_size: int) -> int | None:

@@ -20,29 +20,20 @@ import io
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runner.data.corpus import LOSS_WEIGHT, CompletionMask, TrainOn
+from runner.data.corpus import TrainOn
 from runner.data.corpus_index import COMPLETION_DTYPE
-from runner.data.readers import (
-    ByteRange,
-    DerivedFile,
-    Reader,
-    SeekableStream,
-    cache_key,
-    read_record,
-    warn_unwritable,
-    write_record,
-)
+from runner.data.readers import ByteRange, DerivedFile, Reader, SeekableStream, cache_key, load_record
 from runner.data.source_files import File
-from runner.data.token_files import DocumentFile, DocumentFiles, TokenFile
+from runner.data.token_files import DocumentFile, TokenFile
 from runner.errors import DataError, InvalidError, RetryableError, format_reason
 from runner.spec.imports import import_extra
+from runner.storage import JsonObject
 
 ID_COLUMN, PADDING_COLUMN, MASK_COLUMNS = "input_ids", "attention_mask", ("loss_mask", "labels")
 NO_TARGET = -100
@@ -94,63 +85,24 @@ class TableFile(DocumentFile):
         return str(self.origin)
 
 
-class TableTokens(DocumentFiles):
-    """Files of rows as a source, with the loss weights of the ids if there are marks."""
-
-    def __init__(
-        self,
-        parts: Sequence[DocumentFile],
-        marks: Sequence[TokenFile],
-        cache_directory: Path,
-        trusted_vocabulary_size: int | None,
-    ) -> None:
-        super().__init__(parts, cache_directory, trusted_vocabulary_size)
-        self._mask = CompletionMask(marks) if marks else None
-        if self._mask is not None:
-            self.fields = {LOSS_WEIGHT: np.float32}
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Digest as that of any files of documents, and of a sample of the marks."""
-        found = super().fingerprint
-        return found if self._mask is None else sha256(f"{found} {self._mask.probe()}".encode()).hexdigest()
-
-    def read_field_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return the loss weights of several ranges."""
-        assert name == LOSS_WEIGHT
-        assert self._mask is not None
-        return self._mask.read_weights(ranges)
-
-    def read_field(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Return the loss weights of one range."""
-        return self.read_field_ranges(name, [(start, stop)])[0]
-
-
-def open_tables(
+def read_tables(
     files: Sequence[File],
     reader: Reader,
-    cache_directory: Path,
-    trusted_vocabulary_size: int | None = None,
     train_on: TrainOn | None = None,
     default_train_on: TrainOn | None = None,
     *,
     column: str = ID_COLUMN,
     mask: str | None = None,
-) -> TableTokens:
-    """Open the files, which `data.source` names, and convert those that are not in the cache.
+) -> list[TableFile]:
+    """Open Parquet or Arrow files (a `TokenReader`), and convert those that are not in the cache.
 
     Args:
-        files: Parquet or Arrow files.
+        files: the files.
         reader: reader of the files.
-        cache_directory: directory of the converted files, if the files are on a disk.
-        trusted_vocabulary_size: vocabulary that the spec names, if it does.
         train_on: tokens that count in the loss; required if the files have a column that says it.
         default_train_on: value for such files if `train_on` is None.
         column: column of the ids.
         mask: column that says which ids count in the loss.
-
-    Raises:
-        DataError: pyarrow is missing, or a file is damaged or has other columns; one line names it.
     """
     try:
         import_extra("pyarrow")
@@ -158,15 +110,14 @@ def open_tables(
         raise DataError(f"{files[0]}: {error}") from error
     wanted, tables = [], []
     for file in files:
-        names, size = _load_size(file, column, reader, cache_directory)
+        names, size = _load_size(file, column, reader)
         columns = _choose_columns(file, names, column, mask, train_on, default_train_on)
         tables.append((file, size, columns.mask is not None))
         key = cache_key(f"table-{sha256(repr(columns).encode()).hexdigest()[:8]}", [file])
         num_bytes = sum(part for _, part in size.list_parts(columns.mask is not None))
         wanted.append(DerivedFile(file, f"{key}.ids", num_bytes, partial(_convert, file, columns, size, reader)))
     reader = reader.for_id_width(ID_DTYPE.itemsize)
-    parts: list[DocumentFile] = []
-    marks: list[TokenFile] = []
+    parts = []
     for converted, (file, size, has_marks) in zip(reader.keep(wanted), tables, strict=True):
         (ids_start, _), (marks_start, _), (bounds_start, num_bytes) = size.list_parts(has_marks)
         (content,) = reader.read([ByteRange(converted, bounds_start, bounds_start + num_bytes)])
@@ -174,10 +125,9 @@ def open_tables(
         if bounds[0] != 0 or bounds[-1] > size.num_values or (np.diff(bounds) < 0).any():
             raise DataError(f"{converted}, which was made of {file}, is damaged; remove it")
         num_tokens = int(bounds[-1])
-        parts.append(TableFile(converted, ID_DTYPE, num_tokens, ids_start, reader, bounds, file))
-        if has_marks:
-            marks.append(TokenFile(converted, COMPLETION_DTYPE, num_tokens, marks_start, reader))
-    return TableTokens(parts, marks, cache_directory, trusted_vocabulary_size)
+        marks = TokenFile(converted, COMPLETION_DTYPE, num_tokens, marks_start, reader) if has_marks else None
+        parts.append(TableFile(converted, ID_DTYPE, num_tokens, ids_start, reader, bounds, file, marks=marks))
+    return parts
 
 
 def _choose_columns(
@@ -237,20 +187,10 @@ class RangeFile(SeekableStream):
         return len(found)
 
 
-def _load_size(file: File, column: str, reader: Reader, cache_directory: Path) -> tuple[list[str], TableSize]:
-    """Return the names of the columns and the size of a file, from the cache or by reading it.
-
-    Parquet has sizes in its footer. An Arrow file is read whole.
-    """
+def _load_size(file: File, column: str, reader: Reader) -> tuple[list[str], TableSize]:
+    """Return the names of the columns and the size of a file, from the cache or by reading it."""
     key = cache_key(f"table_size-{sha256(column.encode()).hexdigest()[:8]}", [file])
-    record = read_record(cache_directory, key)
-    if record is None:
-        names, size = _read_valid(file, lambda: _measure(file, column, reader))
-        record = {"names": names, "num_values": size.num_values, "num_rows": size.num_rows}
-        try:
-            write_record(cache_directory, key, record)
-        except OSError as error:
-            warn_unwritable(cache_directory, error)
+    record = load_record(reader.directory, key, lambda: _read_valid(file, lambda: _measure(file, column, reader)))
     return record["names"], TableSize(record["num_values"], record["num_rows"])
 
 
@@ -266,7 +206,7 @@ def _read_valid(file: File, read: Callable[[], Any]) -> Any:
         raise DataError(f"{file}: cannot be read as a Parquet or Arrow file: {format_reason(error)}") from error
 
 
-def _measure(file: File, column: str, reader: Reader) -> tuple[list[str], TableSize]:
+def _measure(file: File, column: str, reader: Reader) -> JsonObject:
     if not str(file).endswith(".parquet"):
         names: list[str] = []
         num_values = num_rows = 0
@@ -274,7 +214,7 @@ def _measure(file: File, column: str, reader: Reader) -> tuple[list[str], TableS
             names = list(batch.schema.names)
             lengths, _ = _unpack(file, batch, column)
             num_values, num_rows = num_values + int(lengths.sum()), num_rows + len(lengths)
-        return names, TableSize(num_values, num_rows)
+        return {"names": names, "num_values": num_values, "num_rows": num_rows}
     table = import_extra("pyarrow.parquet").ParquetFile(RangeFile.open(file, reader))
     names, footer = list(table.schema_arrow.names), table.metadata
     _validate_column(file, column, names)
@@ -286,7 +226,7 @@ def _measure(file: File, column: str, reader: Reader) -> tuple[list[str], TableS
         for leaf in map(group.column, range(group.num_columns))
         if leaf.path_in_schema.split(".")[0] == column
     )
-    return names, TableSize(num_values, footer.num_rows)
+    return {"names": names, "num_values": num_values, "num_rows": footer.num_rows}
 
 
 def _read_batches(file: File, columns: list[str], reader: Reader) -> Iterator[Any]:

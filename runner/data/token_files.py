@@ -2,19 +2,19 @@
 
 - `TokenFile`: one file or object of ids. `DocumentFile` also has document boundaries; a `RecordFile` has other bytes
   between the documents.
-- `TokenSequence`: several files or arrays, read as if they were concatenated.
+- `TokenSequence`: several files or arrays, read as if they were concatenated. A `CompletionMask` is such a sequence.
 - `TokenFiles`, `DocumentFiles`: a sequence of files as a `Source`.
 
-`open_token_files` opens `.bin` and `.npy` files, whose kinds `token_headers` lists. The modules `megatron`, `mds` and
-`array_record` open files of other tools and return `DocumentFiles`.
+`.bin` and `.npy` files, whose kinds `token_headers` lists, are opened by `open_token_files`. Files of other tools are
+opened by a `TokenReader`, see `megatron`, `mds`, `array_record` and `tables`.
 """
 
 import bisect
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple, Self
 
@@ -25,18 +25,18 @@ from runner.data.readers import (
     Reader,
     cache_key,
     fill_from_file,
+    load_record,
     make_changed_error,
-    read_record,
     run_in_parallel,
-    warn_unwritable,
-    write_record,
 )
 from runner.data.remote import CacheSettings, open_reader
 from runner.data.source import Source, find_invalid_id
 from runner.data.source_files import BucketFile, BucketFiles, File, SourceFile, SourceFiles
 from runner.data.token_headers import HEAD_BYTES, parse_head
 from runner.errors import DataError
+from runner.storage import LocalStore
 
+LOSS_WEIGHT = "loss_weight"
 ID_DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 SCAN_CHUNK_TOKENS = 1 << 22
 SCANNED_TOKENS_MAX = 1 << 28  # takes a second or two to scan; more are scanned only if the spec names no vocabulary
@@ -128,9 +128,11 @@ class DocumentFile(TokenFile):
     Attributes:
         bounds: ascending integers from 0 to `num_tokens`; document i holds the tokens `bounds[i] .. bounds[i + 1]`.
             Two neighbours are equal where a document is empty.
+        marks: a byte for each id, 1 if it counts in the loss; None if all count.
     """
 
     bounds: np.ndarray
+    marks: TokenFile | None = field(default=None, kw_only=True)
 
     def find_documents(self, start: int, stop: int) -> tuple[int, int]:
         """Return the first document that has one of the tokens `start .. stop`, and the one after the last."""
@@ -151,6 +153,9 @@ class RecordFile(DocumentFile):
         return -(-self.file.size_bytes // self.num_tokens) if isinstance(self.file, BucketFile) else 0
 
 
+# Opens files of another tool: called with the files, their `Reader`, and the keys of `data.options` as keywords. Raises
+# `DataError`, with one line that names the file, if one is damaged or the options do not fit.
+TokenReader = Callable[..., Sequence[DocumentFile]]
 TokenPart = TokenFile | np.ndarray
 
 
@@ -417,7 +422,66 @@ class TokenSequence:
         return IdRange(low.smallest, low.smallest_position, high.largest, high.largest_position)
 
 
-class TokenFiles(TokenSequence, Source):
+def has_digest(file: File, digest: str | None) -> bool:
+    """Return True if a file on a disk has this CRC-32C, or if none is known."""
+    assert isinstance(file, SourceFile), "objects of a bucket have versions"
+    return digest is None or LocalStore(file.path.parent).compute_digest(file.path.name) == digest
+
+
+class CompletionMask(TokenSequence):
+    """Marks beside the ids of a source: 1 for a token that counts in the loss as a target, else 0. Thread-safe."""
+
+    def __init__(self, parts: Sequence[TokenFile], digests: Sequence[str | None] = ()) -> None:
+        """Make the mask of these files; `digests` are their CRC-32C on a disk, where known."""
+        super().__init__(parts)
+        pairs = zip(parts, digests or [None] * len(parts), strict=True)
+        self._digests = [digest for part, digest in pairs if len(part)]
+
+    def read_weights(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return the loss weights of several ranges of tokens, float32. Raises DataError for a mark but 0 and 1."""
+        found = self.read_ranges(ranges)
+        for (start, _), marks in zip(ranges, found, strict=True):
+            if len(marks) and marks.max() > 1:
+                index = int((marks > 1).argmax())
+                raise DataError(
+                    f"{self.describe_position(start + index)} is {marks[index]}, needs 1 (completion) or 0: "
+                    "the file is not the one that the corpus was written with"
+                )
+        return [marks.astype(np.float32) for marks in found]
+
+    def find_changed(self, replaced: Mapping[int, TokenFile]) -> File | None:
+        """Compare the files whole with their digests."""
+        return next((part.file for i, part in replaced.items() if not has_digest(part.file, self._digests[i])), None)
+
+
+class WeightedTokens(TokenSequence, Source):
+    """Base of files of ids as a source. With a completion mask each token has a loss weight."""
+
+    def __init__(self, parts: Sequence[TokenFile], completion_mask: CompletionMask | None = None) -> None:
+        super().__init__(parts)
+        self._completion_mask = completion_mask
+        if completion_mask is not None:
+            self.fields = {LOSS_WEIGHT: np.float32}
+            self.bytes_fetched_per_token += completion_mask.bytes_fetched_per_token
+
+    def read_field_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return the loss weights of several ranges; from a bucket all are requested at the same time."""
+        assert name == LOSS_WEIGHT
+        assert self._completion_mask is not None
+        return self._completion_mask.read_weights(ranges)
+
+    def read_field(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Return the loss weights of one range."""
+        return self.read_field_ranges(name, [(start, stop)])[0]
+
+    def check(self) -> None:
+        """Check the files of the ids and of the completion mask."""
+        super().check()
+        if self._completion_mask is not None:
+            self._completion_mask.check()
+
+
+class TokenFiles(WeightedTokens):
     """Files of ids as a source. The range of the ids is found by reading all of them once.
 
     For many ids, and for ids in a bucket, that would take too long. The vocabulary in the spec is then trusted, and
@@ -425,10 +489,12 @@ class TokenFiles(TokenSequence, Source):
     """
 
     def __init__(
-        self, parts: Sequence[TokenFile], cache_directory: Path, trusted_vocabulary_size: int | None = None
+        self,
+        parts: Sequence[TokenFile],
+        trusted_vocabulary_size: int | None = None,
+        completion_mask: CompletionMask | None = None,
     ) -> None:
-        super().__init__(parts)
-        self._cache_directory = cache_directory
+        super().__init__(parts, completion_mask)
         self._is_in_bucket = any(part.reader.is_remote for part in self._files)
         self._given_range: IdRange | None = None
         # A scan is cheap for few ids on a disk, and finds an invalid id before the first step.
@@ -456,7 +522,7 @@ class TokenFiles(TokenSequence, Source):
                 f"{len(self):,} ids in a bucket are not read to find the largest; name the vocabulary's size in the "
                 "spec (config.model.vocabulary_size)"
             )
-        found = scan_cached(self, self._cache_directory)
+        found = scan_cached(self, self._files[0].reader.directory)
         if found.smallest < 0:
             raise self._make_id_error(found.smallest, found.smallest_position, 0)
         return found
@@ -481,10 +547,9 @@ class DocumentFiles(TokenFiles):
 
     has_documents = True
 
-    def __init__(
-        self, parts: Sequence[DocumentFile], cache_directory: Path, trusted_vocabulary_size: int | None = None
-    ) -> None:
-        super().__init__(parts, cache_directory, trusted_vocabulary_size)
+    def __init__(self, parts: Sequence[DocumentFile], trusted_vocabulary_size: int | None = None) -> None:
+        marks = [part.marks for part in parts if part.marks is not None]
+        super().__init__(parts, trusted_vocabulary_size, CompletionMask(marks) if marks else None)
         self._document_files = [part for part in parts if len(part)]
 
     def read_part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
@@ -493,34 +558,34 @@ class DocumentFiles(TokenFiles):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Digest of sizes, dtypes, a sample of the ids, and the end of each document."""
+        """Digest of sizes, dtypes, samples of the ids and of the marks, and the end of each document."""
         digest = hashlib.sha256(super().fingerprint.encode())
         for file in self._document_files:
             # Empty documents are left out, because they do not affect examples.
             ends = file.bounds[1:][np.diff(file.bounds) > 0].astype("<i8")
             digest.update(f"{len(ends)}\n".encode())
             digest.update(ends.data)
-        return digest.hexdigest()
+        if self._completion_mask is None:
+            return digest.hexdigest()
+        return hashlib.sha256(f"{digest.hexdigest()} {self._completion_mask.probe()}".encode()).hexdigest()
 
 
 def open_token_files(
     source: SourceFiles | BucketFiles,
-    cache_directory: Path,
+    cache: CacheSettings,
     dtype: Literal["uint16", "uint32"] | None = None,
     trusted_vocabulary_size: int | None = None,
-    cache: CacheSettings | None = None,
 ) -> TokenFiles:
     """Open `.bin` and `.npy` files. Raises DataError on any other content.
 
     Args:
         source: files to open, in order.
-        cache_directory: directory of derived records.
+        cache: cache of derived records, and of ranges of objects.
         dtype: type of the little-endian ids in files without a header. Without it those in `.bin` files are uint16, and
             refused if they look like halves of wider ids.
         trusted_vocabulary_size: vocabulary that the spec names, if it does.
-        cache: cache of ranges of objects.
     """
-    reader = open_reader(source, cache or CacheSettings(cache_directory, 0, 1))
+    reader = open_reader(source, cache)
     sources: Sequence[File] = source.files
     heads = reader.read([ByteRange(file, 0, min(file.size_bytes, HEAD_BYTES)) for file in sources])
     layouts = [parse_head(file, head, dtype) for file, head in zip(sources, heads, strict=True)]
@@ -535,7 +600,7 @@ def open_token_files(
         raise DataError(f"data.dtype={dtype}: nothing reads it, .npy files say their own; leave it out")
     for sampled in raw[:: max(1, -(-len(raw) // HALVES_OBJECTS))] if reader.is_remote else raw:
         _validate_width(sampled, dtype, trusted_vocabulary_size)
-    return TokenFiles(files, cache_directory, trusted_vocabulary_size)
+    return TokenFiles(files, trusted_vocabulary_size)
 
 
 def _validate_width(file: TokenFile, dtype: str | None, vocabulary_size: int | None) -> None:
@@ -572,12 +637,4 @@ def scan_cached(tokens: TokenSequence, cache_directory: Path) -> IdRange:
     # The encoding is part of the key: a file read with another id type has another range.
     files = [part for part in tokens.parts if not isinstance(part, np.ndarray)]
     key = cache_key("-".join(["ids", *sorted({part.encoding for part in files})]), [part.file for part in files])
-    record = read_record(cache_directory, key)
-    if record is not None:
-        return IdRange(**record)
-    id_range = tokens.scan()
-    try:
-        write_record(cache_directory, key, asdict(id_range))
-    except OSError as error:
-        warn_unwritable(cache_directory, error)
-    return id_range
+    return IdRange(**load_record(cache_directory, key, lambda: asdict(tokens.scan())))

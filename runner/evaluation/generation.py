@@ -99,10 +99,8 @@ def load_source_codec(source: TokenSource, data: DataConfig) -> TextCodec:
     separator = SEPARATORS[data.document_separator]
     tokenizer: Tokenizer = ByteTokenizer()
     if data.tokenizer == "characters":
-        cache = default_cache_directory()
-        tokenizer = load_text(
-            files, data.tokenizer, cache, separator, CacheSettings(cache, data.cache_bytes, 1)
-        ).tokenizer
+        cache = CacheSettings(default_cache_directory(), data.cache_bytes)
+        tokenizer = load_text(files, data.tokenizer, cache, separator).tokenizer
     kind = {"kind": data.tokenizer} | ({} if tokenizer.characters is None else {"characters": tokenizer.characters})
     try:
         separator_id = next(iter(tokenizer.encode_file(separator).tolist()), None)
