@@ -67,10 +67,7 @@ class RandomAccessExamples(Protocol):
 
 
 def describe_slowest_read() -> str:
-    """Return the example whose read has been in progress for longest, and for how long; empty if all are fast.
-
-    For the report of a job that hangs. Any thread.
-    """
+    """Return the example that has been read for longest, and for how long; empty if all are fast. Any thread."""
     # A copy of the dictionary is atomic, while other threads add to it and remove from it.
     reads = list(_reads_in_progress.copy().values())
     name, since_seconds = min(reads, key=lambda read: read[1], default=("", math.inf))
@@ -110,24 +107,14 @@ def translate_user_errors(text: str) -> Iterator[None]:
 class ArraySource:
     """Data set of the user's own, each of whose examples is validated when it is read. Thread-safe.
 
-    Attributes:
-        name: key and name in the spec, for messages.
-        fields: arrays of an example, without the padding mask.
-        fingerprint: digest of the fields, the length, the user's fingerprint, and of a sample of the examples.
-        vocabulary_size: 0, because arrays are not token ids.
-        bytes_fetched_per_token: 0; the traffic of the data set is unknown.
-        bytes_copied: 0, likewise.
+    `fields` are the arrays of an example, without the padding mask. `fingerprint` is a digest of the fields, the
+    length, the user's fingerprint and a sample of the examples.
     """
 
     vocabulary_size = bytes_fetched_per_token = bytes_copied = 0
 
     def __init__(self, examples: RandomAccessExamples, name: str, class_name: str):
-        """Read a sample of the examples.
-
-        Raises:
-            DataError: the data set has no examples, or one of the sample is invalid or is not the same when it is read
-                again.
-        """
+        """Read a sample of the examples. Raises DataError if one is invalid, or differs when it is read again."""
         self._examples, self.name, self._class_name = examples, name, class_name
         self._has_warned = False
         self.fields: dict[str, FieldSpec] = {}  # empty until the first example is read, which declares them
@@ -174,12 +161,7 @@ class ArraySource:
         return self._length
 
     def check(self) -> None:
-        """Raise if the length or the user's fingerprint has changed since the start.
-
-        Raises:
-            DataError: it has changed.
-            RetryableError: the network or storage of the data set does not answer.
-        """
+        """Raise DataError if the length or the user's fingerprint has changed, RetryableError if the storage fails."""
         if self._get_length() != self._length or self._get_user_fingerprint() != self._user_fingerprint:
             raise DataError(
                 f"{self.name}: its fingerprint or length changed since the job started; its examples must never change"
@@ -205,9 +187,7 @@ class ArraySource:
     def read(self, indices: np.ndarray) -> Sequences:
         """Return the examples with these indices, read on several threads unless they are read fast.
 
-        Raises:
-            DataError: an example is not like the first one, or cannot be read; the error names it.
-            RetryableError: the network or storage of the data set does not answer.
+        Raises DataError that names an example unlike the first one, RetryableError if the storage does not answer.
         """
         began, left = time.monotonic(), collections.deque(enumerate(np.asarray(indices).tolist()))
         arrays = {name: np.empty((len(left), *field.shape), field.dtype) for name, field in self.fields.items()}
@@ -321,11 +301,7 @@ def _is_data_set_class(found: object) -> bool:
 
 
 def open_array_source(token_source: "TokenSource") -> ArraySource:
-    """Open the data set that `module:Class` names, or use the open one. Called on every host.
-
-    Raises:
-        DataError: there is no such class, it makes no data set, or its first examples are invalid.
-    """
+    """Open the data set that `module:Class` names, or use the open one. Called on every host. Raises DataError."""
     name = f"data.source={token_source.source}"
     try:
         make = load_attribute(token_source.source, _is_data_set_class)

@@ -36,13 +36,7 @@ _TEMPLATE_PROCESS = Path(__file__).with_name("template_process.py")
 
 @dataclass(frozen=True)
 class ChatRecord:
-    """Dialogue as it was read.
-
-    Attributes:
-        messages: the messages in order, each with a role and a content.
-        tools: descriptions of the tools that the messages may call.
-        is_pair: True if the record was a prompt and a completion.
-    """
+    """Dialogue as it was read, with the tools that its messages may call; `is_pair` for a prompt and a completion."""
 
     messages: list[JsonObject]
     tools: list[JsonObject] | None = None
@@ -120,12 +114,7 @@ def _parse_messages(record: JsonObject) -> ChatRecord | str:
 
 
 def compute_marks(spans: np.ndarray, completions: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return a mark for each token that shares a character with a completion, (number of tokens,).
-
-    Args:
-        spans: first character and end of each token, (number of tokens, 2).
-        completions: spans of characters that are completions.
-    """
+    """Return a mark for each token whose span (first character, end) shares a character with a completion's."""
     starts, stops = spans[:, 0], spans[:, 1]
     marks = np.zeros(len(spans), COMPLETION_DTYPE)
     for begin, end in completions:
@@ -177,13 +166,7 @@ def read_template(name: str, read: Callable[[str], bytes]) -> ChatTemplate:
     """Read the template of the `chat_template.jinja` beside a `tokenizer_config.json`, or else of the config itself.
 
     `transformers` prefers them in this order. If a config has several templates, the one named `default` is used.
-
-    Args:
-        name: path or URL of the `tokenizer_config.json`.
-        read: function that returns the content of a file, or raises `DataError` if there is none.
-
-    Raises:
-        DataError: the file or its template is missing, malformed or too large.
+    `read` returns the content of a file or raises `DataError`, as this function does for a malformed or too large one.
     """
     try:
         config = json.loads(read(name))
@@ -261,11 +244,7 @@ class Renderer:
             self._process.communicate()
 
     def render(self, record: ChatRecord) -> Dialogue | str:
-        """Render a dialogue; return the reason if the template rejects it.
-
-        Raises:
-            DataError: the template tried something forbidden, or exceeded its limits.
-        """
+        """Render a dialogue; return the reason if the template rejects it. Raises DataError for a harmful template."""
         if self._process is None:
             if not record.is_pair:
                 return "has messages, which need chat.template"
@@ -274,11 +253,7 @@ class Renderer:
         return self._render(record, is_prompt=False)
 
     def render_prompt(self, messages: list[JsonObject]) -> str:
-        """Render the beginning of a dialogue, up to the position from which the model continues. Needs a template.
-
-        Raises:
-            DataError: the template rejects the messages, tried something forbidden, or exceeded its limits.
-        """
+        """Render a dialogue up to the position from which the model continues. Needs a template. Raises DataError."""
         dialogue = self._render(ChatRecord(messages), is_prompt=True)
         if isinstance(dialogue, str):
             raise DataError(dialogue)

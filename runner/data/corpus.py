@@ -191,18 +191,10 @@ def open_corpus(
     *,
     default_train_on: TrainOn | None = None,
 ) -> Corpus:
-    """Open a corpus and check its files; the class documents what is checked. Called on every host.
+    """Open the corpus in `directory`, and check its files as the class describes. Called on every host.
 
-    Args:
-        name: value of `data.source`, for messages.
-        directory: directory or URL of the corpus.
-        cache: cache of ranges of objects.
-        train_on: tokens of dialogues that count in the loss.
-        default_train_on: value for a corpus of dialogues if `train_on` is None.
-
-    Raises:
-        DataError: the corpus is missing, damaged, or does not fit the spec.
-        OSError: the bucket does not answer.
+    `name` is the value of `data.source`, for messages. A corpus of dialogues needs `train_on`, or its default. Raises
+    DataError if the corpus is missing, damaged, or does not fit the spec, OSError if a bucket does not answer.
     """
     with wrap_source_errors(name):
         store = open_store(directory)

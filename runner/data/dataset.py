@@ -46,19 +46,14 @@ _SAMPLE_EXAMPLES, _SAMPLE_RUN_EXAMPLES = 128, 16
 
 
 class SkippedExamples(NamedTuple):
-    """Range of examples of the training data that a run does not read.
-
-    Attributes:
-        first: number of its first example.
-        end: number of the first example after it.
-    """
+    """Range `first .. end` of examples of the training data that a run does not read."""
 
     first: int
     end: int
 
 
 def get_batch_fields(config: "DataConfig") -> Fields:
-    """Return the arrays of a batch by name, without the axes (S, B).
+    """Return the arrays of a batch by name, without the axes (S, B). Raises DataError.
 
     Data of arrays are opened, and their first example declares the fields. `padding_mask` is True for a real example.
 
@@ -66,9 +61,6 @@ def get_batch_fields(config: "DataConfig") -> Fields:
     `padding_mask` is True where the target is real. If an example may hold several documents, `segment` numbers them
     from 1 (0: padding), and `position` restarts in each. `loss_weight` exists if only completion tokens count in the
     loss. The fields of a user-defined source are added to these.
-
-    Raises:
-        DataError: a user-defined source declares one of the first five names, or data of arrays cannot be opened.
     """
     if not config.has_tokens:
         return ArrayExamples(open_array_source(config.sources[0]), 0, 0).fields
@@ -174,10 +166,7 @@ class Dataset:
 
     @property
     def vocabulary_size(self) -> int:
-        """Exclusive upper bound of the training ids; 0 if the data are arrays.
-
-        May read all token files, if their ids are not known yet.
-        """
+        """Exclusive upper bound of the training ids; 0 for arrays. May read all token files, if it is not known yet."""
         return max(train.source.vocabulary_size for train in self.train_sources)
 
     def check(self) -> None:
@@ -236,9 +225,7 @@ class Dataset:
     def find_id_ranges(self, trusted_vocabulary_size: int | None) -> dict[str, JsonObject]:
         """Return the id range of each source of token files, by label. Reads all ids, unless the cache has the result.
 
-        Args:
-            trusted_vocabulary_size: vocabulary that is known to contain all ids. With it a source with many ids is not
-                read, and each of its ids is checked when it is used.
+        With a trusted vocabulary a source with many ids is not read, and each of its ids is checked when it is used.
         """
         self.set_id_ranges(trusted_vocabulary_size, {})
         sources = {label: source for label, source in self._sources.items() if isinstance(source, TokenFiles)}
@@ -256,11 +243,9 @@ class Dataset:
         """Return this data set for a stage: its sources continue at the positions that earlier stages have reached.
 
         A source with the same examples as an earlier one continues in its order, even if name and weight differ and
-        stages in between did not use it. Any other source starts a new epoch.
-
-        Args:
-            earlier: data set of each earlier stage (itself a result of this method), the number of its examples up to
-                the next stage, and the ranges of those that were skipped.
+        stages in between did not use it. Any other source starts a new epoch. `earlier` has the data set of each
+        earlier stage (itself a result of this method), its number of examples up to the next stage, and its skipped
+        ranges.
         """
         # Keep the order of the first stage that had the source, because an order may depend on the share of the batch.
         left: dict[tuple[str, int], tuple[Sequence[int], int]] = {}
@@ -316,10 +301,7 @@ class Dataset:
         ]
 
     def compute_metrics(self, num_examples: int, skipped: Sequence[SkippedExamples] = ()) -> dict[str, float]:
-        """Return tokens (or examples) and epochs of each source as `compute_shares` does, for a row of `metrics.jsonl`.
-
-        Empty if there is one source.
-        """
+        """Return the tokens (or examples) and epochs of each source, for a row; empty if there is one source."""
         shares = self.compute_shares(num_examples, skipped) if len(self.train_sources) > 1 else []
         units = {f"data/{share.name}/{self.unit}": share.units for share in shares}
         return units | {f"data/{share.name}/epochs": share.epochs for share in shares}
@@ -348,14 +330,10 @@ class Dataset:
     def read_numbers(self, split: str, numbers: np.ndarray) -> Sequences:
         """Return the examples with these numbers (N,), ascending; each field has the shape (N, *shape of the field).
 
-        All of them are requested together, because a bucket answers one request for many sequences about as fast as a
-        request for one. The training split is an endless shuffled stream. A validation set is in order, and beyond its
-        last example everything is padding, so that a loss weighted by real targets counts each validation target
-        exactly once.
-
-        Raises:
-            ValueError: there is no such split.
-            DataError: a file has changed, or an id is invalid.
+        The training split is an endless shuffled stream. A validation set is in order, and beyond its last example
+        everything is padding, so that a loss weighted by real targets counts each validation target exactly once. All
+        examples are requested together, because a bucket answers one request for many as fast as for one. Raises
+        ValueError for an unknown split, DataError for changed or invalid data.
         """
         self.validate_split(split)
         count = len(numbers)
@@ -400,17 +378,9 @@ def load_dataset(
 ) -> Dataset:
     """Open, tokenise where necessary, and split the data. Called on every host, without communication between hosts.
 
-    Args:
-        config: data config of the spec.
-        seed: seed of the training order.
-        batch_examples: global batch size, on which the order of packed documents depends.
-        vocabulary_size: vocabulary of the model, if the spec names it.
-        cache_directory: directory of the cache; by default that of the environment (`RUNNER_CACHE`).
-        may_have_unread_keys: True for a later stage, whose shared keys may be those that an earlier one reads.
-
-    Raises:
-        DataError: the data cannot serve the config.
-        OSError: a bucket does not answer.
+    The order of packed documents depends on `batch_examples`, the global batch size. `may_have_unread_keys` is True for
+    a later stage, whose shared keys may be those that an earlier one reads. Raises DataError if the data cannot serve
+    the config, OSError if a bucket does not answer.
     """
     cache_directory = default_cache_directory() if cache_directory is None else cache_directory
     sources: dict[str, Source | ArraySource] = {}
@@ -551,16 +521,8 @@ def load_validation_set(
 ) -> Dataset:
     """Return all of one source, in order, as the validation set `name` of a data set without training data.
 
-    Called on every host. In dialogues the completion tokens count, unless `token_source` says otherwise.
-
-    Args:
-        config: data config with the packing and the sequence length.
-        name: name of the set.
-        token_source: source of the tokens.
-        vocabulary_size: vocabulary of the model.
-
-    Raises:
-        DataError: the source cannot serve the config, or a model of this vocabulary.
+    Called on every host. In dialogues the completion tokens count, unless `token_source` says otherwise. Packing and
+    sequence length are those of `config`. Raises DataError.
     """
     # Arrays must be those of the training data. Fields of tokens follow from the keys of this source, which replace
     # those of the training data, except for packing and sequence length.

@@ -233,14 +233,7 @@ class MdsShard(RecordFile):
 def read_mds(
     indexes: Sequence[File], reader: Reader, *, column: str = DEFAULT_COLUMN, dtype: str | None = None
 ) -> list[MdsShard]:
-    """Open the shards that these `index.json` name (a `TokenReader`).
-
-    Args:
-        indexes: index files.
-        reader: reader of the indexes and the shards.
-        column: column that holds the ids.
-        dtype: type of the ids, which a column of bytes does not say.
-    """
+    """Open the shards that these `index.json` name (a `TokenReader`). A column of bytes needs a `dtype`."""
     contents = reader.read([ByteRange(index, 0, index.size_bytes) for index in indexes])
     records = [
         (index, record)

@@ -118,17 +118,9 @@ def load_text(
     cache: CacheSettings,
     separator: bytes = b"",
 ) -> TokenisedText:
-    """Return the tokens of all files in order, from the cache if possible.
+    """Return the tokens of all files in order, `separator` between two of them, from the cache if possible.
 
-    Args:
-        source: text files on a disk or in a bucket.
-        tokenizer_name: tokenizer of the text.
-        cache: cache of the tokens, and of whole copies of objects in a bucket.
-        separator: bytes between two files.
-
-    Raises:
-        DataError: a file cannot be read, or the copies do not fit.
-        OSError: the bucket does not answer.
+    Raises DataError if a file cannot be read or copied, OSError if a bucket does not answer.
     """
     # Everything that the ids depend on is part of the key.
     key = cache_key(f"{tokenizer_name}{separator.hex()}", source.files)
@@ -216,18 +208,10 @@ def open_source(
     *,
     default_train_on: TrainOn | None = None,
 ) -> Source:
-    """Open one source of `config`. Called on every host.
+    """Open one source of `config`: an entry of the mixture, a validation set, or `config` itself. Called on every host.
 
-    Args:
-        token_source: keys of the source: an entry of the mixture, a validation set, or `config` itself.
-        config: data config with the keys that all sources share, such as packing and tokenizer.
-        cache_directory: directory of the cache on this host's disk.
-        vocabulary_size: vocabulary of the model, if the spec names it.
-        default_train_on: tokens of dialogues that count in the loss if the spec does not say.
-
-    Raises:
-        DataError: the source is empty, cannot be read, cannot serve `config.packing`, or does not read one of its keys.
-        OSError: a bucket does not answer.
+    Raises DataError if the source is empty, cannot be read, cannot serve `config.packing`, or does not read one of its
+    keys; OSError if a bucket does not answer.
     """
     cache = CacheSettings(cache_directory, config.cache_bytes, config.tokens_per_example + 1)
     source: Source
@@ -281,13 +265,8 @@ def open_format(
 ) -> DocumentFiles:
     """Open token files in another tool's format, as resolved by `find_source`. Raises as their `TokenReader`.
 
-    Args:
-        source: files, whose `format` is set.
-        options: value of `data.options`.
-        cache: cache of derived files, and of byte ranges of objects in a bucket.
-        trusted_vocabulary_size: vocabulary of the model, if the spec names it. Each id is then checked when it is read,
-            and a long source is not scanned in advance.
-        train_on: tokens that count in the loss by the spec, and by default, for the formats that may say it.
+    With a trusted vocabulary each id is checked when it is read, and a long source is not scanned in advance.
+    `train_on` has the tokens that count in the loss by the spec, and by default, for the formats that may say it.
     """
     assert source.format is not None
     read = TOKEN_READERS[source.format]
@@ -323,11 +302,7 @@ def validate_shared_keys(config: "DataConfig", sources: Collection[Source]) -> N
 
 
 def load_source_class(token_source: "TokenSource") -> type[Source]:
-    """Import the class that `module:Class` names.
-
-    Raises:
-        DataError: the import fails, or the class is not a subclass of `Source`.
-    """
+    """Import the class that `module:Class` names. Raises DataError if there is none, or it is no `Source`."""
     try:
         source_class: type[Source] = load_class(token_source.source, Source)
     except InvalidError as error:
@@ -364,15 +339,8 @@ def split_text(document: Document, spec: ExecutionSpec, url: str, job: str) -> t
     """Return the spec of a run on corpora, and the text of each, in the order in which they are made.
 
     If a tokenizer is to be trained, the first job trains it on all sources of the training data; the other jobs use it.
-
-    Args:
-        document: spec whose `config.data` is valid and has `tokenise`.
-        spec: the same spec.
-        url: directory of the run.
-        job: class of the jobs, as module:Class.
-
-    Raises:
-        SpecError: two texts have one name.
+    `document` and `spec` are the spec of a run with `data.tokenise`, `url` is its directory, and `job` the class of the
+    jobs that tokenise. Raises SpecError if two texts have one name.
     """
     # The digest remains that of the spec as the user wrote it, because supervisors compute that digest too.
     unfilled = document.data if document.unfilled is None else document.unfilled

@@ -97,9 +97,7 @@ class Examples(Protocol):
     def make_order(self, seed: int, batch_examples: Fraction) -> Sequence[int]:
         """Return the endless training order: every index once in each epoch, with random access in O(1).
 
-        Args:
-            seed: seed of the shuffle.
-            batch_examples: number of these examples in the global batch of a step, on average.
+        The global batch of a step has `batch_examples` of these examples, on average.
         """
 
 
@@ -363,11 +361,7 @@ def pack_spans(spans: np.ndarray, num_examples: int, capacity: int) -> PackingPl
 
 
 def _best_fit(spans: np.ndarray, examples: range, capacity: int) -> np.ndarray:
-    """Pack spans, sorted by descending length, into empty examples.
-
-    Returns:
-        Placements (example, first input, number of inputs) in any order, of shape (n, 3).
-    """
+    """Return placements (example, first input, number of inputs) of spans, longest first, in empty examples: (n, 3)."""
     by_space: dict[int, list[int]] = {capacity: list(examples)}  # heap of the examples with so many free positions
     # Bit s is set while some example has exactly s free positions. The lowest set bit at or above the length of a span
     # is then the best fit.

@@ -367,11 +367,7 @@ def _open_file(file: SourceFile) -> FileIO:
 
 
 def write_derived(derived: DerivedFile, path: Path, is_whole: Callable[[], bool]) -> None:
-    """Make the file at `path` unless it `is_whole`, atomically and in only one process of this host.
-
-    Raises:
-        DataError: the disk has no room or cannot be written.
-    """
+    """Make the file at `path` unless it `is_whole`, in one process of this host. Raises DataError for want of room."""
     with wrap_disk_errors(str(derived.origin), path.parent):
         publish_once(path, derived.make, is_whole)
 

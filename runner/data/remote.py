@@ -278,10 +278,7 @@ class FileCopies:
 
 
 def _try_lock_alone(descriptor: int) -> bool:
-    """Take the exclusive lock of a directory; return False if another process holds it.
-
-    Without locks any process may hold it.
-    """
+    """Take the exclusive lock of a directory, as far as there are locks; return False if another process holds it."""
     try:
         return try_lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

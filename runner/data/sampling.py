@@ -51,11 +51,7 @@ class TokenSplit:
 
 
 def split_tokens(num_tokens: int, *, validation_fraction: float, sequence_length: int) -> tuple[TokenSplit, TokenSplit]:
-    """Return the training split (the head) and the validation split (the last `validation_fraction` of the tokens).
-
-    Raises:
-        DataError: a split that was requested does not hold one window.
-    """
+    """Return the training split and, behind it, the validation split. Raises DataError if one holds no window."""
     assert 0 <= validation_fraction < 1
     assert sequence_length > 0
     # The boundary is part of a run's identity: the rounding of this expression must never change.

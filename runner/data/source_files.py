@@ -51,12 +51,8 @@ _STDLIB_GENERATED = ("config-", "_sysconfigdata", "sitecustomize", "usercustomiz
 class SourceFile:
     """File on a disk in the state it had when the source was resolved.
 
-    Attributes:
-        path: the file.
-        size_bytes: its size.
-        mtime_ns: its modification time.
-        ctime_ns: time of the last change of content or metadata, which no tool can set back.
-        inode: its number in the file system, which a replacement file does not have.
+    No tool can set back `ctime_ns`, the time of the last change of content or metadata, and a replacement has another
+    `inode`.
     """
 
     path: Path
@@ -133,14 +129,10 @@ class BucketFiles:
 
 
 def find_source(name: str) -> SourceFiles | BucketFiles:
-    """Resolve `python-stdlib`, a path, a URL or a glob (`~` and `**` work).
+    """Resolve `python-stdlib`, a path, a URL or a glob (`~` and `**` work). Raises DataError, or OSError of a bucket.
 
     A part of a path with `*`, `?` or `[` is a pattern only if nothing exists under exactly this name, see
     `count_literal_parts`.
-
-    Raises:
-        DataError: the name matches no readable file.
-        OSError: the bucket does not answer.
     """
     validate_source_name(name)
     if "://" in name:
@@ -196,12 +188,7 @@ def _find_in_bucket(name: str) -> BucketFiles:
 
 
 def find_corpus(name: str) -> str | None:
-    """Return the directory or URL of the corpus that `name` or its index names; None if it is something else.
-
-    Raises:
-        DataError: the name is not valid, or access is denied.
-        OSError: the bucket does not answer.
-    """
+    """Return the directory or URL of the corpus that `name` or its index names, else None. Raises as `find_source`."""
     validate_source_name(name)
     directory, _, last = name.rstrip("/").rpartition("/")
     if "://" not in name:
@@ -263,12 +250,9 @@ def make_bucket_file(url: str, name: str, listed: FileInfo) -> BucketFile:
 
 
 def split_url_glob(name: str) -> tuple[str, list[str]]:
-    """Split a URL or a glob of one into the URL of a store and the parts of the object names below it.
+    """Split a URL or a glob of one into a store's URL and the parts of names below it; no parts for a bucket alone.
 
-    The parts are empty for a URL that names a bucket only.
-
-    Raises:
-        DataError: the name of the bucket itself is a glob.
+    Raises DataError if the name of the bucket itself is a glob.
     """
     scheme, _, rest = name.partition("://")
     parts = rest.rstrip("/").split("/")
@@ -289,11 +273,8 @@ def count_literal_parts(parts: Sequence[str], exists: Callable[[str], bool]) -> 
 
     A part with `*`, `?` or `[` is a name if it exists under exactly this name, and a pattern otherwise. So
     `runs[2]/*.txt` names the files of the directory `runs[2]`, and never those of its sibling `runs2`. After the first
-    pattern every part belongs to the glob.
-
-    Args:
-        parts: parts of the path.
-        exists: function that returns True for the first parts of a path, joined by slashes, if they exist.
+    pattern every part belongs to the glob. `exists` is True for the first parts of a path that exist, joined by
+    slashes.
     """
     magic = (number for number, part in enumerate(parts) if glob.has_magic(part))
     return next((number for number in magic if not exists("/".join(parts[: number + 1]))), len(parts))

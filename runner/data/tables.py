@@ -96,13 +96,7 @@ def read_tables(
 ) -> list[TableFile]:
     """Open Parquet or Arrow files (a `TokenReader`), and convert those that are not in the cache.
 
-    Args:
-        files: the files.
-        reader: reader of the files.
-        train_on: tokens that count in the loss; required if the files have a column that says it.
-        default_train_on: value for such files if `train_on` is None.
-        column: column of the ids.
-        mask: column that says which ids count in the loss.
+    `mask` is the column that says which ids count in the loss. Files that have one need `train_on`, or its default.
     """
     try:
         import_extra("pyarrow")

@@ -576,14 +576,10 @@ def open_token_files(
     dtype: Literal["uint16", "uint32"] | None = None,
     trusted_vocabulary_size: int | None = None,
 ) -> TokenFiles:
-    """Open `.bin` and `.npy` files. Raises DataError on any other content.
+    """Open `.bin` and `.npy` files, in order. Raises DataError on any other content.
 
-    Args:
-        source: files to open, in order.
-        cache: cache of derived records, and of ranges of objects.
-        dtype: type of the little-endian ids in files without a header. Without it those in `.bin` files are uint16, and
-            refused if they look like halves of wider ids.
-        trusted_vocabulary_size: vocabulary that the spec names, if it does.
+    `dtype` is the type of the little-endian ids in files without a header. Without it those in `.bin` files are uint16,
+    and refused if they look like halves of wider ids.
     """
     reader = open_reader(source, cache)
     sources: Sequence[File] = source.files

@@ -89,15 +89,10 @@ class TokenLayout(NamedTuple):
 
 
 def parse_head(file: File, head: bytes, dtype: str | None) -> TokenLayout:
-    """Return the layout of the ids in a `.bin` or `.npy` file.
+    """Return the layout of the ids in a `.bin` or `.npy` file, of which `head` are the first `HEAD_BYTES`.
 
-    Args:
-        file: the file.
-        head: its first `HEAD_BYTES`.
-        dtype: type that the spec gives to ids without a header; None for uint16 in `.bin` files.
-
-    Raises:
-        DataError: the file holds something else, is cut, or contradicts `dtype`.
+    `dtype` is the type that the spec gives to ids without a header; None for uint16 in `.bin` files. Raises DataError
+    if the file holds something else, is cut, or contradicts `dtype`.
     """
     _refuse_foreign(file, head)
     is_npy = str(file).endswith(".npy")

@@ -146,20 +146,13 @@ class BatchTokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Return the ids of each document, of `dtype`, without added tokens at either end.
-
-        Raises:
-            EncodeError: a document has no ids, or the library fails on it.
-        """
+        """Return the ids of each document, of `dtype`, without added tokens at either end. Raises EncodeError."""
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return the ids of each text and the span of characters of each id, of shape (number of ids, 2).
 
-        If a character has several ids, each of them has the span of the whole character.
-
-        Raises:
-            DataError: this kind of tokenizer does not provide spans.
-            EncodeError: the library fails on a text.
+        If a character has several ids, each of them has the span of the whole character. Raises DataError if this kind
+        of tokenizer provides no spans, EncodeError if the library fails on a text.
         """
         raise DataError(
             f"a tokenizer of kind {self.name} does not tell which characters a token is of; use hf or bytes"
@@ -361,11 +354,7 @@ KINDS_WITH_SPANS = (ByteBatchTokenizer.name, HuggingFaceTokenizer.name)  # kinds
 
 
 def make_tokenizer(record: JsonObject, content: bytes | None) -> BatchTokenizer:
-    """Make the tokenizer of a record from the content of its file, which is None for bytes.
-
-    Raises:
-        DataError: the kind is unknown, or the file is damaged.
-    """
+    """Make the tokenizer of a record from the content of its file, which is None for bytes. Raises DataError."""
     kind = record["kind"]
     if kind not in _KINDS:
         raise DataError(f"a tokenizer of kind {kind!r} is not known; choose from {', '.join(_KINDS)}")
