@@ -175,9 +175,7 @@ _RELAXED = {
 def run_command(words: Sequence[str]) -> int:
     """Parse and carry out any command but that of a job, and return its exit code.
 
-    Raises:
-        RunnerError: the command line is wrong, or the command has failed.
-        SystemExit: nothing is left to do, after `--help`.
+    Raises RunnerError for a wrong command line or a failed command, SystemExit after `--help`.
     """
     return _carry_out(COMMANDS.parse(words))
 
@@ -256,11 +254,7 @@ def _run_job(arguments: declared.JobArguments, stop: StopNotice, clock: Clock) -
 
 
 def _import(module: str) -> Any:
-    """Import a module, which may import jax.
-
-    Raises:
-        InvalidError: an environment variable keeps jax from being imported, or from working.
-    """
+    """Import a module, which may import jax. Raises InvalidError if an environment variable keeps jax from working."""
     try:
         found = importlib.import_module(module)
     except ValueError as error:

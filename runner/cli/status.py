@@ -90,14 +90,8 @@ def open_run_store(where: str) -> Store:
 def validate_output(where: str, stores: Sequence[Store], kind: str = "a file") -> Path:
     """Return the path to write for `-o where`, with symbolic links resolved.
 
-    Args:
-        where: the path as it was given.
-        stores: directories of the runs that are read.
-        kind: kind of the output, which may exist.
-
-    Raises:
-        InvalidError: there is something else, such as a device, which the output would replace; or it would become a
-            part of one of the runs.
+    Raises InvalidError if something other than `kind` is there, such as a device, which the output would replace, or if
+    it would become a part of one of the runs in `stores`.
     """
     path = local_directory(where)
     found = find_kind(path)
@@ -127,11 +121,7 @@ def find_text_phase(store: Store) -> Store | None:
 
 @contextlib.contextmanager
 def convert_read_errors(*normal_ends: type[BaseException]) -> Iterator[None]:
-    """Convert an `OSError` of a read-only command into a `RetryableError`.
-
-    Args:
-        normal_ends: exceptions that end the command without an error.
-    """
+    """Convert an `OSError` of a read-only command into a `RetryableError`; `normal_ends` end it without an error."""
     try:
         yield
     except normal_ends:

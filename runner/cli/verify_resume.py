@@ -156,10 +156,8 @@ class TrialRun:
     def wait_until(self, condition: Callable[[], bool]) -> bool:
         """Wait until a condition holds, and return False if the job was done before.
 
-        Raises:
-            InvalidError: the job refused to start.
-            FailedError: the job failed.
-            RetryableError: the job ended with a code that asks for another try, more often than it is tried.
+        Raises InvalidError if the job refused to start, FailedError if it failed, RetryableError if it ended too often
+        with a code that asks for another try.
         """
         while not condition():
             codes = [process.poll() for process in self._processes]
@@ -298,7 +296,7 @@ def verify_resume(arguments: VerifyResumeArguments) -> int:
 def _run_with_kills(
     run: TrialRun, trial: Trial, moments: Sequence[str], first_commit_seconds: float, interval_seconds: float
 ) -> int:
-    """Run the job with its kills, to its end.
+    """Run the job with its kills, to its end, and return the newest committed step at the first kill after a commit.
 
     Args:
         run: a run that has not been started.
@@ -306,9 +304,6 @@ def _run_with_kills(
         moments: the moment of each kill.
         first_commit_seconds: time from a start to the first commit.
         interval_seconds: time between two commits.
-
-    Returns:
-        The newest committed step at the first kill after a commit.
     """
     chance = random.Random(trial.seed)
     first_kill = 0 if trial.kills else trial.steps
@@ -353,10 +348,9 @@ def _run_with_kills(
 
 
 def find_program_change(programs: Sequence[tuple[str, str]]) -> str | None:
-    """Return the first change of the train step in words, or None if each start with equal facts has the same program.
+    """Return the first change of the train step in words, None if starts with equal facts have the same program.
 
-    Args:
-        programs: (digest of the facts, digest of the program) of each start, in order.
+    `programs` has (digest of the facts, digest of the program) of each start, in order.
     """
     known: dict[str, str] = {}
     for facts, program in programs:

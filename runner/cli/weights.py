@@ -146,8 +146,7 @@ def validate_outside_run(path: Path, store: Store) -> None:
 def read_recorded_steps(path: Path) -> list[int]:
     """Return the steps that have a line in the file of `--output`, and cut off a line that a kill left incomplete.
 
-    Raises:
-        InvalidError: the file cannot be read.
+    Raises InvalidError if the file cannot be read.
     """
     try:
         content = path.read_bytes()

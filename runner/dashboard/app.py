@@ -102,10 +102,8 @@ class AccessPolicy:
 def make_access_policy(host: str, token: str | None) -> AccessPolicy:
     """Return the policy of a server that is bound to `host`.
 
-    A server that other machines can reach has a token, which is generated if none is given.
-
-    Raises:
-        InvalidError: the token cannot be a part of an address.
+    A server that other machines can reach has a token, which is generated if none is given. Raises InvalidError if the
+    token cannot be a part of an address.
     """
     if token is not None and not _TOKEN.fullmatch(token):
         raise InvalidError("--token needs 16 or more of the characters A-Z a-z 0-9 . _ ~ -")

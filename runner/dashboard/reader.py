@@ -48,13 +48,7 @@ Value = TypeVar("Value")
 
 
 class DiscoveredRun(NamedTuple):
-    """Run below the root.
-
-    Attributes:
-        id: name in addresses, which does not reveal the path.
-        path: path below the root.
-        store: its directory.
-    """
+    """Run below the root. Its `id` is its name in addresses, and does not reveal the path."""
 
     id: str
     path: str
@@ -70,11 +64,7 @@ class DiscoveryResult:
 
 
 def find_runs(root: Store) -> DiscoveryResult:
-    """Search below `root`, which may be a run itself.
-
-    Raises:
-        OSError: `root` cannot be read.
-    """
+    """Search below `root`, which may be a run itself. Raises OSError if it cannot be read."""
     runs: list[DiscoveredRun] = []
     notes: list[str] = []
     level = [""]
@@ -138,11 +128,8 @@ def read_ancestors(
 ) -> dict[str, "RunSnapshot"]:
     """Return the ancestors of forks that are not among these runs, by id, as far as they are found.
 
-    Args:
-        snapshots: the runs.
-        list_places: returns directories in which the parent of a fork may be; the second argument is the URL of the
-            fork. Any run in them with another id is not opened: a fork's record must not show other runs.
-        make_reader: returns a reader of such a directory.
+    `list_places` returns directories in which the parent of a fork at a URL may be. Any run in them with another id is
+    not opened: a fork's record must not show other runs.
     """
     known = {run.history.id for run in snapshots}
     found: dict[str, RunSnapshot] = {}
@@ -171,11 +158,7 @@ class SpecDifference(NamedTuple):
 
 
 def find_differences(specs: Sequence[str | None]) -> list[SpecDifference]:
-    """Return the keys, sorted, whose values are not equal in all specs.
-
-    Args:
-        specs: specs as YAML. None, or one that cannot be read, has no values.
-    """
+    """Return the keys, sorted, whose values are not equal in all specs, as YAML; an unreadable one has no values."""
     flat: list[dict[str, str] | None] = []
     for text in specs:
         try:
@@ -241,12 +224,7 @@ class RunReader:
         self._history, self._metrics, self._curves = HistoryReader(store), open_metrics_tail(store), RunCurves()
 
     def read(self) -> RunSnapshot:
-        """Return the current state of the run.
-
-        Raises:
-            OSError: the store does not respond.
-            InvalidError: there is no run in the directory.
-        """
+        """Return the current state of the run. Raises OSError, or InvalidError if there is no run in the directory."""
         history = self._history.read()
         notes: list[str] = []
 

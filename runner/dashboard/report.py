@@ -80,13 +80,7 @@ def render_report_page(title: str, data: Any) -> str:
 
 
 def render_live_page(title: str, top: str, source: str) -> str:
-    """Return a page of the server that polls its data.
-
-    Args:
-        title: title of the page.
-        top: relative address of the first page.
-        source: relative address of the data.
-    """
+    """Return a page of the server that polls its data. `top` and `source` are relative addresses."""
     return _render_page(
         title,
         f'<link rel="stylesheet" href="{top}static/page.css">',
@@ -143,11 +137,9 @@ def list_parent_places(fork: ForkRecord, url: str) -> list[Store]:
 
 
 def render_report(stores: Sequence[Store]) -> str:
-    """Return the page about the runs in these directories. Runs are read one after the other.
+    """Return the page about the runs in these directories, which are read one after the other.
 
-    Raises:
-        OSError: a store does not respond.
-        InvalidError: there is no run in a directory.
+    Raises OSError if a store does not respond, InvalidError if there is no run in a directory.
     """
     names = make_run_names([store.url for store in stores])
     snapshots = [RunReader(store, name).read() for store, name in zip(stores, names, strict=True)]
@@ -161,11 +153,7 @@ def render_report(stores: Sequence[Store]) -> str:
 
 
 def write_report(stores: Sequence[Store], path: Path) -> int:
-    """Write the page to a file, whole or not at all, and return its size in bytes.
-
-    Raises:
-        OSError: a store does not respond, or the file cannot be written.
-    """
+    """Write the page to a file, whole or not at all, and return its size in bytes. Raises as `render_report`."""
     # The name of a directory may contain bytes that are not text.
     content = render_report(stores).encode(errors="replace")
     # A reader of the file sees the old page or the new one, never a part.

@@ -104,8 +104,7 @@ class SharedReader:
     def get_data(self, name: str) -> ResponseBody | None:
         """Return the newest data of a page; None if there is no such run. Thread-safe.
 
-        Raises:
-            TimeoutError: nothing was read for it within `wait_seconds`.
+        Raises TimeoutError if nothing was read for it within `wait_seconds`.
         """
 
         def is_fresh() -> bool:
@@ -205,10 +204,7 @@ class PageData:
         self._readers: dict[str, RunReader] = {}
 
     def read(self, name: str) -> ResponseBody | None:
-        """Return the data of the runs with these ids, joined by commas; of all runs for "" or `METRICS`.
-
-        None if there is no such run.
-        """
+        """Return the data of the runs with these ids, joined by commas, or of all; None if there is no such run."""
         if time.monotonic() - self._found_when >= SEARCH_SECONDS:
             found = _try_reading(lambda: find_runs(self._root))
             # A root that cannot be listed for a moment keeps the runs that were found before.
@@ -347,10 +343,6 @@ def format_prometheus(lines: Sequence[JsonObject], now: float) -> str:
     """Return the figures of runs in Prometheus' text format, version 0.0.4.
 
     Each run has one series of each figure that is known, and one for each state; there are at most `RUNS_MAX` runs.
-
-    Args:
-        lines: lines of the table of runs.
-        now: Unix seconds.
     """
     runs: dict[str, JsonObject] = {}
     for line in lines:
@@ -446,9 +438,7 @@ class DashboardServer(TcpWSGIServer):
 def make_server(app: DashboardApp, host: str, port: int) -> MultiSocketServer:
     """Return a server that listens, on each address of `host`; its first port is in `effective_listen`.
 
-    Raises:
-        OSError: the address cannot be used.
-        ValueError: the port or the name of the host is none.
+    Raises OSError if the address cannot be used, ValueError for an invalid port or name.
     """
     # The limits bound memory and threads, whatever clients send. Waitress must not stop accepting at its own limit of
     # connections, at which idle clients would keep all others out.
@@ -475,11 +465,7 @@ def make_server(app: DashboardApp, host: str, port: int) -> MultiSocketServer:
 
 
 def serve(root: Store, host: str, port: int, token: str | None) -> None:
-    """Serve all runs below `root` until Ctrl-C or SIGTERM. To be called in the main thread.
-
-    Raises:
-        InvalidError: the address or the token cannot be used.
-    """
+    """Serve all runs below `root` until Ctrl-C or SIGTERM. To be called in the main thread. Raises InvalidError."""
     watcher = SharedReader(PageData(root).read)
     access = make_access_policy(host, token)
     try:

@@ -42,13 +42,9 @@ _STATE_CLASSES = {
 def build_view(
     title: str, snapshots: Sequence[RunSnapshot], points_max: int, ancestors: Mapping[str, RunSnapshot] | None = None
 ) -> JsonObject:
-    """Return the data of a page about runs.
+    """Return the data of a page about runs of different names, with about `points_max` points in all curves.
 
-    Args:
-        title: title of the page.
-        snapshots: runs with different names.
-        points_max: approximate number of points of all curves together.
-        ancestors: runs by id whose curves are drawn behind those of their forks.
+    The curves of the ancestors, by id, are drawn behind those of their forks.
     """
     ancestors = ancestors or {}
     # Curves share the budget of points; a bin takes two points.

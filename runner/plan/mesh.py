@@ -92,15 +92,7 @@ def _list_divisors(number: int, most: int | None = None) -> list[int]:
 
 @dataclass(frozen=True)
 class SmallShard:
-    """Parameter whose shards are smaller than a tile.
-
-    Attributes:
-        name: parameter.
-        shape: its shape.
-        axis: sharded axis that is too short.
-        rows: size of a shard along that axis.
-        tile_rows: rows of a tile of its type.
-    """
+    """Parameter whose shards, along an axis, have fewer rows than a tile of its type."""
 
     name: str
     shape: tuple[int, ...]
@@ -117,9 +109,7 @@ class SmallShard:
 def find_small_shards(parameters: Mapping[str, Any], itemsize: int) -> list[SmallShard]:
     """Return the parameters with shards below the tile, largest first; none if they are a negligible share of all.
 
-    Args:
-        parameters: abstract parameters with shardings, by name.
-        itemsize: bytes of an element in the type in which parameters are sent.
+    `parameters` are abstract, with shardings, and are sent in a type of `itemsize` bytes.
     """
     tile_rows = _TILE_BYTES // itemsize
     found = []
@@ -161,13 +151,7 @@ class MeshWarning:
 
 @dataclass(frozen=True)
 class ParameterPasses:
-    """Number of times that a step needs each parameter whole.
-
-    Attributes:
-        accumulate_steps: micro-batches of a step.
-        layers: passes over a layer's parameters in a micro-batch.
-        logits: passes over the output embedding in a micro-batch.
-    """
+    """Number of times that a step of `accumulate_steps` micro-batches needs each parameter whole, in a micro-batch."""
 
     accumulate_steps: int
     layers: int
@@ -175,14 +159,7 @@ class ParameterPasses:
 
 
 def make_small_shard_warning(shards: list[SmallShard], mesh: str, dtype: str, sent_bytes: float) -> MeshWarning:
-    """Return the warning that shards are below the tile.
-
-    Args:
-        shards: small shards, largest first.
-        mesh: the mesh, for the user.
-        dtype: type in which parameters are sent.
-        sent_bytes: bytes that a device then sends in a step, by arithmetic.
-    """
+    """Return the warning that shards, the largest of them first, are below the tile of the type that is sent."""
     first = shards[0]
     others = f" (and those of {len(shards) - 1} more parameters)" if len(shards) > 1 else ""
     text = (
@@ -216,14 +193,7 @@ class _MovedArray:
 def find_mesh_warnings(
     collectives: Iterable[Collective], parameters: Mapping[str, Any], passes: ParameterPasses, sharded_axes: set[str]
 ) -> list[MeshWarning]:
-    """Return the warnings about the collectives of a compiled step.
-
-    Args:
-        collectives: collectives of the step.
-        parameters: abstract parameters with shardings, by name.
-        passes: passes that the step needs.
-        sharded_axes: state axes of more than one device.
-    """
+    """Return the warnings about the collectives of a compiled step whose passes and sharded state axes are these."""
     # Elements of a parameter as a matmul needs it -> names, each with the number of such matrices that it stacks. That
     # is whole, except along axes that are not state axes, and for experts, of which a device has its own.
     names_by_size: dict[int, list[tuple[str, int]]] = defaultdict(list)

@@ -104,14 +104,9 @@ def predict_collectives(
 ) -> list[PredictedCollective]:
     """Return the collectives of a step.
 
-    Args:
-        sizes: axis -> size of the mesh.
-        weights: parameters as they are sent.
-        sizing: sizes that the model declares.
-        tokens: tokens of a device in a step: its examples, times its part of a sequence.
-        passes: passes over the parameters in a micro-batch: forward, backward and recomputation.
-        accumulate_steps: micro-batches of a step.
-        waits: True if gradients are reduced over `data` once, at the end of the step.
+    A device computes `tokens` in a step: its examples, times its part of a sequence. The `passes` over the parameters
+    in a micro-batch are forward, backward and recomputation. The gradients wait if they are reduced over `data` once,
+    at the end of the step.
     """
     num_shards = math.prod(sizes[axis] for axis in STATE_AXES)
     # One gather per pass and one scatter of the gradients; an all-reduce in their place sends twice as much.

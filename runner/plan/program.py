@@ -127,16 +127,11 @@ def is_libtpu_installed() -> bool:
 
 
 def open_machine(accelerator: Accelerator | None) -> TargetMachine:
-    """Return the devices of an accelerator.
+    """Return the devices of an accelerator; None, or a CPU without a number, stands for the devices of this machine.
 
     Call it before jax starts a backend. A caller that opens several machines must open the largest first, because the
-    number of simulated devices is fixed when the backend starts.
-
-    Args:
-        accelerator: None, or a CPU without a number, for the devices of this machine.
-
-    Raises:
-        InvalidError: there is no such topology, or libtpu cannot compile for it.
+    number of simulated devices is fixed when the backend starts. Raises InvalidError if there is no such topology, or
+    libtpu cannot compile for it.
     """
     if accelerator is None or (accelerator.name == "cpu" and accelerator.num_chips is None):
         local = jax.devices()
@@ -208,13 +203,8 @@ def _open_libtpu_devices(accelerator: Accelerator, shape: str) -> tuple[Sequence
 def uses_all_reduce(devices: Sequence[jax.Device], sizes: MeshSizes, leaf: Any, dtype: str) -> bool:
     """Return True if the compiler moves a parameter over `STATE_AXES` by all-reduce instead of gather and scatter.
 
-    Compiles one matmul and its weight gradient. If a parameter stacks layers or experts, one matrix is tried.
-
-    Args:
-        devices: devices to compile for.
-        sizes: mesh over these devices.
-        leaf: abstract parameter with a sharding on that mesh.
-        dtype: type in which the parameter is sent.
+    Compiles one matmul and its weight gradient. If a parameter stacks layers or experts, one matrix is tried. `leaf` is
+    abstract, with a sharding on the mesh over `devices`, and `dtype` the type in which it is sent.
     """
     # T: tokens of all devices, K and N: rows and columns of the matrix.
     mesh = make_mesh(dict(sizes), devices)
@@ -299,14 +289,8 @@ def compute_roofline(work: StepWork, speeds: PeakRates, devices_per_chip: int) -
 def compute_hbm_traffic(state_bytes: float, parameter_bytes: float, passes: int, accumulate_steps: int) -> float:
     """Return the least bytes that one device moves through its HBM in a step, activations left out.
 
-    The optimizer reads and writes the state once. Each pass over the model reads the parameters once in every
-    micro-batch.
-
-    Args:
-        state_bytes: state on the device.
-        parameter_bytes: parameters as a matmul reads them.
-        passes: forward, backward and recomputation.
-        accumulate_steps: micro-batches of a step.
+    The optimizer reads and writes the state once. Each pass over the model (forward, backward and recomputation) reads
+    the parameters once in every micro-batch.
     """
     return 2 * state_bytes + accumulate_steps * passes * parameter_bytes
 
@@ -317,14 +301,8 @@ def split_over_domains(
     """Return the bytes that a device sends inside its domain (a slice, a GPU node) and out of it, for a collective.
 
     The collective runs in two stages, as good implementations do: inside each domain, and then across domains on the
-    part that each device of a domain then holds.
-
-    Args:
-        sizes: axis -> size of the mesh.
-        over_domains: axis -> number of domains along it.
-        axes: axes of the collective.
-        sent_factor: 2 for an all-reduce, 1 for the other kinds.
-        payload: bytes of the whole array of a group.
+    part that each device of a domain then holds. Its `payload` is the whole array of a group, and the factor 2 for an
+    all-reduce, 1 for the other kinds.
     """
     group, across = 1, 1
     for axis in axes:
@@ -389,15 +367,8 @@ def compile_program(
     micro-batch that the train step tries first, and again if that does not fit. On fake devices a step does not fit if
     its arguments and outputs alone do not: its temporaries are those of XLA for CPU, and say nothing about the chip.
 
-    Args:
-        setup_builder: builder of the job's steps.
-        train_setup: abstract state and shardings on the machine's devices.
-        machine: devices to compile for.
-        with_val: compile the validation step too.
-        micro_batch: the only micro-batch to try, if the spec allows it.
-
-    Raises:
-        InvalidError: the step does not fit in memory, with the numbers. Its cause is a `StepTooLargeError`.
+    `micro_batch` is the only one to try, if the spec allows it. Raises InvalidError if the step does not fit in memory,
+    with the numbers and a `StepTooLargeError` as its cause.
     """
     # The train step tries the largest micro-batch first.
     first = setup_builder.list_layouts(train_setup, micro_batch)[0]

@@ -225,11 +225,7 @@ def format_first_estimate(job: BaseTrainer, train_setup: TrainSetup, machine: Ta
 
 
 def build_first_setup(job: BaseTrainer, machine: TargetMachine) -> TrainSetup:
-    """Return the setup of a job on a mesh without devices.
-
-    Raises:
-        InvalidError: the mesh does not match the machine.
-    """
+    """Return the setup of a job on a mesh without devices. Raises InvalidError if it does not match the machine."""
     return build_abstract(job.setup_builder, order_sizes(resolve_mesh_sizes(job.topology.mesh, len(machine.devices))))
 
 
@@ -296,10 +292,7 @@ def make_batch_section(config: TrainerConfig, program: CompiledProgram) -> Secti
 def add_courses(section: Section, stages: Sequence[StagePlan], schedules: Sequence[optax.Schedule] | None) -> None:
     """Add drawings of the learning rate and of the batch over the whole run.
 
-    Args:
-        section: section of the plan.
-        stages: stages of the run.
-        schedules: learning rate of each stage; None if a job's own schedule or optimizer contains it.
+    `schedules` has the learning rate of each stage; it is None if a job's own schedule or optimizer contains it.
     """
     starts, total = [stage.start for stage in stages], stages[-1].stop
     # The first and the last step, and others at equal distances.

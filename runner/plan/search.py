@@ -185,8 +185,7 @@ class Search:
     def open_job(self, more: list[str]) -> BaseTrainer:
         """Return the job under additional overrides, with the vocabulary that its data or its spec gives.
 
-        Raises:
-            InvalidError: lists all problems.
+        Raises InvalidError that lists all problems.
         """
         findings = Findings()
         job = checks.open_job(self.load_document(more), findings)
@@ -264,16 +263,11 @@ class Search:
         start: Candidate | None = None,
         end_seconds: float = inf,
     ) -> tuple[list[CompiledCandidate], list[str]]:
-        """Compile the best few candidates, and print each result as it comes.
+        """Compile the best few candidates, print each result as it comes, and return those that fit, best first.
 
-        Args:
-            candidates: candidates that may fit, best first.
-            machine: machine to compile for.
-            start: the spec as it is, which is compiled first, so that the result is never slower.
-            end_seconds: value of `time.monotonic` at which the search ends, once one candidate fits.
-
-        Returns:
-            Candidates that fit, best first, and a line for each that does not.
+        The second value has a line for each that does not fit. `start` is the spec as it is, which is compiled first,
+        so that the result is never slower. The search ends at `end_seconds` of `time.monotonic`, once one candidate
+        fits.
         """
         limit_bytes = machine.hbm_bytes * MEMORY_SHARE
         compiled: dict[Candidate, CompiledCandidate] = {}
@@ -366,15 +360,8 @@ def run_compilation(
 ) -> CompiledCandidate | tuple[str, float] | None:
     """Compile a candidate in another process, which is killed once the search is over.
 
-    Args:
-        search: search that the candidate belongs to.
-        candidate: candidate to compile.
-        machine: machine to compile for.
-        is_whole: True to compile to the end, for the compiler's estimates; False to schedule the step only.
-        is_over: function that returns True if the search ends without the result.
-
-    Returns:
-        The result; or why the candidate does not fit, and the bytes that it needs; or None if the search is over.
+    With `is_whole` it is compiled to the end, for the compiler's estimates, otherwise scheduled only. Returns the
+    result; or why the candidate does not fit, and the bytes that it needs; or None if the search is over.
     """
     assert machine.accelerator is not None, "a search needs chips with known peak figures"
     # A forked process would share libtpu's threads and locks.
@@ -409,12 +396,7 @@ def compile_and_send(
 ) -> None:
     """Compile a candidate, send the result of `run_compilation`, and end this process.
 
-    Args:
-        sender: connection to the process that asked for it.
-        search: search that the candidate belongs to.
-        candidate: candidate to compile.
-        target: accelerator to compile for, and the memory of one of its devices.
-        directory: directory for dumps, to schedule the step only; None to compile to the end.
+    `target` is the accelerator, and the memory of one of its devices; `directory` as in `compile_candidate`.
     """
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # the parent has opened it too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and its end this process
@@ -444,8 +426,7 @@ def compile_candidate(
 ) -> CompiledCandidate:
     """Compile a candidate in this process; with a `directory` for dumps schedule it only, as `schedule_program` does.
 
-    Raises:
-        InvalidError: the step does not fit in memory, with the numbers.
+    Raises InvalidError, with the numbers, if the step does not fit in memory.
     """
     job = search.open_job(candidate.overrides)
     train_setup = job.setup_builder.build(machine.devices)
@@ -467,10 +448,7 @@ def find_smallest_slice(
 ) -> tuple[Accelerator, list[Candidate]]:
     """Return the smallest slice on which something may fit and the run ends in time, with its candidates.
 
-    `variants` are those of the search. The run is assumed to reach `TYPICAL_SHARE` of the best speed.
-
-    Raises:
-        InvalidError: no slice does.
+    The run is assumed to reach `TYPICAL_SHARE` of the best speed. Raises InvalidError if no slice ends it in time.
     """
     steps = variants[0].job.total_steps
     best = ""

@@ -78,14 +78,9 @@ class Collective:
 
 
 def find_collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
-    """Return all collectives of a module, in the order of the text.
+    """Return all collectives of optimised HLO, in the order of the text, for a mesh of axis -> size, in mesh order.
 
-    Args:
-        text: optimised HLO.
-        mesh_shape: axis -> size, in mesh order.
-
-    Raises:
-        ValueError: a group names devices that the mesh does not have.
+    Raises ValueError if a group names devices that the mesh does not have.
     """
     return [collective for _, collective in locate_collectives(text, mesh_shape)]
 

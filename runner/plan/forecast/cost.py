@@ -84,11 +84,8 @@ class Matmul:
     def count_padded_flops(self, width: int) -> int:
         """Return the FLOPs that matrix units spend, which a small size leaves partly empty.
 
-        One operand is held in the unit, width x width at a time, and the other streams past it. Loading takes as long
-        as `width` rows of the other operand.
-
-        Args:
-            width: width of a matrix unit; 1 for no padding.
+        One operand is held in the unit, `width` x `width` at a time, and the other streams past it. Loading takes as
+        long as `width` rows of the other operand. A width of 1 means no padding.
         """
         if width == 1:
             return self.flops
@@ -179,11 +176,7 @@ def _parse_convolution(module: HloModule, op: Op) -> Matmul:
 def _count_valid_positions(taken: int, size: int, made: int, axis: dict[str, tuple[int, int]]) -> int:
     """Return the number of window positions, over all results along an axis, that fall on a value.
 
-    Args:
-        taken: input size.
-        size: window size.
-        made: output size.
-        axis: attributes of the window along this axis, each as (before, after).
+    The window of `size` values makes `made` results of `taken` inputs; `axis` has its attributes as (before, after).
     """
     stride, before = axis.get("stride", (1, 1))[0], axis.get("pad", (0, 0))[0]
     spread, dilation = axis.get("lhs_dilate", (1, 1))[0], axis.get("rhs_dilate", (1, 1))[0]
@@ -249,14 +242,9 @@ def _count_attention_flops(module: HloModule, op: Op, width: int) -> _AttentionF
 def compute_causal_share(
     length: int, keys: int, block_q: int, block_kv: int, blocks_in_a_row: int | None = None
 ) -> float:
-    """Return the share of all blocks that causal attention computes.
+    """Return the share of all blocks, of `block_q` queries and `block_kv` keys, that causal attention computes.
 
-    Args:
-        length: number of queries.
-        keys: number of keys.
-        block_q: queries of a block.
-        block_kv: keys of a block.
-        blocks_in_a_row: blocks of keys that an attention window leaves to a row of queries, None for no window.
+    An attention window leaves `blocks_in_a_row` blocks of keys to a row of queries; None for no window.
     """
     rows, columns = -(-length // block_q), -(-keys // block_kv)
     most = min(columns, blocks_in_a_row or columns)

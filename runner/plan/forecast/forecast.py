@@ -310,13 +310,7 @@ def _iter_leaves(value: _BufferTree) -> Iterator[int]:
 
 
 def classify_op(module: HloModule, op: Op, calls: tuple[StackFrame, ...]) -> str:
-    """Return the part of a step that an op belongs to.
-
-    Args:
-        module: module of the op.
-        op: an op of the schedule.
-        calls: calls that led to it, innermost first.
-    """
+    """Return the part of a step that an op of the schedule belongs to, by the calls that led to it, innermost first."""
     if any(_OPTIMIZER_FILE.search(frame.file) for frame in calls):
         return OPTIMIZER
     if is_kernel(op):
@@ -483,15 +477,9 @@ def _sum_seconds(named: list[tuple[str, OpTime]]) -> dict[str, tuple[float, floa
 
 
 def compute_forecast(text: str, mesh_sizes: Mapping[str, int], rates: DeviceRates) -> Forecast:
-    """Return the forecast of a compiled program.
+    """Return the forecast of a compiled program, given as scheduled HLO, on a mesh of axis -> size, in mesh order.
 
-    Args:
-        text: scheduled HLO.
-        mesh_sizes: axis -> size, in mesh order.
-        rates: speeds of one device.
-
-    Raises:
-        ValueError: replica groups have an unknown form, or name devices that the mesh does not have.
+    Raises ValueError if replica groups have an unknown form, or name devices that the mesh does not have.
     """
     module = load_module(text)
     transfers = find_transfers(module, mesh_sizes, rates.hbm_bytes_per_second, rates.collective_seconds)

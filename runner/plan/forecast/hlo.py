@@ -165,12 +165,7 @@ def count_shape_bytes(shape: str) -> int:
 
 
 def count_array_bytes(match: re.Match[str], is_padded: bool = False) -> int:
-    """Return the bytes of an array that `ARRAY_PATTERN` matched.
-
-    Args:
-        match: array with its layout.
-        is_padded: count whole tiles of the layout, as the array occupies memory, instead of packed values.
-    """
+    """Return the bytes of an array that `ARRAY_PATTERN` matched: packed values, or whole tiles of its layout."""
     sizes = list(parse_sizes(match))
     layout = match[3] or ""
     if is_padded and (tile := _TILE.search(layout)):
@@ -255,11 +250,7 @@ class HloProgram:
 
 
 def parse_program(text: str) -> HloProgram:
-    """Read a module in one pass over its instructions.
-
-    Raises:
-        ValueError: replica groups have an unknown form.
-    """
+    """Read a module in one pass over its instructions. Raises ValueError for an unknown form of replica groups."""
     program = HloProgram()
     if partitions := _PARTITIONS.search(text[: text.find("\n")]):
         program.num_partitions = int(partitions[1])

@@ -160,11 +160,7 @@ class HloModule:
 
 
 def load_module(text: str) -> HloModule:
-    """Read a module.
-
-    Raises:
-        ValueError: replica groups have an unknown form.
-    """
+    """Read a module. Raises ValueError for an unknown form of replica groups."""
     # Instructions are read by line, so line breaks inside them must go.
     text = _KERNEL_NOTES.sub(lambda match: "kernel_metadata={" + match[1].replace("\n", " ") + "}", text)
     text = _KERNEL_CODE.sub('"body":""', text)
@@ -265,15 +261,10 @@ def _parse_fields(row: str) -> dict[str, int]:
 
 
 def find_source_line(calls: tuple[StackFrame, ...], library: str) -> str:
-    """Return `file:line` of the innermost call in the user's own source.
+    """Return `file:line` of the innermost call, of these from the innermost on, in the user's own source.
 
-    Args:
-        calls: calls that led to an op, innermost first.
-        library: directory of the runner's own source, which does not count as the user's.
-
-    Returns:
-        If no call is in the user's source, the innermost call outside of installed files; else the outermost known
-        call; else "".
+    The directory `library` holds the runner's own source. If no call is in the user's source, it is the innermost call
+    outside of installed files, else the outermost known call, else "".
     """
     own = [frame for frame in calls if not frame.is_installed]
     users = [frame for frame in own if f"/{library}/" not in frame.file]
@@ -283,13 +274,7 @@ def find_source_line(calls: tuple[StackFrame, ...], library: str) -> str:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Result of one instruction, or of several with the same shape from the same operation.
-
-    Attributes:
-        bytes: size with the padding of tiles.
-        shape: type and sizes.
-        op_name: traced operation that made it, or the name of an argument.
-    """
+    """Result of instructions with the same shape from the same operation, or an argument; `bytes` include padding."""
 
     bytes: int
     shape: str

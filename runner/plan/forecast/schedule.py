@@ -72,14 +72,7 @@ def find_transfers(
     copy_bytes_per_second: float,
     get_seconds: Callable[[Collective], float],
 ) -> Transfers:
-    """Return all transfers of a module.
-
-    Args:
-        module: module to read.
-        mesh_sizes: axis -> size, in mesh order.
-        copy_bytes_per_second: HBM bandwidth.
-        get_seconds: function that returns the time of one run of a collective.
-    """
+    """Return all transfers of a module on a mesh (axis -> size); `get_seconds` gives the time of a collective's run."""
     transfers = Transfers()
     ops = [op for ops in module.computations.values() for op in ops.values()]
 
