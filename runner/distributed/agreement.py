@@ -50,12 +50,8 @@ class Liveness:
     ):
         """Create the detector.
 
-        Args:
-            store: the key-value store of the job.
-            process_id: index of this process.
-            num_processes: number of processes of the job.
-            peer_sockets: connections by process, each of which closes when that process ends. Process 0 has one to
-                every other process, the others have one to process 0.
+        Each of the connections, by process, closes when that process ends. Process 0 has one to every other process,
+        the others have one to process 0.
         """
         self._store, self._peer_sockets = store, peer_sockets
         self._process_id, self._num_processes = process_id, num_processes
@@ -78,11 +74,7 @@ class Liveness:
         return str(min(found, key=lambda address: address.is_loopback, default="127.0.0.1"))
 
     def find_crashed(self) -> list[int]:
-        """Return the processes that have disconnected without announcing it. Does not wait for them. Any thread.
-
-        Raises:
-            PeerLostError: the coordinator cannot be reached.
-        """
+        """Return the processes that have disconnected without announcing it. Waits for none of them. Any thread."""
         departures = key_value.DEPARTURES
         return [
             process
@@ -91,11 +83,7 @@ class Liveness:
         ]
 
     def read_departures(self) -> dict[int, int]:
-        """Return the exit code of each process that has announced its exit. Does not wait for them. Any thread.
-
-        Raises:
-            PeerLostError: the coordinator cannot be reached.
-        """
+        """Return the exit code of each process that has announced its exit. Waits for none of them. Any thread."""
         return self._store.list_values(key_value.DEPARTURES)
 
     def leave(self, code: int) -> None:
@@ -202,10 +190,8 @@ class Hosts:
         """Broadcast `value` (JSON) of process 0 to every process; the values of the others are ignored.
 
         Called on every process, by the training thread. Blocks the others until process 0 calls it. Blocks process 0
-        only in every `MAX_DECISIONS`-th call in a row, until all processes call it.
-
-        Raises:
-            PeerLostError: the deadline passed.
+        only in every `MAX_DECISIONS`-th call in a row, until all processes call it. Raises PeerLostError at the
+        deadline.
         """
         if self.num_processes == 1:
             return value
@@ -222,10 +208,8 @@ class Hosts:
     def gather(self, value: Any, deadline_seconds: float | None = None) -> list[Any]:
         """Return `value` (JSON) of every process, in order of process.
 
-        Called on every process, by the training thread. Blocks until all processes call it.
-
-        Raises:
-            PeerLostError: the deadline passed; the message names the missing processes.
+        Called on every process, by the training thread. Blocks until all processes call it. Raises PeerLostError that
+        names the missing processes at the deadline.
         """
         if self.num_processes == 1:
             return [value]
@@ -252,11 +236,7 @@ class Hosts:
         return [values[process] for process in range(self.num_processes)]
 
     def barrier(self) -> None:
-        """Block until every process calls this. Called on every process, by the training thread.
-
-        Raises:
-            PeerLostError: the deadline passed; the message names the missing processes.
-        """
+        """Block until every process calls this. Called on every process, by the training thread. Raises as `gather`."""
         self.gather(None)
 
     def run_on_main(self, function: Callable[[], Any]) -> Any:
@@ -281,15 +261,8 @@ class Hosts:
         """Gather `value` (JSON) of every process on process 0; return all of them there, and `[value]` on the others.
 
         For background threads, whose calls are not ordered among the processes. Called on every process; blocks only
-        process 0.
-
-        Args:
-            folder: a folder of `key_value`, the same on every process and never used again.
-            value: the value of this process.
-            deadline_seconds: time for the others to write their values.
-
-        Raises:
-            PeerLostError: on process 0, the deadline passed; the message names the missing process.
+        process 0, which raises PeerLostError that names the missing process at the deadline. The `folder` of
+        `key_value` is the same on every process and never used again.
         """
         if not self.is_main:
             self.store.set(process_key(folder, self.process_id), value)
@@ -321,10 +294,8 @@ class Hosts:
     def exchange_ticks(self, tick: int) -> list[int]:
         """Publish the tick of this process and return the ticks of all, in order of process.
 
-        Called once on every process. Blocks until all processes have published theirs.
-
-        Raises:
-            PeerLostError: the deadline passed; the message names the missing process.
+        Called once on every process. Blocks until all processes have published theirs. Raises PeerLostError that names
+        the missing process at the deadline.
         """
         self.store.set(process_key(key_value.STOP_TICKS, self.process_id), tick)
         return [

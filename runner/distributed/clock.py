@@ -136,9 +136,7 @@ class Clock:
     def enter(self, category: TimeCategory, is_stored: bool = True) -> None:
         """Count time in `category` from now on. Training thread only.
 
-        Args:
-            category: the category to switch to.
-            is_stored: if False, the store learns of it with the next reading.
+        If not `is_stored`, the store learns of it with the next reading.
         """
         with self._lock:
             now = self._switch_category(category)
@@ -175,14 +173,11 @@ class Clock:
             store.put(reading)
 
     def send_heartbeat(self) -> bool:
-        """Store a reading as a heartbeat. Any thread.
+        """Store a reading as a heartbeat, and return False if no more are needed. Any thread.
 
         The wall clock of a machine goes on while it is suspended, unlike the monotonic one. Times of readings follow a
         wall clock that jumps ahead, or readers would take the process for stalled; no category counts the jump. They do
         not follow one that is set back, because the newest of the stored readings is the one with the latest time.
-
-        Returns:
-            False if no more heartbeats are needed: there is no store, or the job has an exit code.
         """
         with self._lock:
             jump_seconds = time.time() - (time.monotonic() + self._origin_seconds)
@@ -325,11 +320,7 @@ class Progress:
         """Report the wait for the other processes after each has called user code, such as an evaluator or a hook.
 
         If the call failed only here, the others may hang in a collective inside it. The watchdog then reports
-        `failure` as the reason. Training thread only.
-
-        Args:
-            phase: the phase to report if the call failed on this process.
-            failure: the failure on this process, or None if the call succeeded.
+        `failure` as the reason, and `phase` as the phase of this process. Training thread only.
         """
         if failure is None:
             yield

@@ -131,11 +131,7 @@ class KeyValueStore:
             raise _make_unreachable_error(error) from error
 
     def get(self, key: str, deadline_seconds: float, description: str) -> Any:
-        """Block until `key` has a value, and return it.
-
-        Raises:
-            PeerLostError: the deadline passed; the message starts with `description`.
-        """
+        """Block until `key` has a value, and return it. Raises PeerLostError with the description at the deadline."""
         try:
             return json.loads(self._service.blocking_key_value_get(key, int(deadline_seconds * 1000)))
         except jax.errors.JaxRuntimeError as error:

@@ -137,11 +137,6 @@ def has_overdue(beats: Collection[Heartbeat], seconds_since_data: float, step_de
     """Return True if a process is overdue for another reason than a wait for data.
 
     While one process waits for data, and for the duration of a step after that, every process is late.
-
-    Args:
-        beats: the heartbeats of all processes.
-        seconds_since_data: time since a process was last seen waiting for data.
-        step_deadline_seconds: longest permitted duration of a step.
     """
     is_data_ready = seconds_since_data > step_deadline_seconds
     return any(beat.is_overdue and (is_data_ready or beat.phase != STEP.name) for beat in beats)
@@ -152,11 +147,8 @@ def find_unresponsive(
 ) -> dict[int, str]:
     """Return the processes that are gone or frozen, each with a description.
 
-    Args:
-        quiet_seconds: by process, the time since its last new heartbeat.
-        limit_seconds: a process that is quiet for longer is unresponsive.
-        departures: exit codes of the processes that exited cleanly. The others get the same time to follow them.
-        crashed: processes that disconnected without leaving.
+    These are processes without a new heartbeat for `limit_seconds`, and those that disconnected without leaving.
+    Processes that exited cleanly left their exit codes; the others get the same time to follow them.
     """
     silent = {process: seconds for process, seconds in quiet_seconds.items() if seconds > limit_seconds}
     found = {process: f"has not responded for {seconds:.0f} s" for process, seconds in silent.items()}
@@ -291,12 +283,7 @@ class StragglerDetector:
 
 
 def find_stragglers(after_seconds: Sequence[float], step_seconds: float) -> list[int]:
-    """Return the processes whose arrival is significantly later than the median.
-
-    Args:
-        after_seconds: arrival of every process, after the first one.
-        step_seconds: usual duration of a step.
-    """
+    """Return the processes whose arrival, after that of the first one, is significantly later than the median."""
     limit_seconds = statistics.median_low(after_seconds) + max(_STRAGGLING_SECONDS, _STRAGGLING_STEPS * step_seconds)
     return [process for process, seconds in enumerate(after_seconds) if seconds > limit_seconds]
 
@@ -321,14 +308,9 @@ class Watchdog:
     ):
         """Create the watchdog. The callbacks run on other threads, because the directory may hang, and may be left out.
 
-        Args:
-            hosts: this process and its peers.
-            deadlines: deadlines of the spec.
-            clock: clock of this process.
-            on_diagnosis: receives the line and exit code of the diagnosis on every process, before it ends; may return
-                others to end with.
-            on_straggler: receives a change in the set of stragglers, on process 0.
-            on_progress: receives the last completed step on process 0, from time to time, if it has changed.
+        `on_diagnosis` receives the line and exit code of the diagnosis on every process, before it ends, and may return
+        others to end with. On process 0, `on_straggler` receives a change in the set of stragglers, and `on_progress`
+        the last completed step, from time to time, if it has changed.
         """
         self.progress = Progress(clock)
         self._hosts, self._deadlines = hosts, deadlines

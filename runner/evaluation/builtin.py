@@ -324,16 +324,9 @@ class BuiltinEvaluators:
         stop: StopNotice,
         val_step: Future[jax.stages.Compiled] | None = None,
     ):
-        """Prepare the evaluators.
+        """Prepare the evaluators of a training job on its devices.
 
-        Args:
-            setup_builder: training job without devices.
-            train_setup: training job on its devices.
-            layout: split of the global batch.
-            tasks: tasks of `config.eval`.
-            batch: function that makes a batch by set and index.
-            stop: notice that the job was asked to stop.
-            val_step: compiled validation step, if it is compiled already.
+        `batch` makes a batch by set and index, and `val_step` is the validation step, if it is compiled already.
         """
         config, dataset = setup_builder.config, setup_builder.dataset
         self._tasks = tasks

@@ -385,17 +385,10 @@ class SampleEvaluator:
         is_stopping: Callable[[], bool],
         every_steps: int | None = None,
     ):
-        """Prepare the evaluator.
+        """Prepare the evaluator of text and ids of prompts. Without a codec it shows ids instead of text.
 
-        Args:
-            prompts: text and ids of each prompt.
-            codec: codec of the tokens, or None for ids instead of text.
-            make_decoder: function from variables to a decoder, called at the first evaluation.
-            choose: choice of the next token.
-            num_tokens: tokens generated per prompt.
-            length: tokens of the window.
-            is_stopping: function that returns True if the job was asked to stop.
-            every_steps: steps between two evaluations; None: `eval.every_steps`.
+        `make_decoder` makes a decoder from variables, at the first evaluation. `length` is the number of tokens of the
+        window, and `every_steps` those between two evaluations; None: `eval.every_steps`.
         """
         self.every_steps = every_steps
         self._prompts, self._codec, self._make_decoder, self._choose = prompts, codec, make_decoder, choose

@@ -80,15 +80,7 @@ class LikelihoodScorer:
     def __init__(
         self, model: nn.Module, mesh: Mesh, length: int, sequences_per_device: int, is_stopping: Callable[[], bool]
     ):
-        """Prepare the scorer.
-
-        Args:
-            model: Flax module.
-            mesh: device mesh of the weights.
-            length: tokens of a sequence.
-            sequences_per_device: sequences that each device reads at the same time.
-            is_stopping: function that returns True if the job was asked to stop, called between batches.
-        """
+        """Prepare the scorer for sequences of `length` tokens; `is_stopping` is called between batches."""
         self._mesh, self._length, self._is_stopping = mesh, length, is_stopping
         self._batch_size = sequences_per_device * count_batch_shards(mesh)
 

@@ -72,10 +72,8 @@ def call_hook(listed: ListedHook, method: str, moment: Moment) -> tuple[JsonObje
     """Call a method of a hook on this host.
 
     Infrastructure failures inside of a hook are raised, because they are not errors of the hook; other code reports
-    them to the other hosts.
-
-    Returns:
-        (return value for JSON, None), or (neutral value, reason why the run cannot continue).
+    them to the other hosts. Returns (return value for JSON, None), or (neutral value, reason why the run cannot
+    continue).
     """
     try:
         return _encode_returned(listed, method, getattr(listed.hook, method)(moment)), None

@@ -84,11 +84,8 @@ def parse_source(text: str) -> TokenSource:
 def load_evaluation_data(run: ReadOnlyRun, token_source: TokenSource | None) -> EvaluationData:
     """Load a whole source, or as many examples of the run's own validation sets as the run evaluates.
 
-    Called on every host.
-
-    Raises:
-        InvalidError: the run has no validation set.
-        DataError: the ids of the source are known to be of another tokenizer than the run's.
+    Called on every host. Raises InvalidError if the run has no validation set, DataError if the ids of the source are
+    known to be of another tokenizer than the run's.
     """
     job = run.job
     data = job.config.data
@@ -355,15 +352,8 @@ def evaluate(
     A checkpoint that the run deletes meanwhile is left out with a warning if all are requested. `newest` and `best` are
     looked for again.
 
-    Args:
-        run: the run.
-        request: data, steps and weights.
-        hosts: hosts of the command.
-        make_evaluator: function that makes the evaluator for a run with the config of one stage; None: on the request's
-            data.
-
-    Raises:
-        InvalidError: there is no such checkpoint, or it cannot be scored.
+    `make_evaluator` makes the evaluator for a run with the config of one stage; None: on the request's data. Raises
+    InvalidError if there is no such checkpoint, or it cannot be scored.
     """
     get_evaluator = _cache_evaluators(
         run, make_evaluator or (lambda own: LossEvaluator(own, request.data, hosts, request.weights))
@@ -407,14 +397,8 @@ def follow(
 ) -> Iterator[JsonObject]:
     """Yield the record of each step that a run commits, until the run is done; otherwise like `evaluate`.
 
-    Args:
-        run: live run.
-        data: source to score on; None for the run's own validation sets.
-        hosts: hosts of the command.
-        is_known: function that returns True for a step that needs no record.
-        wait: called while there is no new step.
-        weights: `params`, or an average.
-        make_evaluator: as for `evaluate`.
+    `data` is the source to score on, None for the run's own validation sets. `is_known` returns True for a step that
+    needs no record, and `wait` is called while there is no new step.
     """
     get_evaluator = _cache_evaluators(run, make_evaluator or (lambda own: LossEvaluator(own, data, hosts, weights)))
     seen = set[int]()

@@ -137,11 +137,7 @@ class HarnessEvaluator:
         self.abstract = self.model.abstract
 
     def evaluate(self, step: int, weights: Any) -> JsonObject | None:
-        """Return the harness's metrics by task; None on processes other than 0.
-
-        Raises:
-            InvalidError: the data of a task cannot be loaded.
-        """
+        """Return the harness's metrics by task; None on processes but 0. Raises InvalidError if a task has no data."""
         self.model.set_weights(weights)
         try:
             found: Any = simple_evaluate(

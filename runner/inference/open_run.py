@@ -86,8 +86,7 @@ class ReadOnlyRun:
     def find_checkpoint(self, step: str) -> str:
         """Return the checkpoint that `newest`, `best` or a number names, for `load_weights`. Called on one host.
 
-        Raises:
-            InvalidError: there is no such checkpoint; the message lists the committed steps.
+        Raises InvalidError, with the committed steps, if there is no such checkpoint.
         """
         steps = self.list_steps()
         if step in (NEWEST, BEST):
@@ -109,16 +108,8 @@ class ReadOnlyRun:
         A run may delete old checkpoints while this process compiles or reads. `newest` and `best` are then resolved
         again.
 
-        Args:
-            step: the step, as for `find_checkpoint`.
-            abstract: abstract weights, as for `load_weights`.
-            weights: weights, as for `load_weights`.
-            hosts: hosts of the command.
-            found: checkpoint to try first; by default it is looked for.
-
-        Raises:
-            InvalidError: as `find_checkpoint` and `load_weights` do.
-            StorageError: the run deletes its checkpoints faster than they can be read.
+        The arguments are those of `find_checkpoint` and `load_weights`, whose errors it raises; `found` is the
+        checkpoint to try first. Raises StorageError if the run deletes its checkpoints faster than they can be read.
         """
         for _ in range(MAX_LISTINGS):
             # Every host has the same `found`.
@@ -154,13 +145,9 @@ class ReadOnlyRun:
     def load_weights(self, checkpoint: str, abstract: Any, weights: str = PARAMS) -> Any:
         """Load the weights of a checkpoint with the shapes, dtypes and shardings of `abstract`. Called on every host.
 
-        Args:
-            checkpoint: path or URL from `find_checkpoint` or `get_checkpoint`.
-            abstract: abstract weights of the job.
-            weights: `params`, or an average such as `ema_0.999`, which is cast to the types of the parameters.
-
-        Raises:
-            InvalidError: the checkpoint is damaged, is of another model, or has no such weights.
+        `checkpoint` is a path or URL from `find_checkpoint` or `get_checkpoint`. `weights` is `params`, or an average
+        such as `ema_0.999`, which is cast to the types of the parameters. Raises InvalidError if the checkpoint is
+        damaged, is of another model, or has no such weights.
         """
         try:
             if weights == PARAMS:
@@ -185,12 +172,8 @@ def parse_step(checkpoint: str) -> int:
 def open_run(directory: str, trust: Sequence[str] = ()) -> ReadOnlyRun:
     """Open the run in a directory or at a URL. Reads `spec.yaml` and claims no attempt.
 
-    Args:
-        directory: directory or URL of the run.
-        trust: modules, with their submodules, whose classes the run may name besides those of this project.
-
-    Raises:
-        InvalidError: no run has begun there, its job is not a trainer, or its spec names a class of another module.
+    `trust` lists modules, with their submodules, whose classes the run may name besides those of this project. Raises
+    InvalidError if no run has begun there, its job is not a trainer, or its spec names a class of another module.
     """
     store = open_store(directory)
     document = read_document(store, Trust(tuple(trust)))
@@ -253,10 +236,8 @@ def _render_chat_prompt(run: ReadOnlyRun, assets: ExportAssets, message: str) ->
 def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
     """Return an iterator over the prompt and the text of each token; ids between spaces if no tokenizer is known.
 
-    With `is_chat` it yields only the answer, which ends before the token that ends the turn.
-
-    Raises:
-        InvalidError: the request does not fit the run; raised before the first piece.
+    With `is_chat` it yields only the answer, which ends before the token that ends the turn. Raises InvalidError,
+    before the first piece, if the request does not fit the run.
     """
     # The checkpoint is found before the model is built, so that a wrong step is reported at once.
     checkpoint = run.find_checkpoint(request.step)

@@ -169,8 +169,7 @@ class ParameterSettings:
 def make_parameter_settings(config: OptimizerConfig, parameters: Any) -> ParameterSettings:
     """Return the settings of `parameters`, a tree of `Parameter`.
 
-    Raises:
-        InvalidError: A group matches no parameter, matches that of another group, or sets a key without effect.
+    Raises InvalidError if a group matches no parameter, matches that of another group, or sets a key without effect.
     """
     group_by_name = _match_groups(config.groups, jax.tree.leaves(parameters))
     # Parameters without a group have the settings of the optimizer.
@@ -233,15 +232,9 @@ def _match_groups(groups: Sequence[ParameterGroup], parameters: Sequence[Paramet
 
 
 def match_patterns(patterns: Sequence[str], parameters: Any, key: str) -> Any:
-    """Return a tree of bools that are True for the parameters that a pattern matches.
+    """Return a tree of bools that are True for the parameters (a tree of `Parameter`) that a glob matches.
 
-    Args:
-        patterns: globs of dotted names.
-        parameters: tree of `Parameter`.
-        key: spec key that holds the patterns, for the error.
-
-    Raises:
-        InvalidError: A pattern matches no parameter.
+    Raises InvalidError that names the `key` of the spec if a pattern matches no parameter.
     """
     # A pattern without effect is most likely a typo, so it is an error as for groups.
     leaves = jax.tree.leaves(parameters)

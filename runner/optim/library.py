@@ -111,16 +111,9 @@ _Maker = Callable[[OptimizerConfig, ParameterSettings, optax.Schedule], Any]
 
 
 def make_optimizer(name: str, config: OptimizerConfig, schedule: optax.Schedule, parameters: Any) -> Any:
-    """Return the optimizer `name` with gradient clipping and frozen parameters.
+    """Return the optimizer `name` with gradient clipping and frozen parameters (a tree of `Parameter`).
 
-    Args:
-        name: name in the library.
-        config: its settings.
-        schedule: learning rate by completed steps.
-        parameters: tree of `Parameter`.
-
-    Raises:
-        InvalidError: Groups or patterns do not fit the parameters.
+    Raises InvalidError if groups or patterns do not fit the parameters.
     """
     settings = make_parameter_settings(config, parameters)
     return freeze_parameters(settings.add_clipping(_MAKERS[name](config, settings, schedule)), settings.frozen)

@@ -86,13 +86,8 @@ def project_low_rank(
     The first R left or right singular vectors of the gradient become the projector in the first step and every
     `every_steps` steps; moments are kept. `inner` sees gradients (..., R, N) where M <= N, else (..., M, R), and no
     parameters. Its update is projected back and multiplied by `scale`.
-
-    Args:
-        inner: optimizer of the projected gradients.
-        is_projected: tree of bools. Gradients of parameters with False are passed to `inner` unchanged.
-        rank: R.
-        every_steps: steps between two updates of the projector.
-        scale: factor on the update of projected parameters.
+    parameters. Its update is projected back and multiplied by `scale`. Gradients of parameters that are False in
+    `is_projected` are passed to `inner` unchanged.
     """
 
     def map_projected(function: Any, *trees: Any) -> Any:
