@@ -52,29 +52,19 @@ _TAIL_LINES = 15
 
 @dataclass(frozen=True)
 class Trial:
-    """Settings of a verification.
+    """Settings of a verification."""
 
-    Attributes:
-        arguments: SPEC and its `--set` options.
-        steps: last step of both runs.
-        kills: number of kills of the second run.
-        processes: number of processes of the job, on this machine.
-        devices_per_process: CPU devices to simulate in each process. The undisturbed run has the first number; the
-            starts of the killed run cycle through the numbers, beginning with the second. None for the devices of this
-            machine.
-        seed: of the moments of the kills.
-        output_keys: dotted keys of the spec that would place output of the job outside of its directory.
-        borders: steps at which stages of the config begin.
-    """
-
-    arguments: Sequence[str]
-    steps: int
-    kills: int
-    processes: int
+    arguments: Sequence[str]  # SPEC and its `--set` options
+    steps: int  # last step of both runs
+    kills: int  # number of kills of the second run
+    processes: int  # number of processes of the job, on this machine
+    # CPU devices to simulate in each process. The undisturbed run has the first number; the starts of the killed run
+    # cycle through the numbers, beginning with the second. None for the devices of this machine.
     devices_per_process: Sequence[int] | None
-    seed: int
+    seed: int  # of the moments of the kills
+    # Dotted keys of the spec that would place output of the job outside of its directory.
     output_keys: Sequence[str] = ()
-    borders: Sequence[int] = ()
+    borders: Sequence[int] = ()  # steps at which stages of the config begin
 
     @property
     def every_steps(self) -> int:

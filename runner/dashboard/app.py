@@ -69,17 +69,11 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class AccessPolicy:
-    """Requirements on a request.
+    """Requirements on a request."""
 
-    Attributes:
-        names: host names that the server answers to, in lower case.
-        takes_addresses: the server answers to any IP address, not only to loopback addresses.
-        token: secret that a client must send, None where none is needed.
-    """
-
-    names: frozenset[str]
-    takes_addresses: bool
-    token: str | None
+    names: frozenset[str]  # host names that the server answers to, in lower case
+    takes_addresses: bool  # the server answers to any IP address, not only to loopback addresses
+    token: str | None  # secret that a client must send, None where none is needed
 
     def accepts_host(self, header: str) -> bool:
         """Return True if a Host header names this server."""
@@ -145,16 +139,12 @@ class Response:
 
 @dataclass(frozen=True)
 class DashboardApp:
-    """WSGI application (PEP 3333).
-
-    Attributes:
-        access: requirements on a request.
-        get_data: function that returns the data of a run's page by its id, of the table of all runs by "", or the text
-            for Prometheus by `METRICS`; None if there is no such run. It returns quickly, is called from several
-            threads, and may raise `TimeoutError`.
-    """
+    """WSGI application (PEP 3333)."""
 
     access: AccessPolicy
+    # Function that returns the data of a run's page by its id, of the table of all runs by "", or the text for
+    # Prometheus by `METRICS`; None if there is no such run. It returns quickly, is called from several threads, and may
+    # raise `TimeoutError`.
     get_data: Callable[[str], ResponseBody | None]
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:

@@ -40,21 +40,14 @@ class Bin(NamedTuple):
 
 @dataclass(frozen=True)
 class ThinnedSeries:
-    """Thinned series, as it is drawn.
+    """Thinned series, as it is drawn."""
 
-    Attributes:
-        points: in order of step; all points if they were few, else the extremes of each bin, the first and the last.
-        means: mean of each bin, at the place of its later extreme; empty if `points` has all.
-        broken: the first points whose values are not finite.
-        num_points: number of points of the series, broken ones included.
-        num_broken: number of points whose values are not finite.
-    """
-
+    # In order of step; all points if they were few, else the extremes of each bin, the first and the last.
     points: Sequence[Point]
-    means: Sequence[Point]
-    broken: Sequence[Point]
-    num_points: int
-    num_broken: int
+    means: Sequence[Point]  # mean of each bin, at the place of its later extreme; empty if `points` has all
+    broken: Sequence[Point]  # the first points whose values are not finite
+    num_points: int  # number of points of the series, broken ones included
+    num_broken: int  # number of points whose values are not finite
 
 
 class SeriesReducer:
@@ -138,25 +131,15 @@ def _sum_pairs(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class Chart:
-    """Chart of series that belong together.
-
-    Attributes:
-        title: its title.
-        unit: unit of its values.
-        form: "share" for fractions of 1, "stack" for amounts that are drawn as fractions of their sum, else "".
-        allows_log_scale: True if the axis becomes logarithmic for values that differ by a large factor.
-        is_smoothed: True if a smoothed line is drawn over the values of training.
-        starts_at_zero: True if a linear axis includes zero.
-        factor: factor from the unit of the rows to the unit of the chart.
-    """
+    """Chart of series that belong together."""
 
     title: str
     unit: str
-    form: str = ""
-    allows_log_scale: bool = False
-    is_smoothed: bool = False
-    starts_at_zero: bool = True
-    factor: float = 1.0
+    form: str = ""  # "share" for fractions of 1, "stack" for amounts that are drawn as fractions of their sum, else ""
+    allows_log_scale: bool = False  # True if the axis becomes logarithmic for values that differ by a large factor
+    is_smoothed: bool = False  # True if a smoothed line is drawn over the values of training
+    starts_at_zero: bool = True  # True if a linear axis includes zero
+    factor: float = 1.0  # factor from the unit of the rows to the unit of the chart
 
     def to_json(self) -> JsonObject:
         """Return the chart as `page.js` reads it."""

@@ -192,27 +192,16 @@ class LogExcerpt:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """State of a run at one reading.
-
-    Attributes:
-        name: name for the user.
-        history: events, attempts and checkpoints.
-        curves: series of the run's metrics.
-        newest: rows that `curves` does not hold yet.
-        discarded: rows that each roll-back has discarded, by its number.
-        spec: text of `spec.yaml`, truncated if it is very long; None if it cannot be read.
-        log: end of the log of the newest attempt's process 0, None if there is none.
-        notes: parts that could not be read, one line each.
-    """
+    """State of a run at one reading."""
 
     name: str
-    history: History
-    curves: RunCurves
-    newest: list[Row]
-    discarded: dict[int, list[Row]]
-    spec: str | None
-    log: LogExcerpt | None
-    notes: list[str]
+    history: History  # events, attempts and checkpoints
+    curves: RunCurves  # series of the run's metrics
+    newest: list[Row]  # rows that `curves` does not hold yet
+    discarded: dict[int, list[Row]]  # rows that each roll-back has discarded, by its number
+    spec: str | None  # text of `spec.yaml`, truncated if it is very long; None if it cannot be read
+    log: LogExcerpt | None  # end of the log of the newest attempt's process 0, None if there is none
+    notes: list[str]  # parts that could not be read, one line each
 
 
 class RunReader:

@@ -149,21 +149,13 @@ class SharedReader:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Line of the table of all runs.
-
-    Attributes:
-        line: content of the line.
-        when: time of reading by the monotonic clock.
-        signature: state of the run's files, None in a bucket.
-        is_living: the run is running or stalled.
-        reader: reader of a living run, which continues where it stopped.
-    """
+    """Line of the table of all runs."""
 
     line: JsonObject
-    when: float
-    signature: Signature | None
-    is_living: bool
-    reader: HistoryReader | None
+    when: float  # time of reading by the monotonic clock
+    signature: Signature | None  # state of the run's files, None in a bucket
+    is_living: bool  # the run is running or stalled
+    reader: HistoryReader | None  # reader of a living run, which continues where it stopped
 
     def is_current(self, signature: Signature | None, now: float) -> bool:
         """Return True if a run whose files now have this signature need not be read again."""

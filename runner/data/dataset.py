@@ -78,29 +78,19 @@ def get_batch_fields(config: "DataConfig") -> Fields:
 
 @dataclass(frozen=True, eq=False)
 class TrainSource:
-    """Training split of one source: its examples and their order.
-
-    Attributes:
-        label: key and name in the spec, for messages.
-        num_units: number of training tokens, or of examples if they are arrays.
-        max_epochs: limit of the spec, or None.
-        content: digest that determines the examples; sources with the same digest have the same examples.
-        first_example: number of examples of its endless stream that earlier stages of the run have used.
-        units_before: tokens (or examples) that earlier stages have used from sources of this name.
-        is_restarted: True if an earlier stage had the same tokens, divided into other examples.
-    """
+    """Training split of one source: its examples and their order."""
 
     name: str
-    label: str
+    label: str  # key and name in the spec, for messages
     source: Source | ArraySource
-    num_units: int
+    num_units: int  # number of training tokens, or of examples if they are arrays
     examples: Examples
     order: Sequence[int]
-    max_epochs: float | None
-    content: str = ""
-    first_example: int = 0
-    units_before: int = 0
-    is_restarted: bool = False
+    max_epochs: float | None  # limit of the spec, or None
+    content: str = ""  # digest that determines the examples; sources with the same digest have the same examples
+    first_example: int = 0  # number of examples of its endless stream that earlier stages of the run have used
+    units_before: int = 0  # tokens (or examples) that earlier stages have used from sources of this name
+    is_restarted: bool = False  # True if an earlier stage had the same tokens, divided into other examples
 
     def read(self, indices: np.ndarray) -> Sequences:
         """Return the examples at these indices, counted from `first_example` of the source's endless stream."""
@@ -110,42 +100,26 @@ class TrainSource:
 
 @dataclass(frozen=True)
 class SourceShare:
-    """Contribution of a source to the first examples of a run.
-
-    Attributes:
-        units: tokens (or examples) that are read, including those of earlier stages.
-        epochs: passes over the source, including skipped examples.
-        bytes_fetched: bytes that all hosts together fetch for it, if nothing is cached.
-    """
+    """Contribution of a source to the first examples of a run."""
 
     name: str
-    units: int
-    epochs: float
-    bytes_fetched: int
+    units: int  # tokens (or examples) that are read, including those of earlier stages
+    epochs: float  # passes over the source, including skipped examples
+    bytes_fetched: int  # bytes that all hosts together fetch for it, if nothing is cached
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Examples of all sources of a run, made by `load_dataset`. Immutable and thread-safe.
+    """Examples of all sources of a run, made by `load_dataset`. Immutable and thread-safe."""
 
-    Attributes:
-        source: names in the spec, for messages.
-        unit: `tokens`, or `examples` if the data are arrays.
-        units_per_example: tokens of an example; 1 if the data are arrays.
-        fields: arrays of a batch (`get_batch_fields`).
-        tokenizer: tokenizer of text; None for token ids, which were made elsewhere, and for arrays.
-        train_sources: sources of the training stream, in the proportions of the mixture.
-        validation: examples of the validation splits and of further sets, by name.
-    """
-
-    source: str
-    unit: "Unit"
-    units_per_example: int
-    fields: Fields
+    source: str  # names in the spec, for messages
+    unit: "Unit"  # `tokens`, or `examples` if the data are arrays
+    units_per_example: int  # tokens of an example; 1 if the data are arrays
+    fields: Fields  # arrays of a batch (`get_batch_fields`)
     fingerprint: str
-    tokenizer: Tokenizer | None
-    train_sources: Sequence[TrainSource]
-    validation: Mapping[str, Examples]
+    tokenizer: Tokenizer | None  # tokenizer of text; None for token ids, which were made elsewhere, and for arrays
+    train_sources: Sequence[TrainSource]  # sources of the training stream, in the proportions of the mixture
+    validation: Mapping[str, Examples]  # examples of the validation splits and of further sets, by name
     _sources: Mapping[str, Source | ArraySource]  # sources of training and validation by their labels
     _mixture: Mixture
 

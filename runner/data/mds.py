@@ -58,19 +58,12 @@ _FILE_KEYS = (Key("basename", str, "path below the index"), Key("bytes", int, "s
 
 @dataclass(frozen=True)
 class IdColumn:
-    """Layout of the column that holds the ids: arithmetic on sizes and bytes.
+    """Layout of the column that holds the ids: arithmetic on sizes and bytes."""
 
-    Attributes:
-        sizes: bytes of each column in a sample, in order; None where they vary.
-        place: index of this column.
-        dtype: type of the ids.
-        has_shape: True if a shape stands before the ids.
-    """
-
-    sizes: tuple[int | None, ...]
+    sizes: tuple[int | None, ...]  # bytes of each column in a sample, in order; None where they vary
     place: int
     dtype: np.dtype
-    has_shape: bool
+    has_shape: bool  # True if a shape stands before the ids
 
     @property
     def item_bytes(self) -> int:
@@ -180,17 +173,11 @@ def _validate(problem: str, is_right: np.ndarray) -> None:
 
 @dataclass(frozen=True, eq=False)
 class MdsShard(RecordFile):
-    """Shard in which sample i is document i.
-
-    Attributes:
-        column: layout of the ids in a sample.
-        samples: byte at which each sample begins, and the end of the last.
-        starts: byte at which the ids of each sample begin.
-    """
+    """Shard in which sample i is document i."""
 
     column: IdColumn
-    samples: np.ndarray
-    starts: np.ndarray
+    samples: np.ndarray  # byte at which each sample begins, and the end of the last
+    starts: np.ndarray  # byte at which the ids of each sample begin
 
     def locate(self, start: int, stop: int) -> ByteRange:
         """Return the byte range of the ids, including the heads of the samples that begin in it."""

@@ -59,18 +59,12 @@ TABLE_FORMATS = ("parquet", "arrow")  # their reader also takes `train_on`
 
 @dataclass(frozen=True)
 class TokenisedText:
-    """Token ids of all files of a text.
+    """Token ids of all files of a text."""
 
-    Attributes:
-        ids: 1-D, of the tokenizer's dtype.
-        sha256: digest of the little-endian bytes of `ids`.
-        ends: int64 positions in `ids` at which the files end, without repetitions.
-    """
-
-    ids: np.ndarray
+    ids: np.ndarray  # 1-D, of the tokenizer's dtype
     tokenizer: Tokenizer
-    sha256: str
-    ends: np.ndarray
+    sha256: str  # digest of the little-endian bytes of `ids`
+    ends: np.ndarray  # int64 positions in `ids` at which the files end, without repetitions
 
 
 class TextTokens(TokenSequence, Source):
@@ -318,21 +312,13 @@ _MINUTES_BETWEEN_SAVES = 5  # saves show a supervisor that a job makes progress
 
 @dataclass(frozen=True)
 class RawText:
-    """Source of text that a job tokenises before the run.
+    """Source of text that a job tokenises before the run."""
 
-    Attributes:
-        name: name of the source; `train` for a single one.
-        source: name of the text in the spec.
-        options: options of the source in the spec.
-        corpus: directory or URL of its corpus.
-        document: spec of the job, whose messages have the keys of the spec of the run.
-    """
-
-    name: str
-    source: str
-    options: JsonObject
-    corpus: str
-    document: Document
+    name: str  # name of the source; `train` for a single one
+    source: str  # name of the text in the spec
+    options: JsonObject  # options of the source in the spec
+    corpus: str  # directory or URL of its corpus
+    document: Document  # spec of the job, whose messages have the keys of the spec of the run
 
 
 def split_text(document: Document, spec: ExecutionSpec, url: str, job: str) -> tuple[Document, list[RawText]]:

@@ -36,17 +36,11 @@ Sequences = dict[str, np.ndarray]  # by field, of shape (number of examples, *sh
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """Array of a batch.
-
-    Attributes:
-        dtype: its type.
-        shape: shape of the array of one example: (T,) for tokens.
-        padding: value of its elements in an example that is padding.
-    """
+    """Array of a batch."""
 
     dtype: np.dtype[np.generic]
-    shape: tuple[int, ...]
-    padding: float = 0
+    shape: tuple[int, ...]  # shape of the array of one example: (T,) for tokens
+    padding: float = 0  # value of its elements in an example that is padding
 
 
 Fields = Mapping[str, FieldSpec]

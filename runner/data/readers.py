@@ -223,19 +223,13 @@ class ByteRange(NamedTuple):
 
 @dataclass(frozen=True)
 class DerivedFile:
-    """Whole file to keep on this host's disk: a copy of `origin`, or its decompressed content.
-
-    Attributes:
-        name: name of the file; different for different content.
-        make: yields the content in chunks. Raises as a `Reader` does.
-        crc32c: CRC-32C of the content, where it is known in advance.
-    """
+    """Whole file to keep on this host's disk: a copy of `origin`, or its decompressed content."""
 
     origin: File
-    name: str
+    name: str  # name of the file; different for different content
     size_bytes: int
-    make: Callable[[], Iterable[bytes]]
-    crc32c: str | None = None
+    make: Callable[[], Iterable[bytes]]  # yields the content in chunks. Raises as a `Reader` does.
+    crc32c: str | None = None  # CRC-32C of the content, where it is known in advance
 
 
 class Reader(Protocol):

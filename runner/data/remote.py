@@ -84,17 +84,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """Settings of the cache on this host's disk.
-
-    Attributes:
-        directory: directory of the cache.
-        max_bytes: largest size in bytes; None for a share of the free disk, 0 for no cache.
-        sequence_tokens: number of tokens that one sequence reads, which sets the size of a slot.
-    """
+    """Settings of the cache on this host's disk."""
 
     directory: Path
-    max_bytes: int | None = 0
-    sequence_tokens: int = 1
+    max_bytes: int | None = 0  # largest size in bytes; None for a share of the free disk, 0 for no cache
+    sequence_tokens: int = 1  # number of tokens that one sequence reads, which sets the size of a slot
 
 
 class RangeCache:

@@ -102,18 +102,12 @@ File = SourceFile | BucketFile
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """Files on a disk that a source names.
+    """Files on a disk that a source names."""
 
-    Attributes:
-        name: name as in the spec, for messages.
-        files: files in reading order; of MDS these are the indexes.
-        holds_tokens: True for token ids, False for text.
-        format: `megatron`, `mds`, `array_record`, `parquet` or `arrow`; None for text, `.bin` and `.npy`.
-    """
-
-    name: str
-    files: tuple[SourceFile, ...]
-    holds_tokens: bool
+    name: str  # name as in the spec, for messages
+    files: tuple[SourceFile, ...]  # files in reading order; of MDS these are the indexes
+    holds_tokens: bool  # True for token ids, False for text
+    # `megatron`, `mds`, `array_record`, `parquet` or `arrow`; None for text, `.bin` and `.npy`.
     format: str | None = None
 
 

@@ -60,12 +60,7 @@ def parse_dtype(name: str) -> np.dtype:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """File or object of ids, which follow each other from the byte `offset_bytes` on. Read through `reader`.
-
-    Attributes:
-        is_contiguous: True if there are no other bytes between the first and the last id.
-        has_byte_ranges: True if a range of ids can be read as a range of bytes.
-    """
+    """File or object of ids, which follow each other from the byte `offset_bytes` on. Read through `reader`."""
 
     file: File
     dtype: np.dtype
@@ -73,8 +68,8 @@ class TokenFile:
     offset_bytes: int
     reader: Reader
 
-    is_contiguous: ClassVar[bool] = True
-    has_byte_ranges: ClassVar[bool] = True
+    is_contiguous: ClassVar[bool] = True  # True if there are no other bytes between the first and the last id
+    has_byte_ranges: ClassVar[bool] = True  # True if a range of ids can be read as a range of bytes
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -123,15 +118,12 @@ class TokenFile:
 
 @dataclass(frozen=True, eq=False)
 class DocumentFile(TokenFile):
-    """File of ids with document boundaries.
+    """File of ids with document boundaries."""
 
-    Attributes:
-        bounds: ascending integers from 0 to `num_tokens`; document i holds the tokens `bounds[i] .. bounds[i + 1]`.
-            Two neighbours are equal where a document is empty.
-        marks: a byte for each id, 1 if it counts in the loss; None if all count.
-    """
-
+    # Ascending integers from 0 to `num_tokens`; document i holds the tokens `bounds[i] .. bounds[i + 1]`. Two
+    # neighbours are equal where a document is empty.
     bounds: np.ndarray
+    # A byte for each id, 1 if it counts in the loss; None if all count.
     marks: TokenFile | None = field(default=None, kw_only=True)
 
     def find_documents(self, start: int, stop: int) -> tuple[int, int]:
@@ -181,12 +173,10 @@ class TokenSequence:
     """Parts read as if they were concatenated. A range may cross parts, and nothing is copied before it is read.
 
     All files among the parts have the same reader.
-
-    Attributes:
-        id_limit: number that every id must be below, checked by `read`, `read_many` and `read_ranges` together with
-            the sign; None if the ids are known to be valid.
     """
 
+    # Number that every id must be below, checked by `read`, `read_many` and `read_ranges` together with the sign; None
+    # if the ids are known to be valid.
     id_limit: int | None = None
 
     def __init__(self, parts: Sequence[TokenPart]) -> None:

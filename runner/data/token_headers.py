@@ -73,19 +73,12 @@ _CONTROL_CHARACTERS = re.compile(rb"[^\t\n\x0b\x0c\r\x1b\x20-\x7e\x80-\xff]")
 
 
 class TokenLayout(NamedTuple):
-    """Place of the ids in a file.
-
-    Attributes:
-        dtype: type of the ids.
-        num_tokens: number of ids.
-        offset_bytes: first byte of the ids.
-        is_raw: True if the file does not say the type of its ids.
-    """
+    """Place of the ids in a file."""
 
     dtype: np.dtype
     num_tokens: int
-    offset_bytes: int
-    is_raw: bool
+    offset_bytes: int  # first byte of the ids
+    is_raw: bool  # True if the file does not say the type of its ids
 
 
 def parse_head(file: File, head: bytes, dtype: str | None) -> TokenLayout:

@@ -26,16 +26,11 @@ from runner.storage import JsonObject, Store
 
 
 class Tokenizer(Protocol):
-    """Mapping between text and token ids.
-
-    Attributes:
-        characters: sorted vocabulary of a character tokenizer; None for any other.
-        dtype: type of the ids.
-    """
+    """Mapping between text and token ids."""
 
     name: str
     vocabulary_size: int
-    characters: str | None
+    characters: str | None  # sorted vocabulary of a character tokenizer; None for any other
     dtype: np.dtype
 
     def encode(self, text: str) -> np.ndarray:

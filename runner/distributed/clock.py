@@ -26,12 +26,10 @@ class TimeCategory(enum.Enum):
 
     Attributes:
         value: the name in files.
-        meaning: one sentence for the documentation.
-        index: position in `COUNTED_CATEGORIES`, or -1 if the category is not counted by a clock.
     """
 
-    meaning: str
-    index: int
+    meaning: str  # one sentence for the documentation
+    index: int  # position in `COUNTED_CATEGORIES`, or -1 if the category is not counted by a clock
 
     def __new__(cls, key: str, meaning: str) -> "TimeCategory":
         """Create a member whose value is `key` alone."""
@@ -66,25 +64,18 @@ CLOCK_JUMP_SECONDS = 5.0  # smaller differences from the wall clock are those of
 
 
 class ClockReading(NamedTuple):
-    """State of a clock at one moment.
+    """State of a clock at one moment."""
 
-    Attributes:
-        time: Unix seconds of the reading: the wall clock at process start plus the elapsed monotonic time, and the time
-            for which the machine was suspended.
-        step: the last completed step.
-        since: start of the current phase, or completion of the last step; measured like `time`.
-        category: the category that is being counted.
-        seconds: seconds by category, as in `COUNTED_CATEGORIES`; they sum to the age of the process at `time`, less
-            the time for which the machine was suspended.
-        code: the exit code of the job, or None while it is running.
-    """
-
+    # Unix seconds of the reading: the wall clock at process start plus the elapsed monotonic time, and the time for
+    # which the machine was suspended.
     time: float
     step: int
-    since: float
+    since: float  # start of the current phase, or completion of the last step; measured like `time`
     category: TimeCategory
+    # Seconds by category, as in `COUNTED_CATEGORIES`; they sum to the age of the process at `time`, less the time for
+    # which the machine was suspended.
     seconds: tuple[float, ...]
-    code: int | None
+    code: int | None  # the exit code of the job, or None while it is running
 
 
 class ClockStore(Protocol):
@@ -255,14 +246,10 @@ class LocalFailure(NamedTuple):
     """Failure on this process alone, while it waits to learn whether the other processes failed too.
 
     The others may be inside a collective that needs this process and therefore never returns.
-
-    Attributes:
-        line: the message.
-        is_end: True if the failure ends the job, whatever the others report.
     """
 
     line: str
-    is_end: bool
+    is_end: bool  # True if the failure ends the job, whatever the others report
 
 
 class Progress:

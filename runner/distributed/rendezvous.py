@@ -58,18 +58,12 @@ _FLAGS = "--coordinator HOST:PORT --num-processes N --process-id K"
 
 @dataclass(frozen=True)
 class Placement:
-    """Position of one process in its job.
+    """Position of one process in its job."""
 
-    Attributes:
-        coordinator: HOST:PORT of process 0, the same on every process.
-        num_processes: processes of the job.
-        process_id: this process.
-        local_devices: indices of the GPUs of this process, if its host runs several processes; None for all.
-    """
-
-    coordinator: str
+    coordinator: str  # HOST:PORT of process 0, the same on every process
     num_processes: int
     process_id: int
+    # Indices of the GPUs of this process, if its host runs several processes; None for all.
     local_devices: tuple[int, ...] | None = None
 
 
@@ -157,13 +151,9 @@ Connections = dict[int, socket.socket]  # by process
 
 
 class Members(Protocol):
-    """Membership of an elastic job as its directory shows it. Implemented by `runner.run.membership`.
+    """Membership of an elastic job as its directory shows it. Implemented by `runner.run.membership`."""
 
-    Attributes:
-        run_id: id of the run in the directory; None while there is none, or it is not known yet.
-    """
-
-    run_id: str | None
+    run_id: str | None  # id of the run in the directory; None while there is none, or it is not known yet
 
     def announce(self, address: str | None) -> None:
         """Publish from now on that this process waits, and the HOST:PORT at which others can join it, if any.
@@ -183,15 +173,11 @@ class Members(Protocol):
 
 @dataclass(frozen=True)
 class RendezvousResult:
-    """Placement of this process among those that joined, and its connections to them.
+    """Placement of this process among those that joined, and its connections to them."""
 
-    Attributes:
-        placement: the placement, renumbered if processes are missing, with the address of its process 0.
-        peer_sockets: by process, a connection that closes when it ends: on process 0 to every other process, on the
-            others to process 0.
-    """
-
-    placement: Placement
+    placement: Placement  # the placement, renumbered if processes are missing, with the address of its process 0
+    # By process, a connection that closes when it ends: on process 0 to every other process, on the others to process
+    # 0.
     peer_sockets: Connections
 
 
@@ -257,15 +243,10 @@ _PAUSE_SECONDS = 0.05  # after an accept that failed because this process has to
 
 
 class Greeting(NamedTuple):
-    """Connection that is read no more: it has sent a line, or too long a one, or has ended.
+    """Connection that is read no more: it has sent a line, or too long a one, or has ended."""
 
-    Attributes:
-        connection: the connection, which does not block; its reader closes it.
-        line: what it has sent; it ends with a newline only if it is a whole line.
-    """
-
-    connection: socket.socket
-    line: bytes
+    connection: socket.socket  # the connection, which does not block; its reader closes it
+    line: bytes  # what it has sent; it ends with a newline only if it is a whole line
 
 
 @dataclass

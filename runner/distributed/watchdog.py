@@ -74,31 +74,18 @@ _STRAGGLING_STEPS = 0.1
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Report of one process, sent every second.
+    """Report of one process, sent every second."""
 
-    Attributes:
-        number: grows by one each second. A process whose number stays the same is frozen or disconnected.
-        host: name of its machine.
-        phase: phase of its training thread.
-        step: last completed step of its training thread.
-        seconds: time since that thread entered the phase, or completed the step.
-        is_overdue: True if that is longer than the deadline of the phase or step.
-        suspects_peer: True if a collective has failed there.
-        failure: message of a failure there alone, while it waits for the others; empty if there is none.
-        is_end: True if that failure ends the job.
-        waits_for: call of a user's code that has not returned yet; empty if there is none.
-    """
-
-    number: int
-    host: str
-    phase: str
-    step: int
-    seconds: float
-    is_overdue: bool
-    suspects_peer: bool
-    failure: str = ""
-    is_end: bool = False
-    waits_for: str = ""
+    number: int  # grows by one each second. A process whose number stays the same is frozen or disconnected.
+    host: str  # name of its machine
+    phase: str  # phase of its training thread
+    step: int  # last completed step of its training thread
+    seconds: float  # time since that thread entered the phase, or completed the step
+    is_overdue: bool  # True if that is longer than the deadline of the phase or step
+    suspects_peer: bool  # True if a collective has failed there
+    failure: str = ""  # message of a failure there alone, while it waits for the others; empty if there is none
+    is_end: bool = False  # True if that failure ends the job
+    waits_for: str = ""  # call of a user's code that has not returned yet; empty if there is none
 
 
 class Diagnosis(NamedTuple):
@@ -197,17 +184,11 @@ def _format_phase(beat: Heartbeat) -> str:
 
 @dataclass(frozen=True)
 class StragglerReport:
-    """Change in the set of straggling processes.
+    """Change in the set of straggling processes."""
 
-    Attributes:
-        step: the step at which arrivals were measured.
-        processes: the processes that straggled in two consecutive rounds; empty if all are on time again.
-        after_seconds: arrival of every process at `step`, after the first one.
-    """
-
-    step: int
-    processes: list[int]
-    after_seconds: list[float]
+    step: int  # the step at which arrivals were measured
+    processes: list[int]  # the processes that straggled in two consecutive rounds; empty if all are on time again
+    after_seconds: list[float]  # arrival of every process at `step`, after the first one
 
 
 class StragglerDetector:

@@ -54,38 +54,23 @@ _DECODED_TOKENS = 1 << 20  # decoded at a time, so that memory stays bounded
 
 @dataclass(frozen=True)
 class MultipleChoiceTask:
-    """Questions and the name of their metrics.
-
-    Attributes:
-        name: name of the task.
-        questions: its questions.
-        every_steps: steps between two evaluations; None: `eval.every_steps`.
-        sequences_per_device: sequences that a device scores at a time; None: those of the context.
-    """
+    """Questions and the name of their metrics."""
 
     name: str
     questions: Sequence[Question]
-    every_steps: int | None
-    sequences_per_device: int | None = None
+    every_steps: int | None  # steps between two evaluations; None: `eval.every_steps`
+    sequences_per_device: int | None = None  # sequences that a device scores at a time; None: those of the context
 
 
 @dataclass(frozen=True)
 class EvaluationContext:
-    """Model and devices of an evaluation.
-
-    Attributes:
-        model: Flax module.
-        mesh: device mesh on which its weights are placed.
-        sequences_per_device: sequences of a batch on each device.
-        vocabulary_size: vocabulary size of the model.
-        is_stopping: function that returns True if the job was asked to stop.
-    """
+    """Model and devices of an evaluation."""
 
     model: nn.Module
-    mesh: Mesh
-    sequences_per_device: int
+    mesh: Mesh  # device mesh on which its weights are placed
+    sequences_per_device: int  # sequences of a batch on each device
     vocabulary_size: int
-    is_stopping: Callable[[], bool]
+    is_stopping: Callable[[], bool]  # function that returns True if the job was asked to stop
 
 
 class MultipleChoice:
@@ -117,19 +102,12 @@ class MultipleChoice:
 
 @dataclass(frozen=True)
 class EvaluationTasks:
-    """Tasks and prompts of a spec. Made by `read_evaluation_tasks` on every host.
-
-    Attributes:
-        config: config of the trainer.
-        codec: codec of the data; None if unknown or not needed.
-        tasks: multiple-choice tasks.
-        prompts: text and ids of each prompt.
-    """
+    """Tasks and prompts of a spec. Made by `read_evaluation_tasks` on every host."""
 
     config: TrainerConfig[Any]
-    codec: TextCodec | None
+    codec: TextCodec | None  # codec of the data; None if unknown or not needed
     tasks: Sequence[MultipleChoiceTask]
-    prompts: Sequence[tuple[str, list[int]]]
+    prompts: Sequence[tuple[str, list[int]]]  # text and ids of each prompt
 
     @property
     def digest(self) -> str:
@@ -233,15 +211,10 @@ class LeadingExamples:
 
 @dataclass(frozen=True, eq=False)
 class EvaluationData:
-    """Validation sets to evaluate.
+    """Validation sets to evaluate."""
 
-    Attributes:
-        dataset: data set with these validation sets.
-        codecs: codec of each set by name, or the reason why it is unknown.
-    """
-
-    dataset: Dataset
-    codecs: Mapping[str, TextCodec | str]
+    dataset: Dataset  # data set with these validation sets
+    codecs: Mapping[str, TextCodec | str]  # codec of each set by name, or the reason why it is unknown
 
     def measure(self, name: str) -> ValidationSize:
         """Read a set once more, and count its targets and the bytes of their text.

@@ -58,19 +58,12 @@ NextTokenLogits = Callable[[Sequence[int], int], jax.Array]
 
 @dataclass(frozen=True)
 class TextCodec:
-    """Meaning of the tokens of a source.
+    """Meaning of the tokens of a source."""
 
-    Attributes:
-        tokenizer: tokenizer that made the tokens.
-        separator: id that ends a document, if any.
-        kind: record that identifies the tokenizer; sources with the same ids have the same.
-        begin: id that begins a document, if any.
-    """
-
-    tokenizer: Tokenizer | BatchTokenizer
-    separator: int | None
-    kind: JsonObject
-    begin: int | None = None
+    tokenizer: Tokenizer | BatchTokenizer  # tokenizer that made the tokens
+    separator: int | None  # id that ends a document, if any
+    kind: JsonObject  # record that identifies the tokenizer; sources with the same ids have the same
+    begin: int | None = None  # id that begins a document, if any
 
     @property
     def is_of_bytes(self) -> bool:
@@ -188,17 +181,11 @@ def stream_output(tokens: Iterable[int], prompt: Sequence[int], text: str, codec
 
 @dataclass(frozen=True)
 class Sampler:
-    """Settings of sampling.
+    """Settings of sampling."""
 
-    Attributes:
-        temperature: divisor of the logits; 0: the most probable token.
-        top_p: the fewest most probable tokens whose probabilities add up to this are sampled from; 1: all.
-        seed: seed of the random keys; that of token i is `fold_in(key(seed), i)`.
-    """
-
-    temperature: float = 0.8
-    top_p: float = 1.0
-    seed: int = 0
+    temperature: float = 0.8  # divisor of the logits; 0: the most probable token
+    top_p: float = 1.0  # the fewest most probable tokens whose probabilities add up to this are sampled from; 1: all
+    seed: int = 0  # seed of the random keys; that of token i is `fold_in(key(seed), i)`
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):

@@ -129,17 +129,11 @@ class LikelihoodScorer:
 
 @dataclass(frozen=True)
 class Question:
-    """Multiple-choice question.
+    """Multiple-choice question."""
 
-    Attributes:
-        context: text before a choice.
-        choices: texts that may follow.
-        answer: index of the correct choice.
-    """
-
-    context: str
-    choices: tuple[str, ...]
-    answer: int
+    context: str  # text before a choice
+    choices: tuple[str, ...]  # texts that may follow
+    answer: int  # index of the correct choice
 
 
 def read_questions(path: str, limit: int | None = None) -> list[Question]:

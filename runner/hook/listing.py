@@ -34,31 +34,20 @@ class FiredCalls:
     """Last calls that the counters include. All values but the last are steps; 0: none yet.
 
     The field names are leaf names in checkpoints (`riders.hooks.fired.<field>`).
-
-    Attributes:
-        row: last step for which `on_row` was called.
-        evaluation: last step for which `on_evaluation` was called.
-        asked: last step for which a hook requested an evaluation.
-        stopped: `digest` of the hook that has ended the run; 0: none has.
     """
 
-    row: int = 0
-    evaluation: int = 0
-    asked: int = 0
-    stopped: int = 0
+    row: int = 0  # last step for which `on_row` was called
+    evaluation: int = 0  # last step for which `on_evaluation` was called
+    asked: int = 0  # last step for which a hook requested an evaluation
+    stopped: int = 0  # `digest` of the hook that has ended the run; 0: none has
 
 
 @dataclass(frozen=True)
 class HookState:
-    """Hook state on the host.
+    """Hook state on the host."""
 
-    Attributes:
-        fired: record of the calls that the counters include.
-        counters: counters by hook name, of the hooks that have some.
-    """
-
-    fired: FiredCalls
-    counters: Mapping[str, Any]
+    fired: FiredCalls  # record of the calls that the counters include
+    counters: Mapping[str, Any]  # counters by hook name, of the hooks that have some
 
     @classmethod
     def from_arrays(cls, arrays: Any) -> "HookState":
@@ -134,17 +123,11 @@ def _compute_digest(entry: HookEntry) -> int:
 
 @dataclass(frozen=True)
 class ListedHook:
-    """One hook of the spec.
-
-    Attributes:
-        hook: the hook.
-        entry: entry of the spec with every default of the hook's config.
-        counters: counters before the first step; None for an observer.
-    """
+    """One hook of the spec."""
 
     hook: Hook
-    entry: HookEntry
-    counters: Any
+    entry: HookEntry  # entry of the spec with every default of the hook's config
+    counters: Any  # counters before the first step; None for an observer
 
     @property
     def name(self) -> str:

@@ -59,17 +59,11 @@ _STRETCH_BATCHES = 64  # batches whose losses are added in float32, as for a row
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """Request for the score of checkpoints.
+    """Request for the score of checkpoints."""
 
-    Attributes:
-        data: source to score on; None for the run's own validation sets.
-        step: number of a step, `newest` or `best`; None for all steps.
-        weights: `params`, or an average such as `ema_0.999`.
-    """
-
-    data: TokenSource | None = None
-    step: str | None = NEWEST
-    weights: str = PARAMS
+    data: TokenSource | None = None  # source to score on; None for the run's own validation sets
+    step: str | None = NEWEST  # number of a step, `newest` or `best`; None for all steps
+    weights: str = PARAMS  # `params`, or an average such as `ema_0.999`
 
 
 def parse_source(text: str) -> TokenSource:
@@ -112,16 +106,12 @@ def load_evaluation_data(run: ReadOnlyRun, token_source: TokenSource | None) -> 
 
 @dataclass(frozen=True)
 class Score:
-    """Score of one step's weights.
-
-    Attributes:
-        sums: summed loss and number of tokens, and meta of the job's own `forward`, by validation set.
-        tasks: metrics of tasks, by name.
-    """
+    """Score of one step's weights."""
 
     step: int
+    # Summed loss and number of tokens, and meta of the job's own `forward`, by validation set.
     sums: Mapping[str, ValidationSums]
-    tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # metrics of tasks, by name
 
 
 class Scorer:
@@ -279,15 +269,10 @@ def format_record(record: JsonObject) -> list[str]:
 
 
 class CheckpointEvaluator(Protocol):
-    """Evaluation of weights, one checkpoint after the other. Made and called on every host.
+    """Evaluation of weights, one checkpoint after the other. Made and called on every host."""
 
-    Attributes:
-        abstract: abstract weights, with their shardings.
-        weights: `params`, or an average.
-    """
-
-    abstract: Any
-    weights: str
+    abstract: Any  # abstract weights, with their shardings
+    weights: str  # `params`, or an average
 
     def evaluate(self, step: int, weights: Any) -> JsonObject | None:
         """Return the record of one step; None on processes other than 0."""

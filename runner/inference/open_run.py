@@ -194,21 +194,14 @@ def open_run(directory: str, trust: Sequence[str] = ()) -> ReadOnlyRun:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Request for `num_tokens` tokens after `prompt`.
-
-    Attributes:
-        step: number of a step, `newest` or `best`.
-        sampling: temperature, top-p and seed.
-        weights: `params`, or an average such as `ema_0.999`.
-        is_chat: `prompt` is the message of a user, which the model answers by the chat template of the run.
-    """
+    """Request for `num_tokens` tokens after `prompt`."""
 
     prompt: str = ""
-    step: str = NEWEST
+    step: str = NEWEST  # number of a step, `newest` or `best`
     num_tokens: int = 200
-    sampling: Sampler = field(default_factory=Sampler)
-    weights: str = PARAMS
-    is_chat: bool = False
+    sampling: Sampler = field(default_factory=Sampler)  # temperature, top-p and seed
+    weights: str = PARAMS  # `params`, or an average such as `ema_0.999`
+    is_chat: bool = False  # `prompt` is the message of a user, which the model answers by the chat template of the run
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1:

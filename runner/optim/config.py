@@ -23,17 +23,13 @@ from runner.spec.policy import Policy
 
 @dataclass(frozen=True)
 class LibraryEntry:
-    """Entry of the library: an optimizer or a schedule.
-
-    Attributes:
-        source: publication or formula.
-        defaults: keys that this entry uses, but not every entry of the table, with their published defaults.
-        is_elementwise: True if an optimizer updates each element from that element alone, so that the result does not
-            depend on how devices share a matrix.
-    """
+    """Entry of the library: an optimizer or a schedule."""
 
     source: str
+    # Keys that this entry uses, but not every entry of the table, with their published defaults.
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    # True if an optimizer updates each element from that element alone, so that the result does not depend on how
+    # devices share a matrix.
     is_elementwise: bool = True
 
 

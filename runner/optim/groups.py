@@ -32,18 +32,12 @@ _NAMES_SHOWN = 12  # in an error: the matrices of a layer, and the embeddings
 
 @dataclass(frozen=True)
 class Parameter:
-    """Name, shape and axes of one parameter; a leaf of a tree like that of the parameters.
-
-    Attributes:
-        name: dotted name.
-        shape: shape of the array.
-        axes: logical axes, None for an axis without a name.
-        rate_multiplier: learning-rate multiplier that the model sets; that of the parameter's group comes on top of it.
-    """
+    """Name, shape and axes of one parameter; a leaf of a tree like that of the parameters."""
 
     name: str
     shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
+    axes: tuple[str | None, ...]  # logical axes, None for an axis without a name
+    # Learning-rate multiplier that the model sets; that of the parameter's group comes on top of it.
     rate_multiplier: float = 1.0
 
     @property
@@ -111,22 +105,15 @@ class ParameterSettings:
     """Per-parameter optimizer settings, as trees like that of the parameters.
 
     Frozen parameters are `optax.MaskedNode` in `parameters`, and absent from all other trees.
-
-    Attributes:
-        parameters: the trained parameters.
-        decays: weight decay of each.
-        rates: learning-rate multiplier of each; None if all are 1.
-        clips: pairs of a norm and a tree of bools that selects the parameters clipped together to that norm.
-        weight_decay: weight decay of all matrices; None if groups differ in it.
-        frozen: dotted names of the frozen parameters.
     """
 
     parameters: Any
-    decays: Any
-    rates: Any | None
+    decays: Any  # weight decay of each
+    rates: Any | None  # learning-rate multiplier of each; None if all are 1
+    # Pairs of a norm and a tree of bools that selects the parameters clipped together to that norm.
     clips: list[tuple[float, Any]]
-    weight_decay: float | None
-    frozen: frozenset[str]
+    weight_decay: float | None  # weight decay of all matrices; None if groups differ in it
+    frozen: frozenset[str]  # dotted names of the frozen parameters
 
     def add_weight_decay(self) -> optax.GradientTransformation:
         """Return a stateless transformation that adds weight decay times parameter to each update."""

@@ -55,14 +55,10 @@ def make_schedule(name: str, config: ScheduleConfig, peak: float, total_steps: i
 
 
 class SchedulePiece(NamedTuple):
-    """Part of a schedule, from one step until the next piece.
+    """Part of a schedule, from one step until the next piece."""
 
-    Attributes:
-        start: completed steps before it, from which its form counts.
-        form: shape and its parameters; pieces of equal start and form have equal rates. None: the rate is constant.
-    """
-
-    start: int
+    start: int  # completed steps before it, from which its form counts
+    # Shape and its parameters; pieces of equal start and form have equal rates. None: the rate is constant.
     form: tuple[str | float, ...] | None
 
 

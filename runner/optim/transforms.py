@@ -65,16 +65,10 @@ def _orthogonalise_matrices(matrices_MxN: jax.Array) -> jax.Array:
 
 @struct.dataclass
 class GaLoreState:
-    """State of `project_low_rank`.
-
-    Attributes:
-        count: number of updates so far.
-        projector: tree with an array (..., S, R) for each projected parameter, and `optax.MaskedNode` for the others.
-        inner: state of the inner optimizer.
-    """
+    """State of `project_low_rank`."""
 
     count: jax.Array
-    projector: Any
+    projector: Any  # tree with an array (..., S, R) for each projected parameter, and `optax.MaskedNode` for the others
     inner: Any
 
 
@@ -143,23 +137,14 @@ def _project_back(update: jax.Array, projector_SxR: jax.Array, shape: tuple[int,
 
 @struct.dataclass
 class ScheduleFreeState:
-    """State of `average_schedule_free`.
-
-    Attributes:
-        count: number of updates so far.
-        weight_sum: sum of the weights of all steps so far.
-        max_rate: highest learning rate so far.
-        fast: the iterates that the inner optimizer updates, in float32.
-        inner: state of the inner optimizer.
-        b1: weight of the average in the point where the gradient is taken.
-    """
+    """State of `average_schedule_free`."""
 
     count: jax.Array
-    weight_sum: jax.Array
-    max_rate: jax.Array
-    fast: Any
+    weight_sum: jax.Array  # sum of the weights of all steps so far
+    max_rate: jax.Array  # highest learning rate so far
+    fast: Any  # the iterates that the inner optimizer updates, in float32
     inner: Any
-    b1: float = struct.field(pytree_node=False)
+    b1: float = struct.field(pytree_node=False)  # weight of the average in the point where the gradient is taken
 
 
 def average_schedule_free(

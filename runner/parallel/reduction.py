@@ -136,18 +136,12 @@ Node = tuple[int, int]  # (level, index)
 
 
 class ReductionSchedule(NamedTuple):
-    """Order in which a device sums consecutive groups with a stack of subtrees.
+    """Order in which a device sums consecutive groups with a stack of subtrees."""
 
-    Attributes:
-        slots: for each group, the slot of the stack that holds the subtree ending with it.
-        merges: for each group, the number of subtrees, from that slot on, that are added to it first, the last one
-            first.
-        nodes: the subtrees in the stack at the end.
-    """
-
-    slots: tuple[int, ...]
+    slots: tuple[int, ...]  # for each group, the slot of the stack that holds the subtree ending with it
+    # For each group, the number of subtrees, from that slot on, that are added to it first, the last one first.
     merges: tuple[int, ...]
-    nodes: tuple[Node, ...]
+    nodes: tuple[Node, ...]  # the subtrees in the stack at the end
 
 
 def get_root_node(num_groups: int) -> Node:

@@ -134,19 +134,12 @@ def compute_small_share(shards: Iterable[SmallShard], parameters: Mapping[str, A
 
 @dataclass(frozen=True)
 class MeshWarning:
-    """Warning about an inefficient mesh.
+    """Warning about an inefficient mesh."""
 
-    Attributes:
-        text: message for the user.
-        excess_bytes: bytes that a device sends in a step unnecessarily.
-        names: parameters that it is about, largest first.
-        is_avoidable: True if another mesh could avoid it.
-    """
-
-    text: str
-    excess_bytes: float
-    names: tuple[str, ...]
-    is_avoidable: bool = True
+    text: str  # message for the user
+    excess_bytes: float  # bytes that a device sends in a step unnecessarily
+    names: tuple[str, ...]  # parameters that it is about, largest first
+    is_avoidable: bool = True  # True if another mesh could avoid it
 
 
 @dataclass(frozen=True)

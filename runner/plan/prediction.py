@@ -60,36 +60,23 @@ _AWAITED_AXES = (("sequence",), ("expert",), ("tensor",))  # of collectives that
 
 @dataclass(frozen=True)
 class PredictedCollective:
-    """Collectives of one kind in a step.
+    """Collectives of one kind in a step."""
 
-    Attributes:
-        axes: mesh axes that they span.
-        factor: number of times that a ring passes the payload on, over the whole step.
-        payload: bytes of the whole array of a group.
-        is_reduction: True for an all-reduce or a reduce-scatter, with which libtpu overlaps nothing.
-    """
-
-    axes: tuple[str, ...]
-    factor: float
-    payload: float
-    is_reduction: bool = False
+    axes: tuple[str, ...]  # mesh axes that they span
+    factor: float  # number of times that a ring passes the payload on, over the whole step
+    payload: float  # bytes of the whole array of a group
+    is_reduction: bool = False  # True for an all-reduce or a reduce-scatter, with which libtpu overlaps nothing
 
 
 @dataclass(frozen=True)
 class ParameterPayload:
-    """Parameters in the type in which they are sent, in bytes, on one part of `tensor`.
+    """Parameters in the type in which they are sent, in bytes, on one part of `tensor`."""
 
-    Attributes:
-        shared: bytes of all parameters but the experts' own.
-        of_experts: bytes of the experts' own parameters.
-        whole_share: share that the compiler gathers and reduces by all-reduce, since their shards are too small.
-        itemsize: bytes of an element in that type.
-    """
-
-    shared: float
-    of_experts: float
+    shared: float  # bytes of all parameters but the experts' own
+    of_experts: float  # bytes of the experts' own parameters
+    # Share that the compiler gathers and reduces by all-reduce, since their shards are too small.
     whole_share: float = 0.0
-    itemsize: int = 4
+    itemsize: int = 4  # bytes of an element in that type
 
 
 def predict_collectives(
@@ -161,45 +148,28 @@ def sum_sent_bytes(
 
 @dataclass(frozen=True)
 class StateSize:
-    """Size of the state on one device.
+    """Size of the state on one device."""
 
-    Attributes:
-        state_bytes: whole state, without what is offloaded to the host.
-        parameter_bytes: parameters, in the type in which they are stored.
-        num_parameters: parameters of the whole model.
-        whole_share: see `ParameterPayload`.
-        offloaded_bytes: optimizer state in host memory.
-    """
-
-    state_bytes: float
-    parameter_bytes: float
+    state_bytes: float  # whole state, without what is offloaded to the host
+    parameter_bytes: float  # parameters, in the type in which they are stored
     num_parameters: int
-    whole_share: float = 0.0
-    offloaded_bytes: float = 0.0
+    whole_share: float = 0.0  # see `ParameterPayload`
+    offloaded_bytes: float = 0.0  # optimizer state in host memory
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted cost of a step on one mesh with one micro-batch.
+    """Predicted cost of a step on one mesh with one micro-batch."""
 
-    Attributes:
-        micro_batch_examples: examples of a device in a micro-batch.
-        state_bytes: state on a device.
-        working_bytes: gradients and activations on a device, by formula.
-        sent_bytes: bytes that a device sends in a step.
-        times: roofline of the step.
-        exposed_seconds: time of the collectives that nothing overlaps with: those over `tensor`, `sequence` and
-            `expert`, which a layer waits for, and on a TPU all reductions.
-        is_lower_bound: True if the job does not state its activations, so that more memory is needed.
-    """
-
-    micro_batch_examples: int
+    micro_batch_examples: int  # examples of a device in a micro-batch
     state_bytes: float
-    working_bytes: float
-    sent_bytes: float
+    working_bytes: float  # gradients and activations on a device, by formula
+    sent_bytes: float  # bytes that a device sends in a step
     times: Roofline
+    # Time of the collectives that nothing overlaps with: those over `tensor`, `sequence` and `expert`, which a layer
+    # waits for, and on a TPU all reductions.
     exposed_seconds: float = 0.0
-    is_lower_bound: bool = False
+    is_lower_bound: bool = False  # True if the job does not state its activations, so that more memory is needed
 
     @property
     def rank(self) -> tuple[float, float]:

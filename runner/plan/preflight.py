@@ -48,29 +48,17 @@ _NUM_SHOWN = 3  # candidates that are shown before they are compiled
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Options of the command line.
+    """Options of the command line."""
 
-    Attributes:
-        spec: path of the spec.
-        overrides: values of `--set`.
-        as_json: True to print JSON instead of a table.
-        is_search: True to rank meshes, micro-batches and the job's own settings.
-        hours: time in which the run must end, to choose the chips too.
-        minutes: time after which a search ends, once a candidate fits.
-        is_profile: True to add the forecast of the step, op by op.
-        trace: file for the schedule, for Perfetto.
-        against: directory of a run to compare the forecast with.
-    """
-
-    spec: str
-    overrides: tuple[str, ...] = ()
-    as_json: bool = False
-    is_search: bool = False
-    hours: float | None = None
-    minutes: float = math.inf
-    is_profile: bool = False
-    trace: Path | None = None
-    against: str | None = None
+    spec: str  # path of the spec
+    overrides: tuple[str, ...] = ()  # values of `--set`
+    as_json: bool = False  # True to print JSON instead of a table
+    is_search: bool = False  # True to rank meshes, micro-batches and the job's own settings
+    hours: float | None = None  # time in which the run must end, to choose the chips too
+    minutes: float = math.inf  # time after which a search ends, once a candidate fits
+    is_profile: bool = False  # True to add the forecast of the step, op by op
+    trace: Path | None = None  # file for the schedule, for Perfetto
+    against: str | None = None  # directory of a run to compare the forecast with
 
 
 def plan(request: PlanRequest) -> int:

@@ -86,22 +86,13 @@ TYPICAL_SHARE = 0.5
 
 @dataclass(frozen=True)
 class TargetMachine:
-    """Devices to compile for.
+    """Devices to compile for."""
 
-    Attributes:
-        devices: devices in jax's order.
-        stand_ins: the same number of CPU devices; equal to `devices` if these are simulated.
-        accelerator: accelerator that the devices represent, None for the devices of this machine.
-        compiler: name of the compiler, for the user.
-        is_faked: True if the devices are CPU devices that represent others.
-        hbm_bytes: memory of one device.
-    """
-
-    devices: Sequence[jax.Device]
-    stand_ins: Sequence[jax.Device]
-    accelerator: Accelerator | None
-    compiler: str
-    is_faked: bool
+    devices: Sequence[jax.Device]  # devices in jax's order
+    stand_ins: Sequence[jax.Device]  # the same number of CPU devices; equal to `devices` if these are simulated
+    accelerator: Accelerator | None  # accelerator that the devices represent, None for the devices of this machine
+    compiler: str  # name of the compiler, for the user
+    is_faked: bool  # True if the devices are CPU devices that represent others
     hbm_bytes: int
 
     @property
@@ -317,40 +308,24 @@ def split_over_domains(
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """Train step whose schedule and memory the compiler has planned, without machine code and estimates.
-
-    Attributes:
-        layout: split of the global batch.
-        text: scheduled program as HLO text.
-        memory: memory of the program without its code; temporaries are at most those of the statistics.
-    """
+    """Train step whose schedule and memory the compiler has planned, without machine code and estimates."""
 
     layout: BatchLayout
     text: str
-    memory: ProgramMemory
+    memory: ProgramMemory  # memory of the program without its code; temporaries are at most those of the statistics
 
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """Compiled steps of a job on one machine.
-
-    Attributes:
-        train_setup: abstract state and shardings.
-        step: compiled or scheduled train step.
-        collectives: collectives of the train step.
-        compile_seconds: compile time of the train step.
-        val_compile_seconds: compile time of the validation step, None if it was not compiled.
-        interconnect_bytes: bytes that one device sends in a step over the fast interconnect.
-        network_bytes: bytes that one device sends in a step between domains.
-    """
+    """Compiled steps of a job on one machine."""
 
     train_setup: TrainSetup
-    step: CompiledStep | ScheduledStep
+    step: CompiledStep | ScheduledStep  # compiled or scheduled train step
     collectives: tuple[Collective, ...]
     compile_seconds: float
-    val_compile_seconds: float | None
-    interconnect_bytes: float
-    network_bytes: float
+    val_compile_seconds: float | None  # compile time of the validation step, None if it was not compiled
+    interconnect_bytes: float  # bytes that one device sends in a step over the fast interconnect
+    network_bytes: float  # bytes that one device sends in a step between domains
 
 
 def compile_program(

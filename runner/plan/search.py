@@ -113,22 +113,16 @@ def _format_override(key: str, value: Any) -> str:
 
 @dataclass(frozen=True)
 class CompiledCandidate:
-    """Candidate that fits when compiled.
-
-    Attributes:
-        candidate: the candidate.
-        times: roofline of the compiled step.
-        needed_bytes: memory that a device needs, as compiled; by arithmetic if the chip's compiler is not available.
-        op_by_op_seconds: step time if each op of the compiled program takes as long as its roofline; None if the chip's
-            compiler is not available.
-        forecast_seconds: step time by the compiler's estimates; None where it has written none, and for a program that
-            was only scheduled.
-    """
+    """Candidate that fits when compiled."""
 
     candidate: Candidate
-    times: Roofline
+    times: Roofline  # roofline of the compiled step
+    # Memory that a device needs, as compiled; by arithmetic if the chip's compiler is not available.
     needed_bytes: float
+    # Step time if each op of the compiled program takes as long as its roofline; None if the chip's compiler is not
+    # available.
     op_by_op_seconds: float | None = None
+    # Step time by the compiler's estimates; None where it has written none, and for a program that was only scheduled.
     forecast_seconds: float | None = None
 
     @property

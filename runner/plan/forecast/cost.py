@@ -331,19 +331,15 @@ class DeviceRates:
     """Speeds of one device.
 
     Attributes:
-        flops_per_second: peak of all its matrix units together.
-        hbm_bytes_per_second: bandwidth of its HBM.
-        collective_seconds: function that returns the time of one run of a collective on its links.
-        clock_hertz: clock that turns cycles into seconds, None where it is unknown.
-        matrix_unit_width: sizes of matmuls are padded to it; 1 where it is unknown.
         int8_per_second, float8_per_second: peaks for operands of 8 bits; None where there is none.
     """
 
-    flops_per_second: float
-    hbm_bytes_per_second: float
+    flops_per_second: float  # peak of all its matrix units together
+    hbm_bytes_per_second: float  # bandwidth of its HBM
+    # Function that returns the time of one run of a collective on its links.
     collective_seconds: Callable[[Collective], float]
-    clock_hertz: float | None = None
-    matrix_unit_width: int = 1
+    clock_hertz: float | None = None  # clock that turns cycles into seconds, None where it is unknown
+    matrix_unit_width: int = 1  # sizes of matmuls are padded to it; 1 where it is unknown
     int8_per_second: float | None = None
     float8_per_second: float | None = None
 
@@ -360,22 +356,15 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class OpCost:
-    """Time of one run of an op.
+    """Time of one run of an op."""
 
-    Attributes:
-        low: seconds at the roofline.
-        high: seconds by the compiler's estimate.
-        basis: `estimate` of the compiler; `stated` by a kernel; `shapes` of an attention kernel; `roofline` where
-            nothing else is known; `unknown` for a kernel of which only its arrays are known.
-        flops: FLOPs of its matmuls, without padding.
-        moved_bytes: HBM traffic.
-    """
-
-    low: float
-    high: float
+    low: float  # seconds at the roofline
+    high: float  # seconds by the compiler's estimate
+    # `estimate` of the compiler; `stated` by a kernel; `shapes` of an attention kernel; `roofline` where nothing else
+    # is known; `unknown` for a kernel of which only its arrays are known.
     basis: str
-    flops: int
-    moved_bytes: int
+    flops: int  # FLOPs of its matmuls, without padding
+    moved_bytes: int  # HBM traffic
 
 
 def compute_cost(module: HloModule, op: Op, rates: DeviceRates) -> OpCost | None:

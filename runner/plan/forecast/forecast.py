@@ -95,21 +95,14 @@ class LiveBuffer(NamedTuple):
 
 @dataclass(frozen=True)
 class LiveMemory:
-    """Bytes of live temporaries.
+    """Bytes of live temporaries."""
 
-    Attributes:
-        own_bytes: op -> bytes of its own computation that are alive while it runs.
-        inner_bytes: op that runs other computations -> peak bytes of these.
-        buffers: op -> live buffers, for ops that are the peak of their computation.
-        peak: peak bytes of the whole program.
-        peak_stack: ops that run at the peak, outermost first.
-    """
-
-    own_bytes: dict[OpKey, int]
-    inner_bytes: dict[OpKey, int]
+    own_bytes: dict[OpKey, int]  # op -> bytes of its own computation that are alive while it runs
+    inner_bytes: dict[OpKey, int]  # op that runs other computations -> peak bytes of these
+    # Op -> live buffers, for ops that are the peak of their computation.
     buffers: dict[OpKey, tuple[LiveBuffer, ...]] = field(repr=False, default_factory=dict)
-    peak: int = 0
-    peak_stack: tuple[OpKey, ...] = ()
+    peak: int = 0  # peak bytes of the whole program
+    peak_stack: tuple[OpKey, ...] = ()  # ops that run at the peak, outermost first
 
     def count_bytes(self, stack: tuple[OpKey, ...]) -> int:
         """Return the bytes alive while these nested ops run."""
@@ -367,35 +360,20 @@ def _list_result_opcodes(module: HloModule, op: Op) -> list[str]:
 
 @dataclass(frozen=True)
 class OpTime:
-    """Time of one op over all its runs in a step, in seconds.
-
-    Attributes:
-        name: name in the module.
-        opcode: HLO opcode.
-        shape: shape of its result.
-        op_name: traced operation.
-        part: part of the step; of a collective, its kind and axes.
-        line: `file:line` of the experiment's own source, or the nearest call to it.
-        runs: number of runs.
-        low: seconds at its roofline; of a transfer, the exposed time while all other ops are at theirs.
-        high: seconds by the compiler's estimate; of a transfer, the exposed time then.
-        transfer: of a transfer, its whole time, exposed and hidden.
-        basis: `OpCost.basis`; of a transfer `copy` or `links`.
-        num_ops: number of ops that this is the sum of (`Forecast.sum_similar_ops`).
-    """
+    """Time of one op over all its runs in a step, in seconds."""
 
     name: str
     opcode: str
     shape: str
     op_name: str
-    part: str
-    line: str
+    part: str  # part of the step; of a collective, its kind and axes
+    line: str  # `file:line` of the experiment's own source, or the nearest call to it
     runs: float
-    low: float
-    high: float
-    transfer: float = 0.0
-    basis: str = "estimate"
-    num_ops: int = 1
+    low: float  # seconds at its roofline; of a transfer, the exposed time while all other ops are at theirs
+    high: float  # seconds by the compiler's estimate; of a transfer, the exposed time then
+    transfer: float = 0.0  # of a transfer, its whole time, exposed and hidden
+    basis: str = "estimate"  # `OpCost.basis`; of a transfer `copy` or `links`
+    num_ops: int = 1  # number of ops that this is the sum of (`Forecast.sum_similar_ops`)
 
     @property
     def rank(self) -> tuple[float, float, str]:
@@ -405,29 +383,17 @@ class OpTime:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Time and memory of a step.
+    """Time and memory of a step."""
 
-    Attributes:
-        low: seconds if each op is as fast as its roofline.
-        high: seconds by the compiler's estimates.
-        ops: time of each op, most expensive first.
-        timing: simulated schedule by the compiler's estimates.
-        memory: live temporaries at each op.
-        has_estimates: True if the compiler has written estimates, and the clock that they count is known.
-        num_unknown: number of kernels of which only their arrays are known.
-        num_endless: number of loops that count once, since their trip count is unknown.
-        flops: FLOPs of all matmuls and kernels that a device runs, recomputation included.
-    """
-
-    low: float
-    high: float
-    ops: tuple[OpTime, ...]
-    timing: Timing
-    memory: LiveMemory
-    has_estimates: bool
-    num_unknown: int
-    num_endless: int
-    flops: float
+    low: float  # seconds if each op is as fast as its roofline
+    high: float  # seconds by the compiler's estimates
+    ops: tuple[OpTime, ...]  # time of each op, most expensive first
+    timing: Timing  # simulated schedule by the compiler's estimates
+    memory: LiveMemory  # live temporaries at each op
+    has_estimates: bool  # True if the compiler has written estimates, and the clock that they count is known
+    num_unknown: int  # number of kernels of which only their arrays are known
+    num_endless: int  # number of loops that count once, since their trip count is unknown
+    flops: float  # FLOPs of all matmuls and kernels that a device runs, recomputation included
 
     def sum_by_part(self) -> dict[str, tuple[float, float]]:
         """Return the seconds of each part, low and high, most expensive first."""

@@ -218,35 +218,20 @@ class _Scalar(NamedTuple):
 
 @dataclass
 class HloProgram:
-    """Collectives, calls and loops of a module.
+    """Collectives, calls and loops of a module."""
 
-    Attributes:
-        entry: computation that a run begins with.
-        num_partitions: partitions of the program, 0 if the text does not say.
-        collectives: collectives in the order of the text.
-        calls: calls between computations.
-        trips: trip counts of the loops that state them.
-        loops: state, condition and body of the other loops.
-        scalars: scalar instructions by name.
-        tuples: operands of each `tuple` instruction.
-        roots: root instruction of each computation.
-        states: names of parameters that are tuples, such as the state of a loop.
-        slices: all-reduce -> bytes of the part that is sliced out of it.
-        started: names of the operands of `AsyncCollectiveStart`.
-    """
-
-    entry: str = ""
-    num_partitions: int = 0
+    entry: str = ""  # computation that a run begins with
+    num_partitions: int = 0  # partitions of the program, 0 if the text does not say
     collectives: list[RawCollective] = field(default_factory=list)
     calls: list[ComputationCall] = field(default_factory=list)
-    trips: dict[str, int] = field(default_factory=dict)
-    loops: dict[str, tuple[str, str, str]] = field(default_factory=dict)
-    scalars: dict[str, _Scalar] = field(default_factory=dict)
-    tuples: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    roots: dict[str, str] = field(default_factory=dict)
-    states: set[str] = field(default_factory=set)
-    slices: dict[str, int] = field(default_factory=dict)
-    started: set[str] = field(default_factory=set)
+    trips: dict[str, int] = field(default_factory=dict)  # trip counts of the loops that state them
+    loops: dict[str, tuple[str, str, str]] = field(default_factory=dict)  # state, condition and body of the other loops
+    scalars: dict[str, _Scalar] = field(default_factory=dict)  # scalar instructions by name
+    tuples: dict[str, tuple[str, ...]] = field(default_factory=dict)  # operands of each `tuple` instruction
+    roots: dict[str, str] = field(default_factory=dict)  # root instruction of each computation
+    states: set[str] = field(default_factory=set)  # names of parameters that are tuples, such as the state of a loop
+    slices: dict[str, int] = field(default_factory=dict)  # all-reduce -> bytes of the part that is sliced out of it
+    started: set[str] = field(default_factory=set)  # names of the operands of `AsyncCollectiveStart`
 
 
 def parse_program(text: str) -> HloProgram:

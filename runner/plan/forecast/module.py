@@ -53,19 +53,12 @@ _OPCODES_WITHOUT_BUFFER = {"tuple", "get-tuple-element", "bitcast", "opt-barrier
 
 @dataclass(frozen=True)
 class ArrayShape:
-    """Shape of one array.
+    """Shape of one array."""
 
-    Attributes:
-        dtype: element type as HLO names it.
-        dims: sizes.
-        bytes: size in memory, in whole tiles.
-        space: XLA's number of the memory that holds it; 0 is HBM.
-    """
-
-    dtype: str
+    dtype: str  # element type as HLO names it
     dims: tuple[int, ...]
-    bytes: int
-    space: int
+    bytes: int  # size in memory, in whole tiles
+    space: int  # XLA's number of the memory that holds it; 0 is HBM
 
     @property
     def hbm_bytes(self) -> int:
@@ -91,25 +84,15 @@ def parse_arrays(shape: str) -> tuple[ArrayShape, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """Instruction with its operands by name.
+    """Instruction with its operands by name."""
 
-    Attributes:
-        computation: computation that contains it.
-        name: unique within its computation.
-        opcode: HLO opcode.
-        shape: shape of its result.
-        operands: names of its operands.
-        rest: text of operands and attributes.
-        called: pairs of an attribute and the computation that it names.
-    """
-
-    computation: str
-    name: str
+    computation: str  # computation that contains it
+    name: str  # unique within its computation
     opcode: str
     shape: str
-    operands: tuple[str, ...]
-    rest: str
-    called: tuple[tuple[str, str], ...] = ()
+    operands: tuple[str, ...]  # names of its operands
+    rest: str  # text of operands and attributes
+    called: tuple[tuple[str, str], ...] = ()  # pairs of an attribute and the computation that it names
 
     @property
     def callees(self) -> dict[str, str]:
@@ -119,21 +102,13 @@ class Op:
 
 @dataclass(frozen=True)
 class HloModule:
-    """Module whose instructions can be looked up by name.
+    """Module whose instructions can be looked up by name."""
 
-    Attributes:
-        text: HLO with each instruction on one line, and without the code of kernels.
-        program: calls, loops and collectives.
-        computations: name -> its ops by name, in scheduled order.
-        roots: computation -> name of the op whose value it returns.
-        trips: `while` op -> trip count, None where it is unknown.
-    """
-
-    text: str
-    program: HloProgram
-    computations: dict[str, dict[str, Op]] = field(default_factory=dict)
-    roots: dict[str, str] = field(default_factory=dict)
-    trips: dict[str, int | None] = field(default_factory=dict)
+    text: str  # HLO with each instruction on one line, and without the code of kernels
+    program: HloProgram  # calls, loops and collectives
+    computations: dict[str, dict[str, Op]] = field(default_factory=dict)  # name -> its ops by name, in scheduled order
+    roots: dict[str, str] = field(default_factory=dict)  # computation -> name of the op whose value it returns
+    trips: dict[str, int | None] = field(default_factory=dict)  # `while` op -> trip count, None where it is unknown
 
     @property
     def entry(self) -> str:
@@ -203,12 +178,9 @@ class StackFrame:
 
 @dataclass(frozen=True)
 class SourceTable:
-    """Stack frames of a module.
+    """Stack frames of a module."""
 
-    Attributes:
-        frames: frame number -> the frame and the number of its caller, 0 if none.
-    """
-
+    # Frame number -> the frame and the number of its caller, 0 if none.
     frames: dict[int, tuple[StackFrame, int]] = field(default_factory=dict)
 
     def get_line(self, rest: str) -> str:

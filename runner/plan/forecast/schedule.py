@@ -34,16 +34,9 @@ OpKey = tuple[str, str]  # computation, op
 
 @dataclass(frozen=True)
 class Transfer:
-    """Copy or collective that takes time on a lane.
+    """Copy or collective that takes time on a lane."""
 
-    Attributes:
-        lane: transfers of one lane follow one another.
-        kind: name for the user.
-        seconds: duration of one run.
-        bytes: size.
-    """
-
-    lane: str
+    lane: str  # transfers of one lane follow one another
     kind: str
     seconds: float
     bytes: int
@@ -51,18 +44,14 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Transfers:
-    """Transfers of a module.
+    """Transfers of a module."""
 
-    Attributes:
-        synchronous: op -> collective for which the ops wait where it stands.
-        fused: fusion with a matmul -> collective inside it, among `starts`, that runs while the fusion does.
-        starts: op -> transfer that begins there.
-        waits: op -> name of the op whose transfer it awaits, "" for the oldest pending transfer of its kind.
-    """
-
+    # Op -> collective for which the ops wait where it stands.
     synchronous: dict[OpKey, Transfer] = field(default_factory=dict)
+    # Fusion with a matmul -> collective inside it, among `starts`, that runs while the fusion does.
     fused: dict[OpKey, Op] = field(default_factory=dict)
-    starts: dict[OpKey, Transfer] = field(default_factory=dict)
+    starts: dict[OpKey, Transfer] = field(default_factory=dict)  # op -> transfer that begins there
+    # Op -> name of the op whose transfer it awaits, "" for the oldest pending transfer of its kind.
     waits: dict[OpKey, str] = field(default_factory=dict)
 
 
@@ -170,25 +159,16 @@ def find_transfers(
 
 @dataclass(frozen=True)
 class ScheduledOp:
-    """Op of the schedule: its cost, the transfer that it starts or awaits, and the computations that it runs.
-
-    Attributes:
-        op: the instruction.
-        cost: its own cost, None if it has none.
-        starts: transfer that begins here.
-        awaits: name of the op whose transfer is awaited here, "" for the oldest pending one of its kind.
-        synchronous: collective that runs here while the ops wait.
-        bodies: computations that run here: body and condition of a loop as one, each branch of a conditional, the
-            computation that is called.
-        kind: kind of control flow.
-        trips: trip count of a loop.
-    """
+    """Op of the schedule: its cost, the transfer that it starts or awaits, and the computations that it runs."""
 
     op: Op
     cost: OpCost | None = None
-    starts: Transfer | None = None
+    starts: Transfer | None = None  # transfer that begins here
+    # Name of the op whose transfer is awaited here, "" for the oldest pending one of its kind.
     awaits: str | None = None
-    synchronous: Transfer | None = None
+    synchronous: Transfer | None = None  # collective that runs here while the ops wait
+    # Computations that run here: body and condition of a loop as one, each branch of a conditional, the computation
+    # that is called.
     bodies: tuple[tuple["ScheduledOp", ...], ...] = ()
     kind: Literal["op", "loop", "branches", "call"] = "op"
     trips: int = 1
@@ -248,19 +228,12 @@ def build_schedule(
 
 @dataclass
 class OpSeconds:
-    """Time of one op over all its runs.
-
-    Attributes:
-        runs: number of runs.
-        busy: seconds of the op itself.
-        transfer: seconds of the transfer that it starts.
-        exposed: seconds that the ops wait for this transfer.
-    """
+    """Time of one op over all its runs."""
 
     runs: float = 0
-    busy: float = 0.0
-    transfer: float = 0.0
-    exposed: float = 0.0
+    busy: float = 0.0  # seconds of the op itself
+    transfer: float = 0.0  # seconds of the transfer that it starts
+    exposed: float = 0.0  # seconds that the ops wait for this transfer
 
     def add(self, other: "OpSeconds", times: float) -> None:
         """Add the time of another, `times` over."""
@@ -271,23 +244,14 @@ class OpSeconds:
 
 
 class TraceSpan(NamedTuple):
-    """Busy interval of a lane.
+    """Busy interval of a lane."""
 
-    Attributes:
-        lane: lane, or kind of transfer.
-        name: op.
-        start: seconds since the start of the step.
-        seconds: duration.
-        stack: ops that were running when it began, outermost first.
-        trips: number of trips of a loop that the span stands for.
-    """
-
-    lane: str
+    lane: str  # lane, or kind of transfer
     name: str
-    start: float
+    start: float  # seconds since the start of the step
     seconds: float
-    stack: tuple[OpKey, ...]
-    trips: int = 1
+    stack: tuple[OpKey, ...]  # ops that were running when it began, outermost first
+    trips: int = 1  # number of trips of a loop that the span stands for
 
 
 @dataclass
