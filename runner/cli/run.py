@@ -153,7 +153,6 @@ def find_placement(
 
 
 def _end_on_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the traceback and end the process with 1, without waiting for other threads or processes."""
     warn("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
     drain_log_file()
     end_process(EXIT_FAILED)

@@ -375,7 +375,6 @@ def format_si(value: float) -> str:
 
 
 def _format_time(seconds: float) -> str:
-    """Return a time since the epoch in the time zone of this machine, or `?` if it is out of range."""
     try:
         return datetime.datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
     except (ValueError, OverflowError, OSError):
@@ -400,7 +399,6 @@ def _count(noun: str, count: int, limit: int) -> str:
 
 
 def _table(*columns: Literal["left", "right"]) -> Table:
-    """Return a table without lines and header, of which only the last column may wrap."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
     for index, justify in enumerate(columns):
         table.add_column(justify=justify, no_wrap=index + 1 < len(columns))

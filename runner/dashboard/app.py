@@ -205,7 +205,6 @@ class DashboardApp:
         return Response(http.HTTPStatus.OK, body, (("Cache-Control", "no-cache"),))
 
     def _make_body(self, path: str) -> ResponseBody | None:
-        """Return the content at a path, None if there is none."""
         match path.split("/"):
             case ["", ""]:
                 return ResponseBody.from_text(_HTML, render_live_page("Runs", "./", "data"))

@@ -125,7 +125,6 @@ def _halve(bins: Sequence[Bin]) -> list[Bin]:
 
 
 def _sum_pairs(values: Sequence[float]) -> list[float]:
-    """Return the sums of each two neighbours; the last stays alone if their number is odd."""
     return [sum(values[index : index + 2]) for index in range(0, len(values), 2)]
 
 

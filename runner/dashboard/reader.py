@@ -249,7 +249,6 @@ class RunReader:
         return RunSnapshot(self._name, history, self._curves, newest, discarded, spec, log, notes)
 
     def _read_discarded(self) -> dict[int, list[Row]]:
-        """Return the rows that the newest `ROLL_BACKS_MAX` roll-backs have discarded."""
         found = {}
         names = map(parse_number, self._store.list_names(ROLL_BACK_FOLDER))
         for number in sorted(number for number in names if number is not None)[-ROLL_BACKS_MAX:]:

@@ -234,7 +234,6 @@ class PageData:
         return ResponseBody.from_text("application/json", content)
 
     def _get_reader(self, store: Store) -> RunReader:
-        """Return the reader of a run below the root, which continues where it stopped."""
         run = next(each for each in self._found.runs if each.store is store)
         # Put the reader at the end of the dict, whose first readers are dropped.
         reader = self._readers.pop(run.id, None) or RunReader(run.store, _make_title(run))
@@ -364,7 +363,6 @@ def format_prometheus(lines: Sequence[JsonObject], now: float) -> str:
 
 
 def _try_reading(read: Callable[[], Value]) -> Value | str:
-    """Return the result of `read`, or the reason why it failed."""
     try:
         return read()
     except (RunnerError, OSError, ValueError) as error:

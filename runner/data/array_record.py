@@ -132,7 +132,6 @@ def _open_records(file: File, copy: SourceFile) -> _RecordReader:
 
 
 def _load_sizes(file: File, copy: SourceFile, directory: Path) -> np.ndarray:
-    """Return the size in bytes of each record (int64), from the cache or by reading the whole file."""
     key = cache_key("records", [file])
     record = read_record(directory, key)
     if record is not None:

@@ -459,7 +459,6 @@ def load_dataset(
 
 
 def _make_examples(source: Source | ArraySource, config: "DataConfig", split: TokenSplit) -> Examples:
-    """Return the examples in a part of a source."""
     if isinstance(source, ArraySource):
         return ArrayExamples(source, split.start, split.num_tokens)
     return PACKINGS[config.packing](source, split)

@@ -280,13 +280,11 @@ def _parse_index(index: File, raw: bytes) -> list[JsonObject]:
 
 
 def _validate_version(record: JsonObject) -> None:
-    """Raise ValueError if an index, or a shard in it, is of another version of the format."""
     if record["version"] != VERSION:
         raise ValueError(f"has version {record['version']!r}, needs {VERSION}")
 
 
 def _find_column(names: Sequence[str], column: str) -> int:
-    """Return the index of the column. Raises ValueError if there is none of this name."""
     if column in names:
         return names.index(column)
     near = difflib.get_close_matches(str(column), names, 1)
@@ -341,7 +339,6 @@ def _unpack(packed: File, size_bytes: int, reader: Reader) -> Iterator[bytes]:
 
 
 def _open_shard(file: File, record: JsonObject, column: IdColumn, reader: Reader) -> MdsShard:
-    """Read the offsets of the samples and of the ids in them. Raises DataError if they contradict each other."""
     try:
         samples = _read_samples(file, record, reader)
         offsets = samples.astype(np.int64)

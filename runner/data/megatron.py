@@ -76,7 +76,6 @@ def validate_pairs(source: TokenFiles) -> None:
 
 
 def _read_index(index: File, tokens: File, reader: Reader) -> tuple[np.dtype, np.ndarray]:
-    """Return the type of the ids and the bounds of the documents in tokens. Raises DataError."""
     try:
         dtype, bounds = _parse_index(index, reader)
     except DataError:

@@ -139,7 +139,6 @@ class _DocumentExamples:
         raise NotImplementedError
 
     def _sample_indices(self) -> list[int]:
-        """Return the indices of up to 16 examples, evenly spaced from the first to the last."""
         return np.linspace(0, self.num_examples - 1, min(self.num_examples, 16)).astype(np.int64).tolist()
 
     @functools.cached_property

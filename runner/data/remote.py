@@ -294,7 +294,6 @@ def _remove_unused(directory: Path) -> bool:
 
 
 def _get_last_opened(directory: Path) -> int:
-    """Return the time in nanoseconds at which the source was last opened; 0 if its directory is gone."""
     try:
         return directory.stat().st_mtime_ns
     except FileNotFoundError:
@@ -302,7 +301,6 @@ def _get_last_opened(directory: Path) -> int:
 
 
 def _measure(directory: Path) -> int:
-    """Return the bytes of all files below a directory; files may disappear meanwhile."""
     size_bytes = 0
     for parent, _, names in os.walk(directory):
         for name in names:

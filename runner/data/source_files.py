@@ -400,7 +400,6 @@ def _list_stdlib_paths() -> list[Path]:
 
 
 def _get_format(paths: Sequence[PurePath]) -> str | None:
-    """Return the format of another tool that all file names are of; None if there is none."""
     return next((name for name, pattern in FORMATS.items() if all(pattern.search(path.name) for path in paths)), None)
 
 
@@ -412,7 +411,6 @@ def _is_mds_index(path: Path) -> bool:
 
 
 def _is_mds_content(content: bytes) -> bool:
-    """Return True if the content of an `index.json` is of MDS; False if it may be of a corpus."""
     try:
         return {"version", "shards"} <= parse_json(content).keys()
     except ValueError:

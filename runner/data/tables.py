@@ -182,14 +182,12 @@ class RangeFile(SeekableStream):
 
 
 def _load_size(file: File, column: str, reader: Reader) -> tuple[list[str], TableSize]:
-    """Return the names of the columns and the size of a file, from the cache or by reading it."""
     key = cache_key(f"table_size-{sha256(column.encode()).hexdigest()[:8]}", [file])
     record = load_record(reader.directory, key, lambda: _read_valid(file, lambda: _measure(file, column, reader)))
     return record["names"], TableSize(record["num_values"], record["num_rows"])
 
 
 def _read_valid(file: File, read: Callable[[], Any]) -> Any:
-    """Return the result of `read`. Raises `DataError` if pyarrow cannot read the file."""
     arrow = import_extra("pyarrow")
     try:
         return read()

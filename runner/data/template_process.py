@@ -81,7 +81,6 @@ def _compile(source: str) -> tuple[jinja2.Template, bool]:
 
 
 def _limit_resources(memory_bytes: int) -> None:
-    """Limit the memory of this process and forbid it to open files, from now on."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -317,7 +317,6 @@ class TokenSequence:
         return ends[np.diff(ends, prepend=start) > 0]  # without the repeated ends of empty documents
 
     def _make_id_error(self, token: int, position: int, limit: int) -> DataError:
-        """Return the error for an id that is negative, or not below `limit`."""
         place = self.describe_position(position)
         if token < 0:
             return DataError(f"token id {token} at {place} is negative")

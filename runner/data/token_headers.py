@@ -148,7 +148,6 @@ def _is_text(head: bytes) -> bool:
 
 
 def _parse_npy(file: File, head: bytes) -> TokenLayout:
-    """Return the layout of the ids in a `.npy` file with a header. Raises DataError."""
     stream = io.BytesIO(head)
     try:
         version = np.lib.format.read_magic(stream)

@@ -152,7 +152,6 @@ class Clock:
         return now
 
     def _make_reading(self, now: float) -> ClockReading:
-        """Return the reading at `now`, the monotonic time up to which the categories are counted."""
         origin = self._origin_seconds
         moved = self._moved_seconds + origin
         return ClockReading(now + origin, self._step, moved, self._category, tuple(self._seconds), self._code)

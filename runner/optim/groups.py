@@ -197,7 +197,6 @@ def make_parameter_settings(config: OptimizerConfig, parameters: Any) -> Paramet
 
 
 def _match_groups(groups: Sequence[ParameterGroup], parameters: Sequence[Parameter]) -> dict[str, ParameterGroup]:
-    """Return the group of each parameter that has one, by name."""
     matched: dict[str, ParameterGroup] = {}
     for group in groups:
         fitting = [p for p in parameters if fnmatchcase(p.name, group.pattern)]

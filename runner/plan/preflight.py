@@ -308,7 +308,6 @@ def check_memory_by_arithmetic(
 def _add_mesh_warnings(
     job: BaseTrainer, estimate: EarlyEstimate, warnings: list[MeshWarning], findings: Findings
 ) -> None:
-    """Add warnings about the mesh, each with a better mesh if there is one near it."""
     for warning in warnings:
         text = warning.text + estimate.suggest_mesh(warning)
         findings.warnings.append(job.document.format_problem(("topology", "mesh"), text))

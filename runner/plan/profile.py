@@ -160,7 +160,6 @@ def compute_memory_timeline(forecast: Forecast, number: int) -> list[int]:
 
 
 def _shorten_path(line: str) -> str:
-    """Return `file:line` relative to the current directory, if the file lies below it."""
     return line.removeprefix(os.getcwd() + os.sep)
 
 

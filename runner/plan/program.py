@@ -160,7 +160,6 @@ def open_machine(accelerator: Accelerator | None) -> TargetMachine:
 
 
 def _open_libtpu_devices(accelerator: Accelerator, shape: str) -> tuple[Sequence[jax.Device], str]:
-    """Return libtpu's devices for a topology, and the name of the compiler."""
     for name, value in _LIBTPU_VARIABLES.items():
         os.environ.setdefault(name, value)
     chip = accelerator.chip

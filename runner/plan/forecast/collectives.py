@@ -118,7 +118,6 @@ def locate_collectives(text: str, mesh_shape: Mapping[str, int]) -> list[tuple[R
 def _find_axes_and_group_size(
     raw: RawCollective, num_partitions: int, mesh_shape: Mapping[str, int]
 ) -> tuple[tuple[str, ...], int]:
-    """Return the mesh axes that the groups of a collective span, and the number of devices in a group."""
     num_devices = math.prod(mesh_shape.values())
     rest = raw.instruction.rest
     num_partitions = num_partitions if 0 < num_partitions < num_devices else num_devices

@@ -301,7 +301,6 @@ def _count_bytes_read_inside(module: HloModule, value: Op, whole: int) -> int:
 
 
 def _count_written_bytes(module: HloModule, op: Op) -> list[int]:
-    """Return the bytes that an op writes of each of its results."""
     sizes = [array.bytes for array in parse_arrays(op.shape)]
     if op.opcode in _UPDATING_OPCODES:
         update = module.get_operand(op, 1 if op.opcode == "dynamic-update-slice" else 2)

@@ -178,7 +178,6 @@ def count_array_bytes(match: re.Match[str], is_padded: bool = False) -> int:
 
 @functools.cache
 def _get_bits(dtype: str) -> int:
-    """Return the bits of one value of a type such as `bf16`, `f8e4m3fn`, `s4` or `u32`."""
     if dtype in _BITS:
         return _BITS[dtype]
     match = re.match(r"[fsu](\d+)", dtype)
@@ -278,7 +277,6 @@ def parse_program(text: str) -> HloProgram:
 
 
 def _parse_collective(instruction: Instruction) -> RawCollective | None:
-    """Return the collective that an instruction is or starts, None if it is not a collective."""
     opcode, rest = instruction.opcode, instruction.rest
     kind = opcode.removesuffix("-start")
     if kind in COLLECTIVE_KINDS:
