@@ -133,7 +133,7 @@ def write_spec_from(arguments: SpecFromArguments) -> int:
 
     end = every_key.get("eos_token_id")
     ends = end if isinstance(end, list) else [end]
-    text = SpecText(
+    text = _SpecText(
         arguments=arguments,
         job=job_name,
         accelerator="any" if accelerator is None else str(accelerator),
@@ -195,7 +195,7 @@ def _find_accelerator(text: str | None) -> Accelerator | None:
 
 
 @dataclass(kw_only=True)
-class SpecText:
+class _SpecText:
     """Text of a spec that starts from published weights."""
 
     arguments: SpecFromArguments

@@ -180,7 +180,7 @@ def print_status(arguments: StatusArguments) -> int:
     return EXIT_DONE
 
 
-class PrintableText:
+class _PrintableText:
     """Renderable whose texts cannot control the terminal, in the styles of another one."""
 
     def __init__(self, shown: RenderableType):
@@ -260,7 +260,7 @@ def draw(history: History) -> RenderableType:
         line = f"{_format_time(notice.time)}  attempt {notice.attempt}  {notice.event}: {notice.text}"
         parts.append(Text(line, "yellow"))
     parts += [Text(f"cannot read {line}", "yellow") for line in history.unread[:_MAX_NOTICES]]
-    return PrintableText(Group(*parts))
+    return _PrintableText(Group(*parts))
 
 
 def _draw_summary(history: History) -> Text:

@@ -40,9 +40,9 @@ from runner.run.events import ROLL_BACK_FOLDER
 from runner.spec import hash_record, load_document, load_job_class, validate_config, validate_spec
 from runner.storage import JsonObject, LocalStore, read_json, read_log
 
-BORDER_MOMENTS = ("before a stage", "after a stage begins")
-KILL_MOMENTS = ("between two saves", "in a save", "while starting")
-ROLL_BACK_MOMENT = "in a roll-back"  # the first one, if the undisturbed run was rolled back
+_BORDER_MOMENTS = ("before a stage", "after a stage begins")
+_KILL_MOMENTS = ("between two saves", "in a save", "while starting")
+_ROLL_BACK_MOMENT = "in a roll-back"  # the first one, if the undisturbed run was rolled back
 _POLL_SECONDS = 0.005
 _MAX_SURVIVAL_SECONDS = 2.0  # of the other processes after the first one was killed
 _MAX_RETRIES = 3  # of each run
@@ -257,13 +257,13 @@ def verify_resume(arguments: VerifyResumeArguments) -> int:
                 f"{len(undisturbed.read_metrics())} rows of metrics"
             )
             # Cycle through the kinds of moments, so that few kills cover every kind.
-            usual = (*BORDER_MOMENTS, *KILL_MOMENTS) if trial.borders else KILL_MOMENTS
+            usual = (*_BORDER_MOMENTS, *_KILL_MOMENTS) if trial.borders else _KILL_MOMENTS
             moments = [usual[number % len(usual)] for number in range(trial.kills)]
             # The kill in the roll-back comes first only if no border does, since the run would pass it before.
             rolled_back = undisturbed.find_roll_back()
             if rolled_back is not None:
                 is_behind_border = any(step < rolled_back for step in trial.borders)
-                moments.insert(len(BORDER_MOMENTS) if is_behind_border else 0, ROLL_BACK_MOMENT)
+                moments.insert(len(_BORDER_MOMENTS) if is_behind_border else 0, _ROLL_BACK_MOMENT)
             first_kill = _run_with_kills(killed, trial, moments[: trial.kills], first_commit_seconds, interval_seconds)
         finally:
             undisturbed.end()
@@ -300,22 +300,22 @@ def _run_with_kills(
     for number, moment in enumerate(moments):
         before = run.find_newest_step()
         border = next((step for step in trial.borders if step > before), None)
-        if moment in BORDER_MOMENTS and border is None:
-            moment = KILL_MOMENTS[0]
+        if moment in _BORDER_MOMENTS and border is None:
+            moment = _KILL_MOMENTS[0]
         run.start()
-        if moment in BORDER_MOMENTS:
+        if moment in _BORDER_MOMENTS:
             assert border is not None, "a stage lies ahead"
             # The save before the stage, or the first one in it.
-            saved = (border - (moment == BORDER_MOMENTS[0])) // trial.every_steps * trial.every_steps
-            saved += trial.every_steps if moment == BORDER_MOMENTS[1] and saved < border else 0
+            saved = (border - (moment == _BORDER_MOMENTS[0])) // trial.every_steps * trial.every_steps
+            saved += trial.every_steps if moment == _BORDER_MOMENTS[1] and saved < border else 0
             saved = min(saved, trial.steps)
             run.wait_until(lambda saved=saved: run.find_newest_step() >= saved)  # type: ignore[misc]
             # After a restart at that save, the stage begins once the job has started.
             seconds = interval_seconds + (first_commit_seconds if saved <= before else 0)
-            time.sleep(chance.uniform(0, seconds if moment == BORDER_MOMENTS[0] else 0))
+            time.sleep(chance.uniform(0, seconds if moment == _BORDER_MOMENTS[0] else 0))
         elif moment == "while starting":
             time.sleep(chance.uniform(0, first_commit_seconds))
-        elif moment == ROLL_BACK_MOMENT:
+        elif moment == _ROLL_BACK_MOMENT:
             # The record is the first thing that a roll-back writes.
             run.wait_until(lambda: run.find_roll_back() is not None)
         else:

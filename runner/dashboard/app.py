@@ -26,9 +26,9 @@ from wsgiref.types import StartResponse, WSGIEnvironment
 from runner.dashboard.report import make_report_policy, read_plotly, read_static, render_live_page, render_report_page
 from runner.errors import InvalidError
 
-COOKIE = "runner_token"
+_COOKIE = "runner_token"
 METRICS = "metrics"  # name of the figures of all runs in Prometheus' text format
-CONTENT_SECURITY_POLICY = (
+_CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
@@ -117,10 +117,10 @@ class ResponseBody:
     plain: bytes
     packed: bytes
     tag: str
-    policy: str = CONTENT_SECURITY_POLICY
+    policy: str = _CONTENT_SECURITY_POLICY
 
     @classmethod
-    def from_text(cls, kind: str, text: str, policy: str = CONTENT_SECURITY_POLICY) -> "ResponseBody":
+    def from_text(cls, kind: str, text: str, policy: str = _CONTENT_SECURITY_POLICY) -> "ResponseBody":
         """Return the body of a text with this content type."""
         plain = text.encode(errors="replace")
         tag = f'"{hashlib.sha256(plain).hexdigest()[:16]}"'
@@ -186,7 +186,7 @@ class DashboardApp:
             tokens.append(token.strip())
         for part in environ.get("HTTP_COOKIE", "").split(";"):
             name, _, value = part.strip().partition("=")
-            if name == COOKIE:
+            if name == _COOKIE:
                 tokens.append(value)
         # Checked before the path, so that a stranger learns nothing of which runs exist.
         if not self.access.accepts_tokens(tokens):
@@ -200,7 +200,7 @@ class DashboardApp:
             return Response(http.HTTPStatus.NOT_FOUND, headers=(no_store,))
         if in_address and self.access.token is not None:
             # Move the token from the address, which is shown and logged, into a cookie.
-            cookie = f"{COOKIE}={self.access.token}; HttpOnly; SameSite=Strict; Path=/"
+            cookie = f"{_COOKIE}={self.access.token}; HttpOnly; SameSite=Strict; Path=/"
             return Response(http.HTTPStatus.SEE_OTHER, headers=(("Location", path), ("Set-Cookie", cookie), no_store))
         return Response(http.HTTPStatus.OK, body, (("Cache-Control", "no-cache"),))
 

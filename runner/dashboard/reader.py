@@ -31,7 +31,7 @@ from runner.storage import ConfinedStore, Store, as_local, make_store, parse_num
 
 ABSENT = "(absent)"
 UNREADABLE = "(unreadable)"
-LEVELS_MAX = 6
+_LEVELS_MAX = 6
 DIRECTORIES_MAX = 5000
 RUNS_MAX = 1000
 ANCESTORS_MAX = 4  # that a page draws beside its runs
@@ -69,7 +69,7 @@ def find_runs(root: Store) -> DiscoveryResult:
     notes: list[str] = []
     level = [""]
     num_directories = 0
-    for depth in range(LEVELS_MAX + 1):
+    for depth in range(_LEVELS_MAX + 1):
         next_level: list[str] = []
         for path in sorted(level):
             num_directories += 1
@@ -89,7 +89,7 @@ def find_runs(root: Store) -> DiscoveryResult:
                 # Paths may hold any bytes, so an address holds a digest of the path.
                 run_id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
                 runs.append(DiscoveredRun(run_id, path, store))
-            elif depth < LEVELS_MAX:
+            elif depth < _LEVELS_MAX:
                 below = (name for name, may_be_directory in names.items() if may_be_directory)
                 next_level += [f"{path}/{name}".lstrip("/") for name in below if not name.startswith(".")]
         if notes:

@@ -50,7 +50,7 @@ def encode_json(value: Any) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
 
 
-def read_report_scripts() -> tuple[str, ...]:
+def _read_report_scripts() -> tuple[str, ...]:
     """Return the scripts of a self-contained page. None of them contains the end of its own element."""
     return tuple(
         script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
@@ -63,14 +63,14 @@ def make_report_policy() -> str:
 
     It names the scripts by digest, so nothing else on the page can run.
     """
-    digests = [hashlib.sha256(script.encode()).digest() for script in read_report_scripts()]
+    digests = [hashlib.sha256(script.encode()).digest() for script in _read_report_scripts()]
     sources = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     return f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; img-src data:"
 
 
 def render_report_page(title: str, data: Any) -> str:
     """Return one self-contained page with these data, to be kept as a file."""
-    inline = "\n".join(f"<script>{script}</script>" for script in read_report_scripts())
+    inline = "\n".join(f"<script>{script}</script>" for script in _read_report_scripts())
     policy = make_report_policy()
     return _render_page(
         title,

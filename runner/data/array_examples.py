@@ -40,9 +40,9 @@ from runner.spec import load_attribute
 if TYPE_CHECKING:
     from runner.config import TokenSource
 
-PADDING_MASK = "padding_mask"  # True for a real example
-RESERVED_FIELDS = (PADDING_MASK, "example", "loss_weight")
-LENGTH_MAX = 1 << 48  # a data set that repeats itself has a length near the largest integer
+_PADDING_MASK = "padding_mask"  # True for a real example
+_RESERVED_FIELDS = (_PADDING_MASK, "example", "loss_weight")
+_LENGTH_MAX = 1 << 48  # a data set that repeats itself has a length near the largest integer
 ALONE_SECONDS = 0.005  # of reading on one thread, after which others help
 _METHODS = ("__len__", "__getitem__")
 SLOW_SECONDS = 10.0  # for one example, above which a run warns
@@ -89,7 +89,7 @@ def make_read_error(error: BaseException, text: str) -> RunnerError:
 
 
 @contextlib.contextmanager
-def translate_user_errors(text: str) -> Iterator[None]:
+def _translate_user_errors(text: str) -> Iterator[None]:
     """Turn whatever the code of a user's data set raises into the error for it. `text` says what has raised.
 
     This includes `GeneratorExit` and `StopIteration`, which generators would take for their own end, and `SystemExit`.
@@ -121,11 +121,11 @@ class ArraySource:
         self._length = self._get_length()
         if not self._length:
             raise DataError(f"{name}: is empty: it holds 0 examples")
-        if self._length > LENGTH_MAX:
+        if self._length > _LENGTH_MAX:
             raise DataError(f"{name}: has {self._length:,} examples; leave out repeat: a run repeats its data itself")
         aliased = self._load(0)
         first = {field: array.copy() for field, array in aliased.items()}
-        with translate_user_errors(f"{name}: padding"):
+        with _translate_user_errors(f"{name}: padding"):
             padding: Any = getattr(examples, "padding", {})
             padding = dict(padding.items()) if isinstance(padding, Mapping) else padding
         if not isinstance(padding, dict) or not all(
@@ -171,12 +171,12 @@ class ArraySource:
         """Do nothing: arrays are not token ids."""
 
     def _get_length(self) -> int:
-        with translate_user_errors(f"{self.name}: __len__"):
+        with _translate_user_errors(f"{self.name}: __len__"):
             return len(self._examples)
 
     def _get_user_fingerprint(self) -> str:
         examples = self._examples
-        with translate_user_errors(f"{self.name}: fingerprint"):
+        with _translate_user_errors(f"{self.name}: fingerprint"):
             # Do not treat a property that raises as a missing fingerprint.
             has_own = hasattr(type(examples), "fingerprint") or "fingerprint" in getattr(examples, "__dict__", {})
             fingerprint: object = getattr(examples, "fingerprint") if has_own else ""  # noqa: B009
@@ -209,10 +209,10 @@ class ArraySource:
         _reads_in_progress[call] = f"example {index} of {self._class_name}", began
         example: Any
         try:
-            with translate_user_errors(f"{self.name}: example {index}: __getitem__"):
+            with _translate_user_errors(f"{self.name}: example {index}: __getitem__"):
                 example = self._examples[index]
             # An example may be a mapping of the user's own, whose fields are read only now.
-            with translate_user_errors(f"{self.name}: example {index}: items"):
+            with _translate_user_errors(f"{self.name}: example {index}: items"):
                 example = dict(example.items()) if isinstance(example, Mapping) else example
         finally:
             del _reads_in_progress[call]
@@ -224,7 +224,7 @@ class ArraySource:
         if not isinstance(example, dict) or not example:
             found = "empty" if isinstance(example, dict) else _describe(example)
             raise self._make_error(index, f"is {found}, needs a dict of arrays by field")
-        if not declared and (taken := [name for name in RESERVED_FIELDS if name in example]):
+        if not declared and (taken := [name for name in _RESERVED_FIELDS if name in example]):
             raise self._make_error(index, f"has the reserved field {taken[0]}; rename it")
         if declared and {*example} != {*declared}:
             missing, other = sorted({*declared} - {*example}), sorted(map(str, {*example} - {*declared}))
@@ -246,7 +246,7 @@ class ArraySource:
             raise self._make_error(index, f"has a field named {name!r}; use a name of letters, digits and _")
         if not isinstance(value, np.ndarray | np.generic | bool | int | float):
             raise self._make_error(index, f"{name} is {_describe(value)}, needs an array or a number")
-        with translate_user_errors(f"{self.name}: example {index}: {name}"):
+        with _translate_user_errors(f"{self.name}: example {index}: {name}"):
             array = np.asarray(value)
         is_number = jax.dtypes.issubdtype(array.dtype, np.number) or array.dtype == np.bool_
         if not is_number or array.dtype.kind in "cm" or (array.dtype.kind == "f" and array.dtype.itemsize > 8):
@@ -275,12 +275,12 @@ class ArrayExamples:
 
     def __init__(self, source: ArraySource, start: int, num_examples: int):
         self._source, self._start, self.num_examples = source, start, num_examples
-        self.fields = {**source.fields, PADDING_MASK: FieldSpec(np.dtype(np.bool_), ())}
+        self.fields = {**source.fields, _PADDING_MASK: FieldSpec(np.dtype(np.bool_), ())}
 
     def read(self, indices: np.ndarray) -> Sequences:
         """Read the examples; all of them are real."""
         arrays = self._source.read(self._start + np.asarray(indices, np.int64))
-        return {**arrays, PADDING_MASK: np.ones(len(indices), np.bool_)}
+        return {**arrays, _PADDING_MASK: np.ones(len(indices), np.bool_)}
 
     def make_order(self, seed: int, batch_examples: Fraction) -> ShuffledOrder:
         """Return a shuffle of all examples, the same for every batch size."""
@@ -320,7 +320,7 @@ def open_array_source(token_source: "TokenSource") -> ArraySource:
     with _opening:
         source = _opened.get(key)
         if source is None:
-            with translate_user_errors(f"{name}: opening it"):
+            with _translate_user_errors(f"{name}: opening it"):
                 examples = make(**token_source.options)
             if not _is_data_set_class(type(examples)):  # by a `__new__` or a metaclass of its own
                 raise DataError(f"{name}: makes {_describe(examples)}; a data set has {' and '.join(_METHODS)}")

@@ -32,8 +32,8 @@ from runner.data.source_files import File, SourceFile, describe_file
 from runner.data.token_files import RecordFile, parse_dtype
 from runner.errors import DataError, format_reason
 
-SCAN_RECORDS = 256
-READ_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # recommended by the package for random access
+_SCAN_RECORDS = 256
+_READ_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # recommended by the package for random access
 
 
 def read_array_record(files: Sequence[File], reader: Reader, *, dtype: str) -> list["ArrayRecordFile"]:
@@ -103,7 +103,7 @@ class _RecordReader:
     def __init__(self, file: File, copy: SourceFile) -> None:
         self._file, self._lock = file, threading.Lock()
         try:
-            self._reader = ArrayRecordReader(str(copy.path), READ_OPTIONS)
+            self._reader = ArrayRecordReader(str(copy.path), _READ_OPTIONS)
             self.num_records: int = self._reader.num_records()
         except (RuntimeError, ValueError, IndexError, OSError) as error:
             raise self._make_error(error) from error
@@ -154,7 +154,7 @@ def _load_sizes(file: File, copy: SourceFile, directory: Path) -> np.ndarray:
 def _scan_sizes(file: File, copy: SourceFile) -> np.ndarray:
     reader = _open_records(file, copy)
     sizes = np.empty(reader.num_records, "<i8")
-    for first in range(0, len(sizes), SCAN_RECORDS):
-        records = reader.read(first, min(first + SCAN_RECORDS, len(sizes)))
+    for first in range(0, len(sizes), _SCAN_RECORDS):
+        records = reader.read(first, min(first + _SCAN_RECORDS, len(sizes)))
         sizes[first : first + len(records)] = [len(record) for record in records]
     return sizes

@@ -23,7 +23,7 @@ from jax.sharding import Sharding
 from runner.data.dataset import TRAIN, Dataset, SkippedExamples
 from runner.data.token_files import LOSS_WEIGHT
 
-PREFETCH_DEPTH = 2  # the batch that is needed next, and one more to hide a slow read
+_PREFETCH_DEPTH = 2  # the batch that is needed next, and one more to hide a slow read
 CLOSE_SECONDS = 5.0
 _READ_EXAMPLES = 16  # sequences that are read at a time to find a target
 
@@ -129,7 +129,7 @@ class Prefetcher(Generic[Item]):
     a process alive that wants to exit.
     """
 
-    def __init__(self, items: Generator[Item], depth: int = PREFETCH_DEPTH) -> None:
+    def __init__(self, items: Generator[Item], depth: int = _PREFETCH_DEPTH) -> None:
         self._items, self._depth = items, depth
         self._ready: deque[Item] = deque()
         self._error: BaseException | None = None

@@ -22,14 +22,14 @@ from runner.errors import DataError
 from runner.spec.imports import import_extra
 from runner.storage import JsonObject
 
-ASSISTANT = "assistant"
+_ASSISTANT = "assistant"
 FORMS = ("messages", "prompt", "completion")
 DIALOGUE_KEYS = (*FORMS, "tools")  # of a line, or columns of a table
 
 RENDER_SECONDS = 10.0  # CPU time for one dialogue
-MEMORY_BYTES = 1 << 30  # of the rendering process; a dialogue and a template need some kilobytes
-TEMPLATE_BYTES_MAX = 1 << 20
-TEMPLATE_FILE = "chat_template.jinja"
+_MEMORY_BYTES = 1 << 30  # of the rendering process; a dialogue and a template need some kilobytes
+_TEMPLATE_BYTES_MAX = 1 << 20
+_TEMPLATE_FILE = "chat_template.jinja"
 # Run by path and not imported: it needs jinja2, which only jobs with a chat template have to install.
 _TEMPLATE_PROCESS = Path(__file__).with_name("template_process.py")
 
@@ -86,7 +86,7 @@ def parse_dialogue(record: Any) -> ChatRecord | str:
             return f"{wrong!r} is not a string: {str(record[wrong])[:40]}"
         if not record["completion"]:
             return "'completion' is empty, so there is nothing to learn"
-        pair = [{"role": "user", "content": record["prompt"]}, {"role": ASSISTANT, "content": record["completion"]}]
+        pair = [{"role": "user", "content": record["prompt"]}, {"role": _ASSISTANT, "content": record["completion"]}]
         return ChatRecord(pair, is_pair=True)
     if found:
         return f"has {' and '.join(map(repr, found))}; needs messages alone, or a prompt and a completion"
@@ -108,8 +108,8 @@ def _parse_messages(record: JsonObject) -> ChatRecord | str:
             return f"the content of message {place} is not a string: {str(content)[:40]}"
     if tools is not None and not isinstance(tools, list):
         return f"'tools' is not a list: {str(tools)[:40]}"
-    if all(message["role"] != ASSISTANT for message in messages):
-        return f"no message has the role {ASSISTANT}, so there is nothing to learn"
+    if all(message["role"] != _ASSISTANT for message in messages):
+        return f"no message has the role {_ASSISTANT}, so there is nothing to learn"
     return ChatRecord(messages, tools)
 
 
@@ -178,16 +178,16 @@ def read_template(name: str, read: Callable[[str], bytes]) -> ChatTemplate:
         raise DataError(f"{name} is not a tokenizer_config.json: it does not hold an object")
     source: Any
     try:
-        source = read(f"{name.rpartition('/')[0] or '.'}/{TEMPLATE_FILE}").decode(errors="replace")
+        source = read(f"{name.rpartition('/')[0] or '.'}/{_TEMPLATE_FILE}").decode(errors="replace")
     except DataError as error:
         source = config.get("chat_template")
         if isinstance(source, list):
             named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
             source = named.get("default")
         if not isinstance(source, str):
-            raise DataError(f"{name} has no chat_template, and there is no {TEMPLATE_FILE} beside it") from error
-    if len(source) > TEMPLATE_BYTES_MAX:
-        raise DataError(f"{name}: its template has {len(source):,} characters, needs at most {TEMPLATE_BYTES_MAX:,}")
+            raise DataError(f"{name} has no chat_template, and there is no {_TEMPLATE_FILE} beside it") from error
+    if len(source) > _TEMPLATE_BYTES_MAX:
+        raise DataError(f"{name}: its template has {len(source):,} characters, needs at most {_TEMPLATE_BYTES_MAX:,}")
     names = {}
     for key, value in config.items():
         text = get_token_text(value)
@@ -223,7 +223,7 @@ class Renderer:
             env={},
         )
         # A template is untrusted code: it gets no environment, no files, and limited time and memory.
-        limits = {"seconds": RENDER_SECONDS, "memory_bytes": MEMORY_BYTES}
+        limits = {"seconds": RENDER_SECONDS, "memory_bytes": _MEMORY_BYTES}
         response = self._request({"template": template.source, "names": template.names, **limits})
         if "error" in response:
             self.close()
@@ -295,7 +295,7 @@ def _replace_surrogates(text: str) -> str:
 def find_end_of_turn(template: ChatTemplate, special_tokens: Collection[str]) -> str | None:
     """Return the special token that ends an assistant's message; None if the template writes none there."""
     content = "This is the end of the message."
-    messages = [{"role": "user", "content": "Hello"}, {"role": ASSISTANT, "content": content}]
+    messages = [{"role": "user", "content": "Hello"}, {"role": _ASSISTANT, "content": content}]
     try:
         with Renderer(template) as renderer:
             dialogue = renderer.render(ChatRecord(messages))

@@ -39,8 +39,8 @@ from runner.storage import (
 
 TrainOn = Literal["answers", "all"]
 VERIFIED_BYTES_MAX = 1 << 27  # shards on a disk, up to this size in all, are read whole at the start (0.1 s)
-SAMPLED_HEADS_MAX = 1024  # of more shards in a bucket the heads of this many, evenly spaced, are checked at the start
-COMPARED_BYTES_MAX = 1 << 30  # shards that were possibly replaced under a running job, up to this size, are read whole
+_SAMPLED_HEADS_MAX = 1024  # of more shards in a bucket the heads of this many, evenly spaced, are checked at the start
+_COMPARED_BYTES_MAX = 1 << 30  # shards that were possibly replaced under a running job, up to this size, are read whole
 ENDS_BYTES_MAX = (
     1 << 28
 )  # of a corpus on a disk with no more bytes of document ends, whole shards of ends stay in memory
@@ -109,7 +109,7 @@ class Corpus(WeightedTokens):
 
     def find_changed(self, replaced: Mapping[int, TokenFile]) -> File | None:
         """Compare shards with the digests of the index: whole if they are not too many, else their heads."""
-        is_small = sum(part.file.size_bytes for part in replaced.values()) <= COMPARED_BYTES_MAX
+        is_small = sum(part.file.size_bytes for part in replaced.values()) <= _COMPARED_BYTES_MAX
         for number, part in replaced.items():
             shard, head_tokens = self._shards[number], HEAD_BYTES // part.dtype.itemsize
             if is_small:
@@ -276,7 +276,7 @@ def _open_shards_in_bucket(
     tokens = [make_bucket_file(store.url, f"{shard.name}.bin", listing[f"{shard.name}.bin"]) for shard in index.shards]
     ends = [make_bucket_file(store.url, f"{shard.name}.ends", listing[f"{shard.name}.ends"]) for shard in index.shards]
     sample = [number for number, shard in enumerate(index.shards) if shard.num_tokens]
-    sample = sample[:: max(1, -(-len(sample) // SAMPLED_HEADS_MAX))]
+    sample = sample[:: max(1, -(-len(sample) // _SAMPLED_HEADS_MAX))]
     heads = [ByteRange(tokens[number], 0, min(HEAD_BYTES, tokens[number].size_bytes)) for number in sample]
     # One byte of the ends is enough to learn whether the file may be read.
     found = reader.fetch([*heads, *(ByteRange(ends[number], 0, 1) for number in sample)])

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from runner.config import DataConfig, TokenSource, Unit
 
 
-TRAIN, VALIDATION = "train", "validation"
-MISSING_TARGETS_SHARE = 0.1  # share of the sequences without a target above which a run warns
+TRAIN, _VALIDATION = "train", "validation"
+_MISSING_TARGETS_SHARE = 0.1  # share of the sequences without a target above which a run warns
 _SAMPLE_EXAMPLES, _SAMPLE_RUN_EXAMPLES = 128, 16
 
 
@@ -183,7 +183,7 @@ class Dataset:
             sequences = examples.read(indices)
             has_target = (sequences["padding_mask"] & (sequences[LOSS_WEIGHT] > 0)).any(axis=1)
             share = 1 - has_target.mean()
-            if share > MISSING_TARGETS_SHARE:
+            if share > _MISSING_TARGETS_SHARE:
                 lines.append(
                     f"{label}: {share:.0%} of {len(indices)} sampled sequences have no target, because their "
                     f"prompts are longer than sequence_length={self.units_per_example}; steps without a target train "
@@ -292,7 +292,7 @@ class Dataset:
 
     def validate_split(self, name: str) -> None:
         """Raise ValueError if no split has this name."""
-        names = [TRAIN, *(self.validation or (VALIDATION,))]
+        names = [TRAIN, *(self.validation or (_VALIDATION,))]
         if name not in names:
             raise ValueError(f"got {name!r}, needs {' or '.join(map(repr, names))}")
 
@@ -416,7 +416,7 @@ def load_dataset(
             )
         )
         if validation_split.num_tokens:
-            name = token_source.name if config.mixture else VALIDATION
+            name = token_source.name if config.mixture else _VALIDATION
             validation[name] = _make_examples(source, config, validation_split)
     # The sets in `data.validation` are used whole, without a split.
     for name, validation_source in config.validation.items():

@@ -35,7 +35,7 @@ from runner.errors import DataError
 from runner.storage import JsonObject, Key, parse_json, validate_record
 
 VERSION = 2
-DEFAULT_COLUMN = "tokens"
+_DEFAULT_COLUMN = "tokens"
 # Encodings of the shape of a 1-D array: first byte, bytes of the dimension, smallest and largest dimension.
 SHAPES = ((4, 1, 1, 0xFF), (5, 2, 0x100, 0xFFFF), (6, 4, 0x10000, 0xFFFFFFFF))
 
@@ -57,7 +57,7 @@ _FILE_KEYS = (Key("basename", str, "path below the index"), Key("bytes", int, "s
 
 
 @dataclass(frozen=True)
-class IdColumn:
+class _IdColumn:
     """Layout of the column that holds the ids: arithmetic on sizes and bytes."""
 
     sizes: tuple[int | None, ...]  # bytes of each column in a sample, in order; None where they vary
@@ -144,19 +144,19 @@ class IdColumn:
         return value_starts + skips, counts
 
 
-def _parse_column(encoding: str, sizes: tuple[int | None, ...], place: int, dtype: str | None) -> IdColumn:
+def _parse_column(encoding: str, sizes: tuple[int | None, ...], place: int, dtype: str | None) -> _IdColumn:
     """Return the layout of a column; `dtype` is `data.options.dtype`. Raises ValueError if it holds no ids."""
     kind, _, rest = encoding.partition(":")
     if kind == "bytes" and not rest:
         if dtype is None:
             raise ValueError("holds bytes: say which ids they are, as data.options.dtype: int64")
-        return IdColumn(sizes, place, parse_dtype(dtype), has_shape=False)
+        return _IdColumn(sizes, place, parse_dtype(dtype), has_shape=False)
     name, _, shape = rest.partition(":")
     if kind != "ndarray" or name not in ID_DTYPES:
         raise ValueError(f"is encoded as {encoding[:40]!r}, needs bytes or ndarray of an integer type")
     if dtype is not None:
         raise ValueError(f"holds {name}: leave out data.options.dtype, nothing reads it")
-    return IdColumn(sizes, place, parse_dtype(name), has_shape=not shape)
+    return _IdColumn(sizes, place, parse_dtype(name), has_shape=not shape)
 
 
 def _gather(content: np.ndarray, offsets: np.ndarray, count: int) -> np.ndarray:
@@ -175,7 +175,7 @@ def _validate(problem: str, is_right: np.ndarray) -> None:
 class MdsShard(RecordFile):
     """Shard in which sample i is document i."""
 
-    column: IdColumn
+    column: _IdColumn
     samples: np.ndarray  # byte at which each sample begins, and the end of the last
     starts: np.ndarray  # byte at which the ids of each sample begin
 
@@ -218,7 +218,7 @@ class MdsShard(RecordFile):
 
 
 def read_mds(
-    indexes: Sequence[File], reader: Reader, *, column: str = DEFAULT_COLUMN, dtype: str | None = None
+    indexes: Sequence[File], reader: Reader, *, column: str = _DEFAULT_COLUMN, dtype: str | None = None
 ) -> list[MdsShard]:
     """Open the shards that these `index.json` name (a `TokenReader`). A column of bytes needs a `dtype`."""
     contents = reader.read([ByteRange(index, 0, index.size_bytes) for index in indexes])
@@ -338,7 +338,7 @@ def _unpack(packed: File, size_bytes: int, reader: Reader) -> Iterator[bytes]:
         raise DataError(f"{packed}: cannot be unpacked: {error}") from error
 
 
-def _open_shard(file: File, record: JsonObject, column: IdColumn, reader: Reader) -> MdsShard:
+def _open_shard(file: File, record: JsonObject, column: _IdColumn, reader: Reader) -> MdsShard:
     try:
         samples = _read_samples(file, record, reader)
         offsets = samples.astype(np.int64)

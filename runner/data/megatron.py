@@ -33,7 +33,7 @@ MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-FLOATS = (6, 7)
+_FLOATS = (6, 7)
 
 
 def read_megatron(indexes: Sequence[File], reader: Reader) -> list[DocumentFile]:
@@ -101,7 +101,7 @@ def _parse_index(index: File, reader: Reader) -> tuple[np.dtype, np.ndarray]:
     _, version, code, num_sequences, num_bounds = HEADER.unpack(header)
     if version != VERSION:
         raise ValueError(f"has version {version}, needs {VERSION}")
-    if code in FLOATS:
+    if code in _FLOATS:
         raise ValueError(f"holds floats (type {code}), needs token ids")
     if code not in DTYPES:
         raise ValueError(f"has the unknown type {code}, needs one of {', '.join(map(str, DTYPES))}")

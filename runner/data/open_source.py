@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 VERIFIED_BYTES_MAX = 1 << 27
 SEPARATORS = {"none": b"", "newline": b"\n", "nul": b"\0"}
 
-TOKEN_READERS: Mapping[str, TokenReader] = {  # by format
+_TOKEN_READERS: Mapping[str, TokenReader] = {  # by format
     "megatron": read_megatron,
     "mds": read_mds,
     "array_record": read_array_record,
     "parquet": read_tables,
     "arrow": read_tables,
 }
-TABLE_FORMATS = ("parquet", "arrow")  # their reader also takes `train_on`
+_TABLE_FORMATS = ("parquet", "arrow")  # their reader also takes `train_on`
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def open_source(
     else:
         files = find_source(token_source.source)
         if files.format:
-            unread = ("dtype",) if files.format in TABLE_FORMATS else ("dtype", "train_on")
+            unread = ("dtype",) if files.format in _TABLE_FORMATS else ("dtype", "train_on")
             _validate_unread_keys(token_source, f"is of {files.format}", *unread)
             train_on = token_source.train_on, default_train_on
             source = open_format(files, token_source.options, cache, vocabulary_size, train_on)
@@ -263,8 +263,8 @@ def open_format(
     `train_on` has the tokens that count in the loss by the spec, and by default, for the formats that may say it.
     """
     assert source.format is not None
-    read = TOKEN_READERS[source.format]
-    given = (source.files, open_reader(source, cache), *(train_on if source.format in TABLE_FORMATS else ()))
+    read = _TOKEN_READERS[source.format]
+    given = (source.files, open_reader(source, cache), *(train_on if source.format in _TABLE_FORMATS else ()))
     bind_options(read, options, f"data.source={source.name} is of {source.format}", *given)
     return DocumentFiles(read(*given, **options), trusted_vocabulary_size)
 

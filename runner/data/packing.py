@@ -51,10 +51,10 @@ DOCUMENT_DTYPES: TokenDtypes = {**TOKEN_DTYPES, "segment": np.int32, "position":
 BLOCK_POSITIONS = 1 << 19  # positions in all examples of a block; the documents of a block are packed together
 BLOCK_EXAMPLES_MIN = 64
 # Tokens of a block as a percentage of its positions. The free positions let nearly all documents stay whole.
-BLOCK_FILL_PERCENT = 99.5
-# A plan is evicted when it was not used during PLAN_ROUNDS * (number of cached plans) requests. It must be that long,
+_BLOCK_FILL_PERCENT = 99.5
+# A plan is evicted when it was not used during _PLAN_ROUNDS * (number of cached plans) requests. It must be that long,
 # because a batch slot that draws from several blocks uses each of them only now and then.
-PLAN_ROUNDS = 16
+_PLAN_ROUNDS = 16
 PLANS_BYTES_MAX = 1 << 30
 
 
@@ -196,7 +196,7 @@ class PackingPlanCache:
     """Least-recently-used cache of the plans of blocks. Thread-safe.
 
     A plan takes 16 bytes a document: 14 KB for a block with documents of 700 tokens. A plan is evicted when it was not
-    used during the last `PLAN_ROUNDS` requests for each cached plan, or when all plans exceed `PLANS_BYTES_MAX`. The
+    used during the last `_PLAN_ROUNDS` requests for each cached plan, or when all plans exceed `PLANS_BYTES_MAX`. The
     blocks of this host's batch slots therefore stay cached.
     """
 
@@ -218,7 +218,7 @@ class PackingPlanCache:
             self._num_bytes += plan.num_bytes - (previous.num_bytes if previous else 0)
             while True:
                 last_request, oldest = next(iter(self._plans.values()))
-                is_stale = self._num_requests - last_request > PLAN_ROUNDS * len(self._plans)
+                is_stale = self._num_requests - last_request > _PLAN_ROUNDS * len(self._plans)
                 if not is_stale and (self._num_bytes <= PLANS_BYTES_MAX or len(self._plans) == 1):
                     return plan
                 self._plans.popitem(last=False)
@@ -233,7 +233,7 @@ class PackedDocuments(_DocumentExamples):
 
     All blocks but the last have the same number of tokens and examples, so the index of an example determines its
     block, and the content of an example is found without packing the blocks before it. The tokens of a block take
-    `BLOCK_FILL_PERCENT` of the positions of its examples, so they always fit.
+    `_BLOCK_FILL_PERCENT` of the positions of its examples, so they always fit.
     """
 
     def __init__(self, source: Source, split: TokenSplit):
@@ -315,7 +315,7 @@ PACKINGS: Mapping[str, Callable[[Source, TokenSplit], Examples]] = {
 
 
 def _count_packed_tokens(num_positions: int) -> int:
-    return int(num_positions * BLOCK_FILL_PERCENT / 100)
+    return int(num_positions * _BLOCK_FILL_PERCENT / 100)
 
 
 def find_spans(start: int, stop: int, ends: np.ndarray) -> np.ndarray:

@@ -44,7 +44,7 @@ from runner.storage.local import try_lock
 
 FORMAT = 2  # to be raised when the meaning of a record or of a tokenizer changes
 OPEN_FILES_MAX = 128  # a process may hold only so many files open, and a corpus may have thousands
-NUM_REQUESTS = 16  # simultaneous requests; the clients of the cloud services have as many connections
+_NUM_REQUESTS = 16  # simultaneous requests; the clients of the cloud services have as many connections
 
 Result = TypeVar("Result")
 
@@ -367,7 +367,7 @@ def write_derived(derived: DerivedFile, path: Path, is_whole: Callable[[], bool]
 
 
 def run_in_parallel(calls: Sequence[Callable[[], Result]]) -> list[Result]:
-    """Return the results of all calls, up to `NUM_REQUESTS` of them running at a time.
+    """Return the results of all calls, up to `_NUM_REQUESTS` of them running at a time.
 
     Raises the error of the first call, in the order of `calls`, that failed. The threads are daemons, so that a read
     that hangs cannot keep a dying process alive.
@@ -389,7 +389,7 @@ def run_in_parallel(calls: Sequence[Callable[[], Result]]) -> list[Result]:
             except BaseException as error:  # noqa: BLE001 - nothing is swallowed: the caller raises it
                 errors[index] = error
 
-    threads = [threading.Thread(target=work, name="range", daemon=True) for _ in range(min(NUM_REQUESTS, len(calls)))]
+    threads = [threading.Thread(target=work, name="range", daemon=True) for _ in range(min(_NUM_REQUESTS, len(calls)))]
     # A single call needs no thread.
     if len(threads) == 1:
         work()

@@ -71,8 +71,8 @@ from runner.storage.local import try_lock
 
 RANGES_FILE = "ranges.cache"
 COPIES_DIRECTORY = "copies"
-FREE_SHARE = 4  # without `data.cache_bytes` a quarter of the free disk is used
-SLOTS_OF_RANGE_MAX = 64
+_FREE_SHARE = 4  # without `data.cache_bytes` a quarter of the free disk is used
+_SLOTS_OF_RANGE_MAX = 64
 REQUEST_BYTES_MAX = 4 << 20
 # Copies up to this size are read at each start (0.1 s); of larger ones the size is checked.
 VERIFIED_BYTES_MAX = 1 << 27
@@ -151,7 +151,7 @@ class RangeCache:
     def _split(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Split a range into parts of at most a slot's size; no part if the range is not to be cached."""
         size = self._slot_bytes
-        if not self._num_slots or stop - start > min(SLOTS_OF_RANGE_MAX, self._num_slots) * size:
+        if not self._num_slots or stop - start > min(_SLOTS_OF_RANGE_MAX, self._num_slots) * size:
             return []
         return [(first, min(first + size, stop)) for first in range(start, stop, size)]
 
@@ -176,7 +176,7 @@ def _resize(file: FileIO, max_bytes: int | None) -> int:
     """
     status, disk = os.fstat(file.fileno()), os.fstatvfs(file.fileno())
     free_bytes = disk.f_bavail * disk.f_frsize + status.st_blocks * 512
-    size_bytes = free_bytes // FREE_SHARE if max_bytes is None else min(max_bytes, free_bytes)
+    size_bytes = free_bytes // _FREE_SHARE if max_bytes is None else min(max_bytes, free_bytes)
     if size_bytes != max_bytes and size_bytes // 2 <= status.st_size <= 2 * size_bytes:
         return status.st_size
     if status.st_size != size_bytes:
@@ -210,7 +210,7 @@ class FileCopies:
                 bound = self._max_bytes
             else:
                 disk = os.statvfs(self._root)
-                bound = (disk.f_bavail * disk.f_frsize + _measure(self._root)) // FREE_SHARE
+                bound = (disk.f_bavail * disk.f_frsize + _measure(self._root)) // _FREE_SHARE
             need = sum(derived.size_bytes for derived in wanted)
             for path in sorted(others, key=_get_last_opened):
                 # Nothing is removed for a source that would not fit even alone.

@@ -21,7 +21,7 @@ from runner.spec import is_class_path
 from runner.storage import DeniedError, FileInfo, Store, Version, open_store, parse_json, validate_url
 
 PYTHON_STDLIB = "python-stdlib"
-TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
+_TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
 # A file with one of these suffixes is read as text. Files with other suffixes are refused, because they may be binary.
 # fmt: off
 TEXT_SUFFIXES = frozenset({
@@ -126,9 +126,9 @@ def find_source(name: str) -> SourceFiles | BucketFiles:
     """Resolve `python-stdlib`, a path, a URL or a glob (`~` and `**` work). Raises DataError, or OSError of a bucket.
 
     A part of a path with `*`, `?` or `[` is a pattern only if nothing exists under exactly this name, see
-    `count_literal_parts`.
+    `_count_literal_parts`.
     """
-    validate_source_name(name)
+    _validate_source_name(name)
     if "://" in name:
         return _find_in_bucket(name)
     if name == PYTHON_STDLIB:
@@ -183,7 +183,7 @@ def _find_in_bucket(name: str) -> BucketFiles:
 
 def find_corpus(name: str) -> str | None:
     """Return the directory or URL of the corpus that `name` or its index names, else None. Raises as `find_source`."""
-    validate_source_name(name)
+    _validate_source_name(name)
     directory, _, last = name.rstrip("/").rpartition("/")
     if "://" not in name:
         path = os.path.abspath(os.path.expanduser(name))
@@ -192,14 +192,14 @@ def find_corpus(name: str) -> str | None:
     directory = directory if last == INDEX else name.rstrip("/")
     split_url_glob(name)  # raises if the bucket's name is a glob
     # A token file is not a corpus, and asking the bucket would cost a request.
-    if PurePath(directory).suffix in TOKEN_SUFFIXES:
+    if PurePath(directory).suffix in _TOKEN_SUFFIXES:
         return None
     with wrap_source_errors(name):
         store = open_store(directory)
         return directory if store.exists(INDEX) and not _is_mds_content(store.read(INDEX)) else None
 
 
-def validate_source_name(name: str) -> None:
+def _validate_source_name(name: str) -> None:
     """Raise `DataError` if the text cannot be a path or URL."""
     try:
         validate_url(name)
@@ -222,14 +222,14 @@ def wrap_source_errors(name: str) -> Iterator[None]:
 
 def _hold_tokens(name: str, paths: Sequence[PurePath]) -> bool:
     """Return True if the suffixes are those of token ids, False for text. Raises DataError if mixed or unknown."""
-    unknown = [path for path in paths if path.suffix.lower() not in TEXT_SUFFIXES | TOKEN_SUFFIXES]
+    unknown = [path for path in paths if path.suffix.lower() not in TEXT_SUFFIXES | _TOKEN_SUFFIXES]
     if unknown:
         raise DataError(
             f"data.source={name}: {len(unknown)} of {len(paths)} files are of a kind that is not read, the first is "
             f"{unknown[0]}; needs text (.txt, .md, source code ...) or token ids (.bin, .npy), or nothing but .idx, "
             ".array_record, .parquet or .arrow"
         )
-    num_token_files = sum(path.suffix in TOKEN_SUFFIXES for path in paths)
+    num_token_files = sum(path.suffix in _TOKEN_SUFFIXES for path in paths)
     if num_token_files not in (0, len(paths)):
         raise DataError(
             f"data.source={name}: matches {num_token_files} token files (.bin, .npy) and "
@@ -262,7 +262,7 @@ def get_glob_prefix(patterns: Sequence[str]) -> str:
     return re.split(r"[*?[]", "/".join(patterns))[0]
 
 
-def count_literal_parts(parts: Sequence[str], exists: Callable[[str], bool]) -> int:
+def _count_literal_parts(parts: Sequence[str], exists: Callable[[str], bool]) -> int:
     """Return how many of the first parts of a path are names; the rest, if there is any, is a glob.
 
     A part with `*`, `?` or `[` is a name if it exists under exactly this name, and a pattern otherwise. So
@@ -293,7 +293,7 @@ def match_objects(patterns: Sequence[str], listing: Mapping[str, FileInfo], exac
 
 
 def _count_literal_objects(patterns: Sequence[str], listing: Mapping[str, FileInfo]) -> int:
-    return count_literal_parts(patterns, lambda place: any(name.startswith(f"{place}/") for name in listing))
+    return _count_literal_parts(patterns, lambda place: any(name.startswith(f"{place}/") for name in listing))
 
 
 def matches_glob(parts: Sequence[str], patterns: Sequence[str]) -> bool:
@@ -315,7 +315,7 @@ def is_available(name: str) -> bool:
     if is_class_path(name):
         return True
     try:
-        validate_source_name(name)
+        _validate_source_name(name)
         if "://" not in name and find_corpus(name) is None:
             find_source(name)
     except DataError:
@@ -359,7 +359,7 @@ def match_files(path: str) -> list[Path]:
 def _split_glob(path: str) -> tuple[str, str]:
     """Split a path into a directory that is taken literally, and a glob below it; that is empty without a pattern."""
     parts = path.split("/")
-    depth = count_literal_parts(parts, os.path.lexists)
+    depth = _count_literal_parts(parts, os.path.lexists)
     return "/".join(parts[:depth]) or "/", "/".join(parts[depth:])
 
 

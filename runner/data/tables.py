@@ -35,10 +35,10 @@ from runner.errors import DataError, InvalidError, RetryableError, format_reason
 from runner.spec.imports import import_extra
 from runner.storage import JsonObject
 
-ID_COLUMN, PADDING_COLUMN, MASK_COLUMNS = "input_ids", "attention_mask", ("loss_mask", "labels")
-NO_TARGET = -100
-ID_DTYPE, BOUNDS_DTYPE = np.dtype("<u4"), np.dtype("<i8")
-BATCH_ROWS = 1024
+_ID_COLUMN, _PADDING_COLUMN, _MASK_COLUMNS = "input_ids", "attention_mask", ("loss_mask", "labels")
+_NO_TARGET = -100
+_ID_DTYPE, _BOUNDS_DTYPE = np.dtype("<u4"), np.dtype("<i8")
+_BATCH_ROWS = 1024
 BLOCK_BYTES = 16 << 20
 
 
@@ -57,7 +57,7 @@ class TableColumns:
 
 
 @dataclass(frozen=True)
-class TableSize:
+class _TableSize:
     """Upper bound of the number of ids in a file, and its number of rows."""
 
     num_values: int
@@ -66,9 +66,9 @@ class TableSize:
     def list_parts(self, has_marks: bool) -> list[tuple[int, int]]:
         """Return (offset, bytes) of the ids, the marks and the bounds in the converted file."""
         sizes = [
-            self.num_values * ID_DTYPE.itemsize,
+            self.num_values * _ID_DTYPE.itemsize,
             self.num_values * COMPLETION_DTYPE.itemsize * has_marks,
-            (self.num_rows + 1) * BOUNDS_DTYPE.itemsize,
+            (self.num_rows + 1) * _BOUNDS_DTYPE.itemsize,
         ]
         return list(zip(itertools.accumulate(sizes[:-1], initial=0), sizes, strict=True))
 
@@ -91,7 +91,7 @@ def read_tables(
     train_on: TrainOn | None = None,
     default_train_on: TrainOn | None = None,
     *,
-    column: str = ID_COLUMN,
+    column: str = _ID_COLUMN,
     mask: str | None = None,
 ) -> list[TableFile]:
     """Open Parquet or Arrow files (a `TokenReader`), and convert those that are not in the cache.
@@ -110,17 +110,17 @@ def read_tables(
         key = cache_key(f"table-{sha256(repr(columns).encode()).hexdigest()[:8]}", [file])
         num_bytes = sum(part for _, part in size.list_parts(columns.mask is not None))
         wanted.append(DerivedFile(file, f"{key}.ids", num_bytes, partial(_convert, file, columns, size, reader)))
-    reader = reader.for_id_width(ID_DTYPE.itemsize)
+    reader = reader.for_id_width(_ID_DTYPE.itemsize)
     parts = []
     for converted, (file, size, has_marks) in zip(reader.keep(wanted), tables, strict=True):
         (ids_start, _), (marks_start, _), (bounds_start, num_bytes) = size.list_parts(has_marks)
         (content,) = reader.read([ByteRange(converted, bounds_start, bounds_start + num_bytes)])
-        bounds = np.frombuffer(content, BOUNDS_DTYPE)
+        bounds = np.frombuffer(content, _BOUNDS_DTYPE)
         if bounds[0] != 0 or bounds[-1] > size.num_values or (np.diff(bounds) < 0).any():
             raise DataError(f"{converted}, which was made of {file}, is damaged; remove it")
         num_tokens = int(bounds[-1])
         marks = TokenFile(converted, COMPLETION_DTYPE, num_tokens, marks_start, reader) if has_marks else None
-        parts.append(TableFile(converted, ID_DTYPE, num_tokens, ids_start, reader, bounds, file, marks=marks))
+        parts.append(TableFile(converted, _ID_DTYPE, num_tokens, ids_start, reader, bounds, file, marks=marks))
     return parts
 
 
@@ -133,7 +133,7 @@ def _choose_columns(
     default_train_on: TrainOn | None,
 ) -> TableColumns:
     """Return the columns to read. Raises `DataError` if one is missing, or `train_on` does not fit them."""
-    found = mask if mask is not None else next((name for name in MASK_COLUMNS if name in names), None)
+    found = mask if mask is not None else next((name for name in _MASK_COLUMNS if name in names), None)
     if found is not None and found not in names:
         raise DataError(f"{file}: has no column {found}, which data.options.mask names; it has {_format(names)}")
     if found is not None and (train_on := train_on or default_train_on) is None:
@@ -143,10 +143,10 @@ def _choose_columns(
         )
     if found is None and train_on is not None:
         raise DataError(
-            f"{file}: data.train_on={train_on}: nothing reads it, there is no column {' or '.join(MASK_COLUMNS)}; "
+            f"{file}: data.train_on={train_on}: nothing reads it, there is no column {' or '.join(_MASK_COLUMNS)}; "
             f"leave it out, or name the column in data.options.mask, of {_format(names)}"
         )
-    padding = PADDING_COLUMN if PADDING_COLUMN in names else None
+    padding = _PADDING_COLUMN if _PADDING_COLUMN in names else None
     return TableColumns(column, padding, found if train_on == "answers" else None)
 
 
@@ -154,7 +154,7 @@ def _format(names: Sequence[str]) -> str:
     return ", ".join(names)[:200] or "none"
 
 
-class RangeFile(SeekableStream):
+class _RangeFile(SeekableStream):
     """File or object as a raw stream, read in large blocks. Not thread-safe; `open` makes one that reads in full."""
 
     @classmethod
@@ -181,10 +181,10 @@ class RangeFile(SeekableStream):
         return len(found)
 
 
-def _load_size(file: File, column: str, reader: Reader) -> tuple[list[str], TableSize]:
+def _load_size(file: File, column: str, reader: Reader) -> tuple[list[str], _TableSize]:
     key = cache_key(f"table_size-{sha256(column.encode()).hexdigest()[:8]}", [file])
     record = load_record(reader.directory, key, lambda: _read_valid(file, lambda: _measure(file, column, reader)))
-    return record["names"], TableSize(record["num_values"], record["num_rows"])
+    return record["names"], _TableSize(record["num_values"], record["num_rows"])
 
 
 def _read_valid(file: File, read: Callable[[], Any]) -> Any:
@@ -207,7 +207,7 @@ def _measure(file: File, column: str, reader: Reader) -> JsonObject:
             lengths, _ = _unpack(file, batch, column)
             num_values, num_rows = num_values + int(lengths.sum()), num_rows + len(lengths)
         return {"names": names, "num_values": num_values, "num_rows": num_rows}
-    table = import_extra("pyarrow.parquet").ParquetFile(RangeFile.open(file, reader))
+    table = import_extra("pyarrow.parquet").ParquetFile(_RangeFile.open(file, reader))
     names, footer = list(table.schema_arrow.names), table.metadata
     _validate_column(file, column, names)
     groups = [footer.row_group(group) for group in range(footer.num_row_groups)]
@@ -223,10 +223,10 @@ def _measure(file: File, column: str, reader: Reader) -> JsonObject:
 
 def _read_batches(file: File, columns: list[str], reader: Reader) -> Iterator[Any]:
     """Yield the record batches of a file; only Parquet can leave out the other columns."""
-    stream = RangeFile.open(file, reader)
+    stream = _RangeFile.open(file, reader)
     if str(file).endswith(".parquet"):
         table = import_extra("pyarrow.parquet").ParquetFile(stream, pre_buffer=False)
-        yield from table.iter_batches(BATCH_ROWS, columns=columns, use_threads=False)
+        yield from table.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False)
         return
     ipc = import_extra("pyarrow.ipc")
     is_file = stream.read(6) == b"ARROW1"
@@ -275,7 +275,7 @@ def _unpack(file: File, batch: Any, column: str, is_mask: bool = False) -> tuple
     return lengths, found
 
 
-def _convert(file: File, columns: TableColumns, size: TableSize, reader: Reader) -> Iterator[bytes]:
+def _convert(file: File, columns: TableColumns, size: _TableSize, reader: Reader) -> Iterator[bytes]:
     """Yield the content of the converted file."""
     lengths, marks = [np.zeros(1, np.int64)], []
     num_tokens = num_rows = 0
@@ -289,17 +289,17 @@ def _convert(file: File, columns: TableColumns, size: TableSize, reader: Reader)
         # A bit for each id, until the ids are written.
         marks.append((len(ids), np.packbits(batch_marks)))
         num_tokens, num_rows = num_tokens + len(ids), num_rows + len(row_lengths)
-        yield ids.astype(ID_DTYPE).tobytes()
+        yield ids.astype(_ID_DTYPE).tobytes()
     if num_rows != size.num_rows or num_tokens > size.num_values:
         raise DataError(f"{file}: holds {num_rows:,} rows, its own counts say {size.num_rows:,}: it is damaged")
     (_, num_id_bytes), (_, num_mark_bytes), _ = size.list_parts(columns.mask is not None)
-    yield from _make_zeros(num_id_bytes - num_tokens * ID_DTYPE.itemsize)
+    yield from _make_zeros(num_id_bytes - num_tokens * _ID_DTYPE.itemsize)
     if columns.mask is not None:
         for count, packed in marks:
             yield np.unpackbits(packed, count=count).astype(COMPLETION_DTYPE).tobytes()
         yield from _make_zeros(num_mark_bytes - num_tokens)
     reader.check([file])  # a file that was replaced meanwhile may have been read in parts of both
-    yield np.cumsum(np.concatenate(lengths)).astype(BOUNDS_DTYPE).tobytes()
+    yield np.cumsum(np.concatenate(lengths)).astype(_BOUNDS_DTYPE).tobytes()
 
 
 def _make_zeros(num_bytes: int) -> Iterator[bytes]:
@@ -328,12 +328,12 @@ def _read_rows(
             )
         return values
 
-    validate((ids >= 0) & (ids <= np.iinfo(ID_DTYPE).max), "{} is no token id")
+    validate((ids >= 0) & (ids <= np.iinfo(_ID_DTYPE).max), "{} is no token id")
     marks = np.ones(len(ids), bool)
     if columns.mask is not None:
         values = read_beside(columns.mask)
         if columns.mask == "labels":
-            marks = values != NO_TARGET
+            marks = values != _NO_TARGET
             validate(
                 ~marks | (values == ids),
                 "its label is another id than {}; labels must be the ids themselves, not shifted, or -100",

@@ -40,15 +40,15 @@ LOSS_WEIGHT = "loss_weight"
 ID_DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 SCAN_CHUNK_TOKENS = 1 << 22
 SCANNED_TOKENS_MAX = 1 << 28  # takes a second or two to scan; more are scanned only if the spec names no vocabulary
-PROBE_BLOCKS = 1024
-PROBE_BLOCK_BYTES = 4096
+_PROBE_BLOCKS = 1024
+_PROBE_BLOCK_BYTES = 4096
 # If ids below a million are read as ids of half the width, every other one is an upper half and below 16.
-HALVES_BELOW = 16
+_HALVES_BELOW = 16
 VOCABULARY_MAX = 1 << 22  # no published vocabulary is as large; two ids read as one are larger
-HALVES_BLOCKS = 16
-HALVES_BLOCK_TOKENS = 2048
-HALVES_PAIRS_MIN = 64
-HALVES_OBJECTS = 16  # number of objects that are sampled if a bucket holds more
+_HALVES_BLOCKS = 16
+_HALVES_BLOCK_TOKENS = 2048
+_HALVES_PAIRS_MIN = 64
+_HALVES_OBJECTS = 16  # number of objects that are sampled if a bucket holds more
 
 
 def parse_dtype(name: str) -> np.dtype:
@@ -148,10 +148,10 @@ class RecordFile(DocumentFile):
 # Opens files of another tool: called with the files, their `Reader`, and the keys of `data.options` as keywords. Raises
 # `DataError`, with one line that names the file, if one is damaged or the options do not fit.
 TokenReader = Callable[..., Sequence[DocumentFile]]
-TokenPart = TokenFile | np.ndarray
+_TokenPart = TokenFile | np.ndarray
 
 
-class IdSlice(NamedTuple):
+class _IdSlice(NamedTuple):
     """Ids of a part from `offset` on, and the array to read them into."""
 
     part: int
@@ -179,7 +179,7 @@ class TokenSequence:
     # if the ids are known to be valid.
     id_limit: int | None = None
 
-    def __init__(self, parts: Sequence[TokenPart]) -> None:
+    def __init__(self, parts: Sequence[_TokenPart]) -> None:
         self.parts = [part for part in parts if len(part)]
         self._ends = list(itertools.accumulate(map(len, self.parts)))
         self._bounds = np.array([0, *self._ends])
@@ -222,7 +222,7 @@ class TokenSequence:
             found = [self.parts[0][start:stop] for start, stop in ranges]
         else:
             found = [np.empty(stop - start, self._dtype) for start, stop in ranges]
-            pieces: list[IdSlice] = []
+            pieces: list[_IdSlice] = []
             for (start, _), out in zip(ranges, found, strict=True):
                 part = bisect.bisect_right(self._ends, start)
                 pieces += self._split(part, start - int(self._bounds[part]), out)
@@ -244,21 +244,21 @@ class TokenSequence:
         out = np.empty((len(starts), length), self._dtype)
         parts = np.searchsorted(self._bounds, starts, side="right") - 1
         is_within_part = starts + length <= self._bounds[parts + 1]
-        pieces: list[IdSlice] = []
+        pieces: list[_IdSlice] = []
         offsets = (starts - self._bounds[parts]).tolist()
         for part, offset, is_whole, target in zip(parts.tolist(), offsets, is_within_part.tolist(), out, strict=True):
-            pieces += [IdSlice(part, offset, target)] if is_whole else self._split(part, offset, target)
+            pieces += [_IdSlice(part, offset, target)] if is_whole else self._split(part, offset, target)
         self._fill(pieces)
         return out
 
-    def _split(self, part: int, offset: int, out: np.ndarray) -> Iterator[IdSlice]:
+    def _split(self, part: int, offset: int, out: np.ndarray) -> Iterator[_IdSlice]:
         """Split a range that may cross the ends of parts."""
         while len(out):
             size = min(len(out), len(self.parts[part]) - offset)
-            yield IdSlice(part, offset, out[:size])
+            yield _IdSlice(part, offset, out[:size])
             out, part, offset = out[size:], part + 1, 0
 
-    def _fill(self, pieces: Sequence[IdSlice]) -> None:
+    def _fill(self, pieces: Sequence[_IdSlice]) -> None:
         """Read every piece into its array.
 
         Contiguous ids on a disk go straight to their place. The bytes of all other pieces are requested in one call, so
@@ -384,8 +384,8 @@ class TokenSequence:
         digest = hashlib.sha256()
         for part in self.parts:
             digest.update(f"{part.dtype.newbyteorder('<').str} {len(part)}\n".encode())
-        block_tokens = min(PROBE_BLOCK_BYTES // max(part.dtype.itemsize for part in self.parts), len(self))
-        num_blocks = min(PROBE_BLOCKS, -(-len(self) // block_tokens))
+        block_tokens = min(_PROBE_BLOCK_BYTES // max(part.dtype.itemsize for part in self.parts), len(self))
+        num_blocks = min(_PROBE_BLOCKS, -(-len(self) // block_tokens))
         starts = [(len(self) - block_tokens) * i // max(num_blocks - 1, 1) for i in range(num_blocks)]
         # The digest is computed before the ids are checked, because it must not depend on a vocabulary.
         digest.update(self._gather(np.array(starts, np.int64), block_tokens).astype("<i8").data)
@@ -394,7 +394,7 @@ class TokenSequence:
     def scan(self) -> IdRange:
         """Read every id once, several chunks at a time, and return the smallest and the largest."""
 
-        def scan_chunk(part: TokenPart, begin: int, offset: int) -> IdRange:
+        def scan_chunk(part: _TokenPart, begin: int, offset: int) -> IdRange:
             chunk = part[offset : offset + SCAN_CHUNK_TOKENS]
             low, high = int(chunk.argmin()), int(chunk.argmax())
             return IdRange(int(chunk[low]), begin + offset + low, int(chunk[high]), begin + offset + high)
@@ -583,7 +583,7 @@ def open_token_files(
     raw = [file for file, layout in zip(files, layouts, strict=True) if layout.is_raw]
     if dtype is not None and all(str(file).endswith(".npy") for file in sources) and not raw:
         raise DataError(f"data.dtype={dtype}: nothing reads it, .npy files say their own; leave it out")
-    for sampled in raw[:: max(1, -(-len(raw) // HALVES_OBJECTS))] if reader.is_remote else raw:
+    for sampled in raw[:: max(1, -(-len(raw) // _HALVES_OBJECTS))] if reader.is_remote else raw:
         _validate_width(sampled, dtype, trusted_vocabulary_size)
     return TokenFiles(files, trusted_vocabulary_size)
 
@@ -594,14 +594,14 @@ def _validate_width(file: TokenFile, dtype: str | None, vocabulary_size: int | N
     Such ids are alternately lower and upper halves, or each is two ids in one. The `dtype` or the vocabulary in the
     spec overrides the check.
     """
-    if len(file) < 2 * HALVES_PAIRS_MIN:
+    if len(file) < 2 * _HALVES_PAIRS_MIN:
         return
-    block = min(len(file), HALVES_BLOCK_TOKENS) // 2 * 2
+    block = min(len(file), _HALVES_BLOCK_TOKENS) // 2 * 2
     # The blocks begin at even positions, so that low and high halves stay apart.
-    starts = {(len(file) - block) * i // (HALVES_BLOCKS - 1) // 2 * 2 for i in range(HALVES_BLOCKS)}
+    starts = {(len(file) - block) * i // (_HALVES_BLOCKS - 1) // 2 * 2 for i in range(_HALVES_BLOCKS)}
     pairs = TokenSequence([file]).read_many(sorted(starts), block).reshape(-1, 2)
     low, high = map(int, pairs.max(axis=0))
-    if dtype is None and (high < HALVES_BELOW <= low or high == 0 < low):
+    if dtype is None and (high < _HALVES_BELOW <= low or high == 0 < low):
         raise DataError(
             f"{file.file}: looks like uint32 ids read as uint16 (every other one is tiny); say which: data.dtype: "
             "uint32, or uint16"

@@ -22,8 +22,8 @@ from runner.data.source_files import File
 from runner.errors import DataError
 
 HEAD_BYTES = 1 << 12  # bytes of each file that are read for its recognition; no header of NumPy is longer
-NPY_MAGIC = b"\x93NUMPY"
-TEXT_BYTES_MIN = 64  # fewer bytes may look like text by chance
+_NPY_MAGIC = b"\x93NUMPY"
+_TEXT_BYTES_MIN = 64  # fewer bytes may look like text by chance
 
 _HEADER = np.dtype("<i4"), 256
 _HEADER_BYTES = _HEADER[0].itemsize * _HEADER[1]
@@ -89,7 +89,7 @@ def parse_head(file: File, head: bytes, dtype: str | None) -> TokenLayout:
     """
     _refuse_foreign(file, head)
     is_npy = str(file).endswith(".npy")
-    if head.startswith(NPY_MAGIC):
+    if head.startswith(_NPY_MAGIC):
         if not is_npy:
             raise DataError(f"{file}: is an array of NumPy, with a header; name it .npy")
         return _parse_npy(file, head)
@@ -132,7 +132,7 @@ def _refuse_foreign(file: File, head: bytes) -> None:
             raise DataError(
                 f"{file}: is a chunk of litdata or a shard of MDS, not token ids; name an MDS data set by its directory"
             )
-    if len(head) >= TEXT_BYTES_MIN and _is_text(head):
+    if len(head) >= _TEXT_BYTES_MIN and _is_text(head):
         raise DataError(f"{file}: is text, not token ids; name it .txt")
 
 

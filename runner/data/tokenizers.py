@@ -92,7 +92,7 @@ class CharacterTokenizer:
 
     def encode_file(self, raw: bytes) -> np.ndarray:
         """Return the ids of a file's text."""
-        return self.encode(decode_file(raw))
+        return self.encode(_decode_file(raw))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of the ids."""
@@ -104,13 +104,13 @@ def collect_characters(files: Iterable[bytes]) -> tuple[str, int]:
     characters: set[str] = set()
     num_characters = 0
     for raw in files:
-        text = decode_file(raw)
+        text = _decode_file(raw)
         characters.update(text)
         num_characters += len(text)
     return "".join(sorted(characters)), num_characters
 
 
-def decode_file(raw: bytes) -> str:
+def _decode_file(raw: bytes) -> str:
     """Return the text of a file; bytes that are not UTF-8 become replacement characters."""
     return raw.decode(errors="replace")
 

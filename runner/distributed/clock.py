@@ -60,7 +60,7 @@ for _index, _category in enumerate(COUNTED_CATEGORIES):
     _category.index = _index
 
 
-CLOCK_JUMP_SECONDS = 5.0  # smaller differences from the wall clock are those of a clock that is slewed
+_CLOCK_JUMP_SECONDS = 5.0  # smaller differences from the wall clock are those of a clock that is slewed
 
 
 class ClockReading(NamedTuple):
@@ -171,7 +171,7 @@ class Clock:
         """
         with self._lock:
             jump_seconds = time.time() - (time.monotonic() + self._origin_seconds)
-            if jump_seconds > CLOCK_JUMP_SECONDS:
+            if jump_seconds > _CLOCK_JUMP_SECONDS:
                 self._origin_seconds += jump_seconds
         store, reading = self._store, self.read()
         if store is None or reading.code is not None:

@@ -50,8 +50,8 @@ from runner.spec import Deadlines
 # A heartbeat is sent and read once a second, so a frozen process is noticed at most three seconds later: within the
 # 30 s of README.md.
 LOST_SECONDS = 27.0
-SUSPECTED_LOST_SECONDS = 5.0  # instead of LOST_SECONDS once a collective has failed on any process
-UNREACHABLE_SECONDS = 5.0  # of the coordinator
+_SUSPECTED_LOST_SECONDS = 5.0  # instead of LOST_SECONDS once a collective has failed on any process
+_UNREACHABLE_SECONDS = 5.0  # of the coordinator
 _POLL_SECONDS = 1.0
 _ARRIVAL_POLL_SECONDS = 0.02
 _CALLBACK_SECONDS = 5.0  # for a callback
@@ -378,7 +378,7 @@ class Watchdog:
                     if report is not None:
                         self._report(self._on_straggler, report)
             except PeerLostError:
-                if time.monotonic() - self._reached_seconds > UNREACHABLE_SECONDS and not self._is_over.is_set():
+                if time.monotonic() - self._reached_seconds > _UNREACHABLE_SECONDS and not self._is_over.is_set():
                     self._decide_alone()
 
     def watch_coordinator(self) -> None:
@@ -386,7 +386,7 @@ class Watchdog:
         self._reached_seconds = checked_seconds = time.monotonic()
         while not self._is_over.wait(_POLL_SECONDS):
             now, previous, checked_seconds = time.monotonic(), checked_seconds, time.monotonic()
-            if now - previous > UNREACHABLE_SECONDS:
+            if now - previous > _UNREACHABLE_SECONDS:
                 # This process itself was stopped, see `_poll`.
                 self._reached_seconds = now
             if now - self._reached_seconds > LOST_SECONDS:
@@ -396,7 +396,7 @@ class Watchdog:
         """Do the work of one second: check this process, exchange heartbeats and the diagnosis."""
         now, previous = time.monotonic(), self._polled_seconds
         self._polled_seconds = now
-        if now - previous > UNREACHABLE_SECONDS:
+        if now - previous > _UNREACHABLE_SECONDS:
             # This process itself was stopped for a while (SIGSTOP, a suspended VM): neither its phase nor the
             # heartbeats of the others may be judged by the time that passed.
             self._last_beats.clear()
@@ -474,7 +474,7 @@ class Watchdog:
             if process not in self._last_beats or self._last_beats[process][0] != number:
                 self._last_beats[process] = (number, now)
         is_suspected = any(beat.suspects_peer for beat in beats.values())
-        limit_seconds = SUSPECTED_LOST_SECONDS if is_suspected else LOST_SECONDS
+        limit_seconds = _SUSPECTED_LOST_SECONDS if is_suspected else LOST_SECONDS
         quiet_seconds = {process: now - seen_seconds for process, (_, seen_seconds) in self._last_beats.items()}
         departures = self._hosts.liveness.read_departures()
         unresponsive = find_unresponsive(quiet_seconds, limit_seconds, departures, crashed)

@@ -188,7 +188,7 @@ def read_evaluation_tasks(document: Document, config: TrainerConfig[Any], vocabu
 
 
 @dataclass(frozen=True)
-class LeadingExamples:
+class _LeadingExamples:
     """First examples of a validation set: those that the run itself evaluates. Implements `Examples`."""
 
     examples: Examples
@@ -245,14 +245,14 @@ class EvaluationData:
         return ValidationSize(num_targets, num_bytes)
 
 
-def select_run_examples(dataset: Dataset, config: TrainerConfig[Any]) -> Dataset:
+def _select_run_examples(dataset: Dataset, config: TrainerConfig[Any]) -> Dataset:
     """Return a dataset with as many examples of each validation set as a run evaluates.
 
     Their number does not depend on the size of a validation batch, so that the metrics do not either.
     """
     limit = config.eval.batches * config.train.global_batch_examples
     sets = {
-        name: LeadingExamples(examples, min(limit, examples.num_examples))
+        name: _LeadingExamples(examples, min(limit, examples.num_examples))
         for name, examples in dataset.validation.items()
     }
     return replace(dataset, validation=sets)
@@ -261,7 +261,7 @@ def select_run_examples(dataset: Dataset, config: TrainerConfig[Any]) -> Dataset
 def select_run_data(dataset: Dataset, config: TrainerConfig[Any]) -> EvaluationData:
     """Return a run's own validation sets, each with as many examples as the run evaluates."""
     # The same examples as in the run, so that the loss is the one of its rows.
-    data, sets = config.data, select_run_examples(dataset, config).validation
+    data, sets = config.data, _select_run_examples(dataset, config).validation
     sources: dict[str, TokenSource] = {source.name: source for source in data.sources} | dict(data.validation)
     codecs = {name: load_codec_or_reason(sources.get(name, data.sources[0]), data) for name in sets}
     return EvaluationData(replace(dataset, validation=sets), codecs)
@@ -312,7 +312,7 @@ class BuiltinEvaluators:
         )
         # `validation` exists without validation sets too, but then has nothing to evaluate.
         self._has_sets = bool(dataset.validation)
-        own_data, val_layout = select_run_examples(dataset, config), make_val_layout(config, layout)
+        own_data, val_layout = _select_run_examples(dataset, config), make_val_layout(config, layout)
         if val_layout != layout:
             batch = partial(val_layout.batch, own_data)
         self.validation = Validation(

@@ -44,13 +44,13 @@ from runner.train.evaluators import EvaluationMetrics
 # Tokens before new ones that are decoded again with them: a tokenizer may write a token by the one before it.
 _CONTEXT_TOKENS = 5
 _REPLACEMENT = "\ufffd"
-CHUNK_TOKENS = 256  # tokens of a prompt that are read at a time, so that their logits need little memory
-SAMPLE = "val/sample"
+_CHUNK_TOKENS = 256  # tokens of a prompt that are read at a time, so that their logits need little memory
+_SAMPLE = "val/sample"
 
 # (logits_V, index of the token in the text) -> id
 TokenChooser = Callable[[jax.Array, int], jax.Array]
 # (window, number of its last tokens that are new) -> float32 logits_V of the token after it
-NextTokenLogits = Callable[[Sequence[int], int], jax.Array]
+_NextTokenLogits = Callable[[Sequence[int], int], jax.Array]
 
 
 # Codecs.
@@ -223,7 +223,7 @@ def filter_top_p(logits_V: jax.Array, top_p: float) -> jax.Array:
 
 
 def generate(
-    read: NextTokenLogits, choose: TokenChooser, prompt: Sequence[int], num_tokens: int, length: int
+    read: _NextTokenLogits, choose: TokenChooser, prompt: Sequence[int], num_tokens: int, length: int
 ) -> Iterator[int]:
     """Yield `num_tokens` ids after `prompt`, which has at least one; the window has `length` tokens."""
     window = list(prompt[-length:])
@@ -251,10 +251,10 @@ def make_decoder(
 
 
 class CachedDecoder:
-    """`NextTokenLogits` that reads new tokens only, and keeps the keys and values of earlier ones."""
+    """`_NextTokenLogits` that reads new tokens only, and keeps the keys and values of earlier ones."""
 
     def __init__(self, model: Any, weights: Any, length: int, dtype: DTypeLike, mesh: Mesh):
-        self._mesh, self._chunk = mesh, min(CHUNK_TOKENS, length)
+        self._mesh, self._chunk = mesh, min(_CHUNK_TOKENS, length)
         # Whole chunks: the last one may be padded, and no token attends to the padding that it writes after the window.
         num_positions = -(-length // self._chunk) * self._chunk
         # One sequence per batch shard, because a smaller batch cannot be sharded.
@@ -278,7 +278,7 @@ class CachedDecoder:
         self._cache = None if weights is None else self._make_cache()
 
     def __call__(self, window: Sequence[int], num_new: int) -> jax.Array:
-        """Return the logits of the next token, as `NextTokenLogits` says."""
+        """Return the logits of the next token, as `_NextTokenLogits` says."""
         # Two compiled shapes: one new token, or a chunk of a prompt.
         T = 1 if num_new == 1 else self._chunk
         logits_V = None
@@ -292,7 +292,7 @@ class CachedDecoder:
 
 
 class RecomputingDecoder:
-    """`NextTokenLogits` that reads the whole window for each token."""
+    """`_NextTokenLogits` that reads the whole window for each token."""
 
     def __init__(self, model: nn.Module, weights: Any, length: int, mesh: Mesh):
         self._weights, self._length, self._mesh = weights, length, mesh
@@ -309,7 +309,7 @@ class RecomputingDecoder:
         self._weights = weights
 
     def __call__(self, window: Sequence[int], num_new: int) -> jax.Array:
-        """Return the logits of the next token, as `NextTokenLogits` says."""
+        """Return the logits of the next token, as `_NextTokenLogits` says."""
         with use_sharding_rules(self._mesh):
             return self._step(self._weights, _make_batch(window, self._length, self._mesh), np.int32(len(window) - 1))
 
@@ -387,7 +387,7 @@ class SampleEvaluator:
         texts = self.write(weights)
         if texts is None:
             return None
-        return {f"{SAMPLE}/{number}": text[:TEXT_MAX_CHARACTERS] for number, text in enumerate(texts)}
+        return {f"{_SAMPLE}/{number}": text[:TEXT_MAX_CHARACTERS] for number, text in enumerate(texts)}
 
     def write(self, weights: Any) -> list[str] | None:
         """Return each prompt with its continuation; None if the job was asked to stop. Called on every host."""

@@ -37,7 +37,7 @@ from runner.evaluation.generation import make_variables, replicate
 from runner.parallel.mesh import BATCH_AXES, count_batch_shards, use_sharding_rules
 from runner.storage import open_store
 
-DELIMITER = " "  # between a question and a choice
+_DELIMITER = " "  # between a question and a choice
 _CONTEXTS = ("question", "context", "query", "ctx")
 _CHOICES = ("choices", "options", "endings")
 _ANSWERS = ("answer", "label", "gold", "answerKey")
@@ -200,7 +200,7 @@ def compute_questions_digest(questions: Sequence[Question]) -> str:
 def make_pairs(questions: Sequence[Question], encode: Callable[[str], Sequence[int]], first: int) -> list[TextPair]:
     """Return a pair for each choice of each question, in order."""
     return [
-        encode_pair(encode, first, question.context, DELIMITER + choice)
+        encode_pair(encode, first, question.context, _DELIMITER + choice)
         for question in questions
         for choice in question.choices
     ]

@@ -80,7 +80,7 @@ def call_hook(listed: ListedHook, method: str, moment: Moment) -> tuple[JsonObje
     except (RetryableError, FencedError):
         raise
     except KeyboardInterrupt:
-        raise  # a stop, see `HookCaller`
+        raise  # a stop, see `_HookCaller`
     except BaseException as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and moment.hosts.num_processes > 1:
             raise  # a collective broken by a lost peer, which the watchdog reports
@@ -120,7 +120,7 @@ class HookInterruptedError(Exception):
 
 
 @dataclass
-class HookCaller:
+class _HookCaller:
     """Caller of the hooks of one attempt, which synchronizes the hosts after each call.
 
     Made and called on every host, by the training thread.
@@ -220,7 +220,7 @@ class HookDispatcher:
         self, hooks: HookList, attempt: Attempt, report: Report, get_weights: Callable[[TrainState], Any]
     ) -> None:
         self._hooks, self._attempt, self._report, self._get_weights = hooks, attempt, report, get_weights
-        self._caller = HookCaller(attempt)
+        self._caller = _HookCaller(attempt)
         self._seen = FiredCalls()  # calls of observers, which the train state does not record
         self._at_end: HookState | None = None  # with the calls that are made only because the run ends
         self._result: JsonObject = {}

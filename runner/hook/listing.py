@@ -22,8 +22,8 @@ from runner.spec import Document, HookEntry, Trajectory, hash_record, list_forme
 from runner.train.auxiliary import AuxiliaryState
 from runner.train.state import TrainState
 
-FIRED = "fired"
-COUNTERS_MAX_BYTES = 64 * 1024  # per hook, since process 0 sends its counters to all processes by the coordinator
+_FIRED = "fired"
+_COUNTERS_MAX_BYTES = 64 * 1024  # per hook, since process 0 sends its counters to all processes by the coordinator
 _KINDS = "biuf"  # numpy kinds: bool, int, unsigned, float
 _MAX_ITEM_BYTES = 4
 STATE_NAME = "hooks"  # of the auxiliary state; also the key in the spec and in the trajectory
@@ -54,7 +54,7 @@ class HookState:
         """Return a copy of the arrays of a train state, whose memory the next step overwrites. Waits for the device."""
         # Copied, because device_get may return views of device memory on CPUs.
         copies = jax.tree.map(np.array, jax.device_get(arrays))
-        fired = FiredCalls(**{name: int(value) for name, value in copies.pop(FIRED).items()})
+        fired = FiredCalls(**{name: int(value) for name, value in copies.pop(_FIRED).items()})
         return cls(fired, copies)
 
     def to_arrays(self) -> Mapping[str, Any]:
@@ -62,7 +62,7 @@ class HookState:
         # Types are part of the checkpoint format.
         types = {"stopped": np.uint32}
         fired = {name: np.array(value, types.get(name, np.int32)) for name, value in asdict(self.fired).items()}
-        return {FIRED: fired, **self.counters}
+        return {_FIRED: fired, **self.counters}
 
     def replace_in(self, state: TrainState, name: str) -> TrainState:
         """Return the train state with this hook state as its auxiliary state `name`, on the same devices."""
@@ -84,8 +84,8 @@ def make_first_counters(counters: Any) -> Any:
                 "np.int32(0)"
             )
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
-    if num_bytes > COUNTERS_MAX_BYTES:
-        raise InvalidError(f"init returns {num_bytes:,} bytes of counters; a hook may have {COUNTERS_MAX_BYTES:,}")
+    if num_bytes > _COUNTERS_MAX_BYTES:
+        raise InvalidError(f"init returns {num_bytes:,} bytes of counters; a hook may have {_COUNTERS_MAX_BYTES:,}")
     return arrays
 
 
@@ -213,8 +213,8 @@ def load_hooks(document: Document, entries: Sequence[HookEntry], job: SeenJob) -
     listed: list[ListedHook] = []
     for place, entry in enumerate(entries):
         with document.errors_at(f"{STATE_NAME}.{place}"):
-            # Names are keys in the train state, and `FIRED` is another key there.
-            if entry.effective_name in (FIRED, *(each.name for each in listed)):
+            # Names are keys in the train state, and `_FIRED` is another key there.
+            if entry.effective_name in (_FIRED, *(each.name for each in listed)):
                 raise InvalidError(f"a hook is called {entry.effective_name} already; give this one a name of its own")
             # The class is imported before its config is validated, because it declares the config's keys.
             document.validate_trust(entry.hook)

@@ -52,7 +52,7 @@ from runner.train.lora import copy_containers
 from runner.trainer import BaseTrainer
 
 DATA_SET = "data"  # name of the set that the command line gives
-FOLLOW_SECONDS = 10.0
+_FOLLOW_SECONDS = 10.0
 _LARGEST_EXPONENT = 700.0  # exp of slightly more overflows a double
 _STRETCH_BATCHES = 64  # batches whose losses are added in float32, as for a row; these sums are added in float64
 
@@ -376,7 +376,7 @@ def follow(
     data: TokenSource | None,
     hosts: Hosts,
     is_known: Callable[[int], bool] = lambda step: False,
-    wait: Callable[[], None] = lambda: time.sleep(FOLLOW_SECONDS),
+    wait: Callable[[], None] = lambda: time.sleep(_FOLLOW_SECONDS),
     weights: str = PARAMS,
     make_evaluator: Callable[[ReadOnlyRun], CheckpointEvaluator] | None = None,
 ) -> Iterator[JsonObject]:

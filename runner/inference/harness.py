@@ -37,7 +37,7 @@ from runner.storage import JsonObject
 _DEFAULT_NUM_TOKENS = 256  # of a generated text, if the task sets no limit
 
 
-class HarnessModel(LM):
+class _HarnessModel(LM):
     """Model for the harness: log-likelihoods and greedy texts."""
 
     def __init__(self, run: ReadOnlyRun):
@@ -133,7 +133,7 @@ class HarnessEvaluator:
 
     def __init__(self, run: ReadOnlyRun, hosts: Hosts, tasks: HarnessTasks):
         self._hosts, self._tasks = hosts, tasks
-        self.model = HarnessModel(run)
+        self.model = _HarnessModel(run)
         self.abstract = self.model.abstract
 
     def evaluate(self, step: int, weights: Any) -> JsonObject | None:

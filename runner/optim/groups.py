@@ -24,7 +24,7 @@ from runner.checkpoint.fingerprint import format_leaf_name
 from runner.errors import InvalidError
 from runner.optim.config import OptimizerConfig, ParameterGroup
 
-STACK_AXES = ("layers", "expert")  # axes along which a parameter stacks several matrices or vectors
+_STACK_AXES = ("layers", "expert")  # axes along which a parameter stacks several matrices or vectors
 _TABLE_AXES = ("vocab", "positions")  # axes of tables whose rows are looked up one by one
 _EMBEDDING = "embedding"  # name of the table of flax's `nn.Embed`
 _NAMES_SHOWN = 12  # in an error: the matrices of a layer, and the embeddings
@@ -48,12 +48,12 @@ class Parameter:
     @property
     def holds_matrices(self) -> bool:
         """True if the last two axes are those of a matrix, and all axes before them stack layers or experts."""
-        return len(self.shape) >= 2 and all(axis in STACK_AXES for axis in self.axes[:-2])
+        return len(self.shape) >= 2 and all(axis in _STACK_AXES for axis in self.axes[:-2])
 
     @property
     def num_stack_axes(self) -> int:
         """Number of leading axes that stack layers or experts."""
-        return next((n for n, axis in enumerate(self.axes) if axis not in STACK_AXES), len(self.axes))
+        return next((n for n, axis in enumerate(self.axes) if axis not in _STACK_AXES), len(self.axes))
 
     @property
     def is_table(self) -> bool:

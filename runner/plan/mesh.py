@@ -48,10 +48,10 @@ def iter_meshes(num_devices: int, sequence_length: int, num_experts: int) -> Ite
     """Yield every mesh over `num_devices` that sequences of this length and the experts of a layer (1: none) allow."""
     for tensor in _list_divisors(num_devices, _MAX_TENSOR):
         for expert in _list_divisors(num_devices // tensor):
-            if not allows_axis_sizes({"expert": expert}, sequence_length, num_experts):
+            if not _allows_axis_sizes({"expert": expert}, sequence_length, num_experts):
                 continue
             for sequence in _list_divisors(num_devices // (tensor * expert)):
-                if not allows_axis_sizes({"sequence": sequence}, sequence_length, num_experts):
+                if not _allows_axis_sizes({"sequence": sequence}, sequence_length, num_experts):
                     continue
                 left = num_devices // (tensor * expert * sequence)
                 for fsdp in _list_divisors(left):
@@ -68,13 +68,13 @@ def list_near_meshes(sizes: Mapping[str, int], sequence_length: int, num_experts
             for taker in (axis for axis in AXES if axis != giver):
                 near = {**sizes, giver: sizes[giver] // factor, taker: sizes[taker] * factor}
                 changed = {taker: near[taker]}
-                is_allowed = taker in ("data", "fsdp") or allows_axis_sizes(changed, sequence_length, num_experts)
+                is_allowed = taker in ("data", "fsdp") or _allows_axis_sizes(changed, sequence_length, num_experts)
                 if is_allowed and near["tensor"] <= max(_MAX_TENSOR, sizes["tensor"]):
                     meshes.append(order_sizes(near))
     return meshes
 
 
-def allows_axis_sizes(sizes: Mapping[str, int], sequence_length: int, num_experts: int) -> bool:
+def _allows_axis_sizes(sizes: Mapping[str, int], sequence_length: int, num_experts: int) -> bool:
     """Return True if sequences and experts can be sharded so, and sequences are long enough for it."""
     sequence, expert = sizes.get("sequence", 1), sizes.get("expert", 1)
     # A device takes the first and the last chunk of a sequence, the next device the second and the second to last

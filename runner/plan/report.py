@@ -301,14 +301,14 @@ def add_courses(section: Section, stages: Sequence[StagePlan], schedules: Sequen
         rates = compute_rates(schedules, starts, steps)
         borders = compute_rates(schedules, starts, np.array(starts))
         note = ", ".join(f"{rate:.3g} from step {start:,}" for start, rate in zip(starts, borders, strict=True))
-        section.add("learning rate", draw_course(rates), "text", "counted", f"0 to {rates.max():.3g}: {note}")
+        section.add("learning rate", _draw_course(rates), "text", "counted", f"0 to {rates.max():.3g}: {note}")
     batches = np.array([stage.config.train.global_batch_examples for stage in stages])
     of_steps = batches[np.searchsorted(starts, steps, side="right") - 1]
     sizes = ", ".join(f"{batch:,} from step {start:,}" for start, batch in zip(starts, batches.tolist(), strict=True))
-    section.add("examples in a step", draw_course(of_steps), "text", "counted", sizes)
+    section.add("examples in a step", _draw_course(of_steps), "text", "counted", sizes)
 
 
-def draw_course(values: np.ndarray) -> str:
+def _draw_course(values: np.ndarray) -> str:
     """Return one character for each value, whose height is the share of the largest."""
     heights = np.ceil(values / max(float(values.max()), 1e-30) * len(_COURSE_HEIGHTS)).astype(int)
     return "".join(_COURSE_HEIGHTS[max(height - 1, 0)] for height in heights)

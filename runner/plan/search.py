@@ -66,7 +66,7 @@ _NUM_FINALISTS = 2  # candidates that are compiled to the end, besides the spec 
 _MAX_PROCESSES, _PROCESS_BYTES = 4, 6 * 2**30
 _POLL_SECONDS = 0.2
 
-Choices = tuple[tuple[str, Any], ...]  # values of the job's own settings by dotted key
+_Choices = tuple[tuple[str, Any], ...]  # values of the job's own settings by dotted key
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Candidate:
     """One way to run the job, with its prediction; `is_spec` marks the spec as it is."""
 
     mesh: MeshSizes
-    choices: Choices
+    choices: _Choices
     prediction: Prediction
     is_spec: bool = False
 
@@ -159,7 +159,7 @@ class JobVariant:
     """Job under one choice of its own settings, independent of mesh and micro-batch."""
 
     job: BaseTrainer
-    choices: Choices
+    choices: _Choices
     flops: Flops
 
 
@@ -268,7 +268,7 @@ class Search:
         dropped: dict[Candidate, str] = {}
         # Formulas underestimate memory. A candidate that does not fit gives a correction factor for its choices, and
         # candidates that do not fit after this correction are not tried.
-        excess: dict[Choices, float] = {}
+        excess: dict[_Choices, float] = {}
         num_processes = max(1, min(count_cpus(), read_memory_bytes() // _PROCESS_BYTES, _MAX_PROCESSES))
 
         has_left = threading.Event()  # set after an interrupt too

@@ -1,6 +1,6 @@
 """Forecast of a program: range of its step time, breakdown of the time, and live memory over the step.
 
-Each op belongs to one part of the step. `classify_op` decides by the operation of the op and the calls that led to it,
+Each op belongs to one part of the step. `_classify_op` decides by the operation of the op and the calls that led to it,
 in this order: everything called by the optimizer; kernels; ops that only save or read a slice of a stack; ops that only
 change a layout; matmuls; the loss; and the rest.
 
@@ -48,8 +48,8 @@ from runner.plan.forecast.schedule import (
     simulate_schedule,
 )
 
-MATMULS, ATTENTION, ELEMENTWISE = "matmuls", "attention", "elementwise and reductions"
-ACTIVATIONS, LAYOUT, GATHERS = "saving and reading slices", "layout changes", "gathers and scatters"
+MATMULS, ATTENTION, _ELEMENTWISE = "matmuls", "attention", "elementwise and reductions"
+_ACTIVATIONS, LAYOUT, _GATHERS = "saving and reading slices", "layout changes", "gathers and scatters"
 LOSS, OPTIMIZER, KERNELS = "loss", "optimizer", "other kernels"
 WAITING = "waiting for copies"
 
@@ -302,7 +302,7 @@ def _iter_leaves(value: _BufferTree) -> Iterator[int]:
 # Step time.
 
 
-def classify_op(module: HloModule, op: Op, calls: tuple[StackFrame, ...]) -> str:
+def _classify_op(module: HloModule, op: Op, calls: tuple[StackFrame, ...]) -> str:
     """Return the part of a step that an op of the schedule belongs to, by the calls that led to it, innermost first."""
     if any(_OPTIMIZER_FILE.search(frame.file) for frame in calls):
         return OPTIMIZER
@@ -316,9 +316,9 @@ def classify_op(module: HloModule, op: Op, calls: tuple[StackFrame, ...]) -> str
     matmuls = find_matmuls(module, op)
     # Scans over layers save activations into stacks in the forward pass and read them in the backward pass.
     if not matmuls and opcodes & _SLICE_OPCODES and opcodes <= _MOVING_OPCODES | _SLICE_OPCODES:
-        return ACTIVATIONS
+        return _ACTIVATIONS
     if not matmuls and "dynamic-update-slice" in _list_result_opcodes(module, op):
-        return ACTIVATIONS
+        return _ACTIVATIONS
     # Copies and transpositions that compute nothing.
     if opcodes & _LAYOUT_OPCODES and opcodes <= _MOVING_OPCODES:
         return LAYOUT
@@ -331,10 +331,10 @@ def classify_op(module: HloModule, op: Op, calls: tuple[StackFrame, ...]) -> str
         return LOSS
     # Embedding lookups, and the dispatch of tokens to experts.
     if opcodes & {"gather", "scatter"}:
-        return GATHERS
+        return _GATHERS
     if _LOSS_OP.search(op.rest):
         return LOSS
-    return ATTENTION if own and _ATTENTION_FUNCTION.search(own[0].function) else ELEMENTWISE
+    return ATTENTION if own and _ATTENTION_FUNCTION.search(own[0].function) else _ELEMENTWISE
 
 
 def _list_opcodes(module: HloModule, op: Op) -> list[str]:
@@ -469,7 +469,7 @@ def compute_forecast(text: str, mesh_sizes: Mapping[str, int], rates: DeviceRate
         transfer = transfers.synchronous.get(key) or transfers.starts.get(key)
         cost = costs.get(key)
         if transfer is None:
-            part, basis = classify_op(module, op, calls), "roofline" if cost is None else cost.basis
+            part, basis = _classify_op(module, op, calls), "roofline" if cost is None else cost.basis
         elif transfer.lane == COPIES:
             part, basis = WAITING, "copy"
         else:
@@ -524,7 +524,7 @@ def _find_origin(module: HloModule, op: Op) -> Op:
     return next((part for part in parts if find_matmuls(module, part)), parts[-1] if parts else op)
 
 
-class TraceEvent(TypedDict, total=False):
+class _TraceEvent(TypedDict, total=False):
     """Event of Chrome's trace format, with times in microseconds."""
 
     name: str
@@ -537,7 +537,7 @@ class TraceEvent(TypedDict, total=False):
     args: dict[str, str | float]
 
 
-def build_trace(forecast: Forecast, name: str) -> dict[str, list[TraceEvent] | str]:
+def build_trace(forecast: Forecast, name: str) -> dict[str, list[_TraceEvent] | str]:
     """Return the schedule by the compiler's estimates in Chrome's trace format, which Perfetto opens.
 
     It has a lane of ops, one for each kind of transfer, and live temporaries as a counter in bytes.
@@ -545,9 +545,9 @@ def build_trace(forecast: Forecast, name: str) -> dict[str, list[TraceEvent] | s
     ops = {op.name: op for op in forecast.ops}
     # Perfetto shows threads in this order.
     lanes = ["compute", "waiting", *sorted({span.lane for span in forecast.timing.spans} - {"compute", "waiting"})]
-    events: list[TraceEvent] = [{"name": "process_name", "ph": "M", "pid": _TRACE_PROCESS, "args": {"name": name}}]
+    events: list[_TraceEvent] = [{"name": "process_name", "ph": "M", "pid": _TRACE_PROCESS, "args": {"name": name}}]
     for number, lane in enumerate(lanes):
-        thread: TraceEvent = {"ph": "M", "pid": _TRACE_PROCESS, "tid": number}
+        thread: _TraceEvent = {"ph": "M", "pid": _TRACE_PROCESS, "tid": number}
         events.append({"name": "thread_name", **thread, "args": {"name": lane}})
         events.append({"name": "thread_sort_index", **thread, "args": {"sort_index": number}})
     # The counter gets an event only where the number of bytes changes.

@@ -177,7 +177,7 @@ class StackFrame:
 
 
 @dataclass(frozen=True)
-class SourceTable:
+class _SourceTable:
     """Stack frames of a module."""
 
     # Frame number -> the frame and the number of its caller, 0 if none.
@@ -207,7 +207,7 @@ class SourceTable:
         return tuple(calls)
 
 
-def parse_sources(text: str) -> SourceTable:
+def parse_sources(text: str) -> _SourceTable:
     """Read the tables of files and stack frames in front of the first computation."""
     first = re.search(r"^(?:%|ENTRY )", text, re.MULTILINE)
     head = text[: first.start()] if first else text
@@ -225,7 +225,7 @@ def parse_sources(text: str) -> SourceTable:
         function = tables["FunctionNames"].get(location.get("function_name_id", 0), "")
         # The text numbers callers from one more than their frame, and writes one for none.
         frames[number] = StackFrame(file, location.get("line", 0), function), fields.get("parent_frame_id", 1) - 1
-    return SourceTable(frames)
+    return _SourceTable(frames)
 
 
 def _parse_fields(row: str) -> dict[str, int]:

@@ -16,7 +16,7 @@ from runner.plan.forecast.cost import OpCost, find_matmuls
 from runner.plan.forecast.hlo import Instruction, get_output_shape, parse_op_name
 from runner.plan.forecast.module import HloModule, Op, parse_arrays
 
-COPIES, LINKS, NETWORK = "copies", "links", "network"
+COPIES, _LINKS, NETWORK = "copies", "links", "network"
 
 # An update in place between two memories.
 _UPDATE_START = "dynamic-update-slice-start"
@@ -28,7 +28,7 @@ _ASYNC_DONE = re.compile(r'custom_call_target="AsyncCollectiveDone"')
 # A trace shows every trip of a loop up to this number of spans in all, and then the remaining trips as one span.
 MAX_TRACE_SPANS = 60_000
 
-RangeEnd = Literal["low", "high"]
+_RangeEnd = Literal["low", "high"]
 OpKey = tuple[str, str]  # computation, op
 
 
@@ -69,7 +69,7 @@ def find_transfers(
     holders: dict[str, tuple[str, str]] = {}  # computation -> the synchronous collective in it, and its chain
     for raw, collective in locate_collectives(module.text, mesh_sizes):
         axes = " x ".join(collective.axes) or "none"
-        lane = NETWORK if collective.is_between_slices else LINKS
+        lane = NETWORK if collective.is_between_slices else _LINKS
         sent = collective.sent_bytes_per_device
         transfer = Transfer(lane, f"{collective.kind} over {axes}", get_seconds(collective), sent)
         computation, name = raw.instruction.computation, raw.instruction.name
@@ -227,7 +227,7 @@ def build_schedule(
 
 
 @dataclass
-class OpSeconds:
+class _OpSeconds:
     """Time of one op over all its runs."""
 
     runs: float = 0
@@ -235,7 +235,7 @@ class OpSeconds:
     transfer: float = 0.0  # seconds of the transfer that it starts
     exposed: float = 0.0  # seconds that the ops wait for this transfer
 
-    def add(self, other: "OpSeconds", times: float) -> None:
+    def add(self, other: "_OpSeconds", times: float) -> None:
         """Add the time of another, `times` over."""
         self.runs += times * other.runs
         self.busy += times * other.busy
@@ -259,11 +259,11 @@ class Timing:
     """Time of a whole schedule: in all, by op, and as spans of a trace."""
 
     seconds: float = 0.0
-    by_op: dict[OpKey, OpSeconds] = field(default_factory=dict)
+    by_op: dict[OpKey, _OpSeconds] = field(default_factory=dict)
     spans: list[TraceSpan] = field(default_factory=list)
 
 
-def simulate_schedule(ops: Sequence[ScheduledOp], end: RangeEnd, *, has_trace: bool = False) -> Timing:
+def simulate_schedule(ops: Sequence[ScheduledOp], end: _RangeEnd, *, has_trace: bool = False) -> Timing:
     """Return the time of a schedule by one end of the range of its ops' costs."""
     simulation = _Simulation(end, MAX_TRACE_SPANS if has_trace else 0)
     simulation.run(ops, ())
@@ -281,12 +281,12 @@ class _Simulation:
         spans: spans of the trace so far.
     """
 
-    def __init__(self, end: RangeEnd, max_spans: int):
+    def __init__(self, end: _RangeEnd, max_spans: int):
         self.end, self.max_spans = end, max_spans
         self.now = 0.0
         self.lane_ends: dict[str, float] = {}
         self.pending: dict[str, tuple[ScheduledOp, float]] = {}
-        self.by_op: dict[OpKey, OpSeconds] = defaultdict(OpSeconds)
+        self.by_op: dict[OpKey, _OpSeconds] = defaultdict(_OpSeconds)
         self.spans: list[TraceSpan] = []
 
     def run(self, ops: Sequence[ScheduledOp], stack: tuple[OpKey, ...]) -> None:
@@ -360,7 +360,7 @@ class _Simulation:
                 self.lane_ends = {lane: until + seconds for lane, until in self.lane_ends.items()}
                 self.pending = {name: (op, until + seconds) for name, (op, until) in self.pending.items()}
                 break
-            trip_start, state_before, trip_seconds_by_op = self.now, state, defaultdict(OpSeconds)
+            trip_start, state_before, trip_seconds_by_op = self.now, state, defaultdict(_OpSeconds)
             self.by_op = trip_seconds_by_op
             self.run(loop.bodies[0], inner_stack)
             self.by_op = outer
