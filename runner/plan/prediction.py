@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from runner.accelerator import Accelerator, PeakRates
 from runner.checkpoint.leaves import flatten_with_names
+from runner.config import TrainerConfig
 from runner.errors import InvalidError
 from runner.parallel import reduction
 from runner.parallel.mesh import (
@@ -260,7 +261,7 @@ class Predictor:
         sizing = self.job.sizing(sizes)
         shards = math.prod(sizes[axis] for axis in BATCH_AXES)
         accumulate_steps = config.train.global_batch_examples // (micro_batch * shards)
-        passes = 3 if config.memory.remat == "layers" else 2
+        passes = count_passes(config)
 
         # Parameters as they are gathered.
         element_bytes = self.sent_itemsize / sizes["tensor"]
@@ -318,6 +319,12 @@ class Predictor:
             is_lower_bound=is_lower_bound,
         )
 
+    def predict_allowed(self, sizes: MeshSizes, abstract_state: Any) -> list[Prediction]:
+        """Return the prediction for every micro-batch that the spec allows, largest first, whether it fits or not."""
+        state, allowed = self.measure_state(abstract_state), self.job.config.train.micro_batch_examples
+        micro_batches = [size for size in self.list_micro_batches(dict(sizes)) if allowed in ("auto", size)]
+        return [self.predict(dict(sizes), size, state) for size in micro_batches]
+
     def iter_fitting(self, sizes: Mapping[str, int], state: StateSize, limit_bytes: float) -> Iterator[Prediction]:
         """Yield the predictions of every micro-batch that fits, largest first."""
         for micro_batch in self.list_micro_batches(sizes):
@@ -325,6 +332,11 @@ class Predictor:
             # Smaller micro-batches may fit where larger ones do not, so all are tried.
             if found.needed_bytes <= limit_bytes:
                 yield found
+
+
+def count_passes(config: TrainerConfig) -> int:
+    """Return the passes over the parameters in a micro-batch: forward, backward and recomputation."""
+    return 3 if config.memory.remat == "layers" else 2
 
 
 def build_abstract(setup_builder: TrainSetupBuilder, sizes: MeshSizes) -> TrainSetup:

@@ -36,7 +36,7 @@ from runner.plan.search import CompiledCandidate, Search, find_smallest_slice
 from runner.spec import Document, load_document
 from runner.spec.document import dump_yaml
 from runner.train.checks import find_unmeasured_saves
-from runner.train.compile import MEMORY_SHARE, StepTooLargeError
+from runner.train.compile import StepTooLargeError
 from runner.train.program import Program
 from runner.train.setup import TrainSetup, TrainSetupBuilder
 from runner.train.stages import format_rounded_starts
@@ -288,8 +288,8 @@ def check_memory_by_arithmetic(
     job: BaseTrainer, first: Prediction | None, machine: TargetMachine, findings: Findings
 ) -> None:
     """Add a problem if the step does not fit by arithmetic, for a chip whose compiler is not available."""
-    there = f"{format_amount(machine.hbm_bytes * MEMORY_SHARE, 'bytes')} are there"
-    is_too_large = first is not None and first.needed_bytes > machine.hbm_bytes * MEMORY_SHARE
+    there = f"{format_amount(machine.usable_bytes, 'bytes')} are there"
+    is_too_large = first is not None and first.needed_bytes > machine.usable_bytes
     if first is None or (first.is_lower_bound and not is_too_large):
         findings.warnings.append(
             f"whether a step fits in memory is unknown: {machine.compiler} stands in for the compiler of "

@@ -103,6 +103,11 @@ class TargetMachine:
         return self.accelerator.hosts_per_slice * self.accelerator.num_slices
 
     @property
+    def usable_bytes(self) -> float:
+        """Memory of one device that a step may use."""
+        return self.hbm_bytes * MEMORY_SHARE
+
+    @property
     def devices_per_domain(self) -> int:
         """Number of devices that the fast interconnect joins: those of a slice, or of a GPU node."""
         found = self.accelerator
@@ -346,7 +351,7 @@ def compile_program(
     """
     # The train step tries the largest micro-batch first.
     first = setup_builder.list_layouts(train_setup, micro_batch)[0]
-    limit_bytes = int(machine.hbm_bytes * MEMORY_SHARE)
+    limit_bytes = int(machine.usable_bytes)
 
     def compile_val(layout: BatchLayout) -> float:
         """Compile the validation step for this split of the batch, and return the seconds that it took."""
@@ -373,7 +378,7 @@ def _make_program(
     compile_seconds: float,
     val_seconds: float | None = None,
 ) -> CompiledProgram:
-    resident_bytes, limit_bytes = 0, int(machine.hbm_bytes * MEMORY_SHARE)
+    resident_bytes, limit_bytes = 0, int(machine.usable_bytes)
     if machine.is_faked:
         # A fake device has no memory of a host, and counts what is offloaded to it among its own arguments.
         offloaded = count_bytes_per_device(train_setup.abstract_state, on_host=True)
@@ -424,7 +429,7 @@ def schedule_program(
         return compilation.result()
 
     started = time.monotonic()
-    limit_bytes = sys.maxsize if machine.is_faked else int(machine.hbm_bytes * MEMORY_SHARE)
+    limit_bytes = sys.maxsize if machine.is_faked else int(machine.usable_bytes)
     step = setup_builder.compile_by(schedule, train_setup, limit_bytes)
     return _make_program(setup_builder, train_setup, step, machine, time.monotonic() - started)
 

@@ -237,11 +237,9 @@ class Search:
         except (InvalidError, ValueError):
             return None
         predictor = Predictor(job, flops, accelerator)
-        micro_batches, wanted = predictor.list_micro_batches(dict(mesh)), job.config.train.micro_batch_examples
-        if not micro_batches:
+        if not predictor.list_micro_batches(dict(mesh)):
             return None
-        state = predictor.measure_state(predictor.shard_state(mesh))
-        predictions = [predictor.predict(dict(mesh), size, state) for size in micro_batches if wanted in ("auto", size)]
+        predictions = predictor.predict_allowed(mesh, predictor.shard_state(mesh))
         limit_bytes = hbm_bytes * MEMORY_SHARE
         fitting = [prediction for prediction in predictions if prediction.needed_bytes <= limit_bytes]
         if not predictions:
@@ -263,7 +261,7 @@ class Search:
         so that the result is never slower. The search ends at `end_seconds` of `time.monotonic`, once one candidate
         fits.
         """
-        limit_bytes = machine.hbm_bytes * MEMORY_SHARE
+        limit_bytes = machine.usable_bytes
         compiled: dict[Candidate, CompiledCandidate] = {}
         dropped: dict[Candidate, str] = {}
         # Formulas underestimate memory. A candidate that does not fit gives a correction factor for its choices, and
