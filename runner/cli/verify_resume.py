@@ -288,12 +288,7 @@ def _run_with_kills(
 ) -> int:
     """Run the job with its kills, to its end, and return the newest committed step at the first kill after a commit.
 
-    Args:
-        run: a run that has not been started.
-        trial: settings.
-        moments: the moment of each kill.
-        first_commit_seconds: time from a start to the first commit.
-        interval_seconds: time between two commits.
+    The first commit comes `first_commit_seconds` after a start, the others at intervals.
     """
     chance = random.Random(trial.seed)
     first_kill = 0 if trial.kills else trial.steps

@@ -238,17 +238,12 @@ def find_chart(key: str) -> tuple[Chart, str]:
 
 
 class RunCurves:
-    """All series of one run.
-
-    Attributes:
-        left_out: keys that are not drawn since there are too many; at most `_SERIES_MAX` of them.
-        num_rows: number of rows added.
-    """
+    """All series of one run."""
 
     def __init__(self, bins_max: int = BINS_MAX):
         self._bins_max = bins_max
         self._by_key: dict[str, SeriesReducer] = {}
-        self.left_out: set[str] = set()
+        self.left_out: set[str] = set()  # keys that are not drawn since there are too many
         self.num_rows = 0
 
     @property

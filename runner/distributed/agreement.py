@@ -150,12 +150,7 @@ def install_abort_handler() -> None:
 class Hosts:
     """This process and its peers: broadcasts, gathers and barriers. One per process, made by `rendezvous.join_job`.
 
-    Attributes:
-        process_id: this process; 0 decides and writes.
-        num_processes: processes of the job.
-        store: the key-value store, for the threads that watch the job only.
-        liveness: detection of lost peers.
-        num_missing: further processes that an elastic job would have, and that did not join in time.
+    `store` is for the threads that watch the job only. `num_missing` processes of an elastic job did not join in time.
     """
 
     def __init__(

@@ -252,28 +252,18 @@ class LocalFailure(NamedTuple):
 
 
 class Progress:
-    """Phase and last completed step of the training thread of this process.
-
-    Attributes:
-        phase: STEP inside the loop, otherwise the activity before, between or after steps.
-        clock: counts the time of each phase.
-        step: the last completed step.
-        since_seconds: monotonic time at which the phase began, or the last step was completed.
-        awaited_step: a step whose completion another thread wants to learn of at once, or None.
-        has_arrived: set when the awaited step is completed.
-        failure: the failure on this process alone, or None.
-        describe_wait: function that returns what this process waits for in a user's code; empty if nothing.
-    """
+    """Phase and last completed step of the training thread of this process."""
 
     def __init__(self, clock: Clock | None = None) -> None:
+        # The phase is STEP inside the loop. It began, or the last step was completed, at this monotonic time.
         self.phase, self.step, self.since_seconds = START, 0, time.monotonic()
         self.clock = Clock() if clock is None else clock
         self.clock.enter(START.category)
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
-        self.awaited_step: int | None = None
-        self.has_arrived = threading.Event()
-        self.failure: LocalFailure | None = None
-        self.describe_wait: Callable[[], str] = str
+        self.awaited_step: int | None = None  # whose completion another thread wants to learn of at once
+        self.has_arrived = threading.Event()  # set when the awaited step is completed
+        self.failure: LocalFailure | None = None  # on this process alone
+        self.describe_wait: Callable[[], str] = str  # what this process waits for in a user's code; empty if nothing
 
     def report_step(self, step: int) -> None:
         """Report that `step` is completed, or that the loop starts after it. Training thread only."""

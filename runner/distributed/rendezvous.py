@@ -356,10 +356,7 @@ class Acceptor:
 class _Listener:
     """Listener of process 0, or of a process that may take its role, and the processes that have joined it.
 
-    Raises `RetryableError` if it cannot listen.
-
-    Attributes:
-        address: HOST:PORT on which it listens.
+    Raises `RetryableError` if it cannot listen. `address` is its HOST:PORT.
     """
 
     def __init__(self, placement: Placement, bind_address: str, members: Members | None):

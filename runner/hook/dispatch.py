@@ -209,12 +209,7 @@ class HookStop:
 
 
 class HookDispatcher:
-    """Dispatcher of the hooks of one attempt. Made and called on every host, by the training thread.
-
-    Attributes:
-        stop: stop of the run by a hook; None while no hook has stopped it.
-        save_step: last step that a hook has requested to save.
-    """
+    """Dispatcher of the hooks of one attempt. Made and called on every host, by the training thread."""
 
     def __init__(
         self, hooks: HookList, attempt: Attempt, report: Report, get_weights: Callable[[TrainState], Any]

@@ -79,7 +79,6 @@ def project_low_rank(
 
     The first R left or right singular vectors of the gradient become the projector in the first step and every
     `every_steps` steps; moments are kept. `inner` sees gradients (..., R, N) where M <= N, else (..., M, R), and no
-    parameters. Its update is projected back and multiplied by `scale`.
     parameters. Its update is projected back and multiplied by `scale`. Gradients of parameters that are False in
     `is_projected` are passed to `inner` unchanged.
     """

@@ -145,27 +145,19 @@ def compute_live_memory(module: HloModule) -> LiveMemory:
 
 
 class _BufferAssignment:
-    """Buffers of one computation.
-
-    Attributes:
-        made: array, op and position of each buffer; a buffer's number is its index.
-        values: op -> the buffers that hold its result.
-        names: buffer -> ops whose results it holds.
-        last_uses: buffer -> position of the last op that needs it.
-        results: ops, with the element of a tuple, whose results the computation returns.
-        uses: op -> position of the last op that names it as an operand.
-    """
+    """Buffers of one computation."""
 
     def __init__(self, module: HloModule, computation: str):
         self.ops = list(module.computations.get(computation, {}).values())
         self.module, self.order = module, {op.name: index for index, op in enumerate(self.ops)}
-        self.made: list[tuple[ArrayShape, Op, int]] = []
-        self.values: dict[str, _BufferTree] = {}
-        self.names: dict[int, list[str]] = defaultdict(list)
-        self.last_uses: dict[int, int] = {}
-        # The buffers of results belong to the caller, or to the result of the program.
+        self.made: list[tuple[ArrayShape, Op, int]] = []  # array, op and position of each buffer, by its number
+        self.values: dict[str, _BufferTree] = {}  # op -> the buffers that hold its result
+        self.names: dict[int, list[str]] = defaultdict(list)  # buffer -> ops whose results it holds
+        self.last_uses: dict[int, int] = {}  # buffer -> position of the last op that needs it
+        # Ops, with the element of a tuple, whose results the computation returns. Their buffers belong to the caller,
+        # or to the result of the program.
         self.results = set(self._find_results(module.roots.get(computation, ""), None))
-        self.uses: dict[str, int] = defaultdict(int)
+        self.uses: dict[str, int] = defaultdict(int)  # op -> position of the last op that names it as an operand
         for index, op in enumerate(self.ops):
             for name in op.operands:
                 self.uses[name] = index

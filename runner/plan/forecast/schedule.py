@@ -271,20 +271,13 @@ def simulate_schedule(ops: Sequence[ScheduledOp], end: _RangeEnd, *, has_trace: 
 
 
 class _Simulation:
-    """Clock, lanes and pending transfers of a running schedule.
-
-    Attributes:
-        now: seconds since the start of the step.
-        lane_ends: lane -> time when its last transfer ends.
-        pending: name of the op that started a transfer -> that op, and the time when the transfer ends.
-        by_op: time of each op so far.
-        spans: spans of the trace so far.
-    """
+    """Clock, lanes and pending transfers of a running schedule."""
 
     def __init__(self, end: _RangeEnd, max_spans: int):
         self.end, self.max_spans = end, max_spans
-        self.now = 0.0
-        self.lane_ends: dict[str, float] = {}
+        self.now = 0.0  # seconds since the start of the step
+        self.lane_ends: dict[str, float] = {}  # lane -> time when its last transfer ends
+        # Name of the op that started a transfer -> that op, and the time when the transfer ends.
         self.pending: dict[str, tuple[ScheduledOp, float]] = {}
         self.by_op: dict[OpKey, _OpSeconds] = defaultdict(_OpSeconds)
         self.spans: list[TraceSpan] = []
