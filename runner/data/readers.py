@@ -93,15 +93,19 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def publish(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write `path` atomically. Raises OSError or what `chunks` raises, and then leaves no file behind."""
+def publish(path: Path, chunks: Iterable[bytes | memoryview], is_published: Callable[[], bool] = lambda: False) -> None:
+    """Write `path` atomically, unless it `is_published` by then.
+
+    Raises OSError or what `chunks` raises, and then leaves no file behind.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     # The name is unique, because several processes may publish the same file at a time.
     temporary = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     try:
         with open(temporary, "xb") as file:
             _write_durably(file, chunks)
-        os.replace(temporary, path)
+        if not is_published():
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -135,14 +139,7 @@ def publish_once(path: Path, make: Callable[[], Iterable[bytes]], is_whole: Call
         return
     # Without locks several processes may make the file; the first one that has it publishes it.
     temporary.unlink(missing_ok=True)
-    temporary = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
-    try:
-        with open(temporary, "xb") as file:
-            _write_durably(file, make())
-        if not is_whole():
-            os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    publish(path, make(), is_whole)
 
 
 def _write_durably(file: BinaryIO, chunks: Iterable[bytes | memoryview]) -> None:

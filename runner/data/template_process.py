@@ -80,12 +80,6 @@ def _compile(source: str) -> tuple[jinja2.Template, bool]:
     return sandbox.from_string(source), sandbox.has_generation
 
 
-def _limit_resources(memory_bytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
 @contextlib.contextmanager
 def _limit_cpu(seconds: float) -> Iterator[None]:
     """Let the kernel kill the process if the body takes more than `seconds` of CPU time."""
@@ -183,7 +177,9 @@ def main() -> None:
         return {"has_generation": compiled[0][1]}
 
     # Everything is imported by now; from here on no file can be opened, not even by a bug of the sandbox.
-    _limit_resources(first["memory_bytes"])
+    resource.setrlimit(resource.RLIMIT_AS, (first["memory_bytes"], first["memory_bytes"]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     print(json.dumps(_respond(compile_template, seconds)), flush=True)
     for line in sys.stdin if compiled else ():
         act = functools.partial(_render_dialogue, *compiled[0], names, json.loads(line))
