@@ -58,12 +58,7 @@ COMMANDS.add(
     "Check, size and compile a job before it has hardware",
     "0 the job would run; 2 it would not, or the command line is invalid; 76 the output cannot be written.",
 )
-COMMANDS.add(
-    "status",
-    declared.StatusArguments,
-    "Show where a run stands and where its time went",
-    _READ_EXIT_CODES,
-)
+COMMANDS.add("status", declared.StatusArguments, "Show where a run stands and where its time went", _READ_EXIT_CODES)
 COMMANDS.add(
     "lineage",
     declared.LineageArguments,

@@ -56,12 +56,7 @@ def print_sample(arguments: SampleArguments) -> int:
     """Print text from the model of a run on standard output; everything else goes to standard error."""
     sampler = Sampler(arguments.temperature, arguments.top_p, arguments.seed)
     request = SampleRequest(
-        arguments.prompt,
-        arguments.step,
-        arguments.num_tokens,
-        sampler,
-        arguments.weights,
-        is_chat=arguments.is_chat,
+        arguments.prompt, arguments.step, arguments.num_tokens, sampler, arguments.weights, is_chat=arguments.is_chat
     )
     with convert_read_errors():
         run = open_run(*find_run(arguments.where, arguments.trust))

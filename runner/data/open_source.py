@@ -23,14 +23,7 @@ from runner.data.megatron import read_megatron, validate_pairs
 from runner.data.readers import cache_key, publish, read_record, warn_unwritable, write_record
 from runner.data.remote import CacheSettings, open_reader
 from runner.data.source import CheckedSource, Source, bind_options
-from runner.data.source_files import (
-    BucketFiles,
-    SourceFile,
-    SourceFiles,
-    find_corpus,
-    find_source,
-    read_source_file,
-)
+from runner.data.source_files import BucketFiles, SourceFile, SourceFiles, find_corpus, find_source, read_source_file
 from runner.data.tables import read_tables
 from runner.data.token_files import DocumentFiles, TokenReader, TokenSequence, open_token_files
 from runner.data.tokenizers import TOKENIZER_FILES, ByteTokenizer, CharacterTokenizer, Tokenizer, collect_characters

@@ -196,10 +196,7 @@ def wait_for_peers(placement: Placement, deadline_seconds: float, members: Membe
     else:
         present, connections, address = _join_lower_process(placement, end_seconds, deadline_seconds, members)
     renumbered = replace(
-        placement,
-        coordinator=address,
-        num_processes=len(present),
-        process_id=present.index(placement.process_id),
+        placement, coordinator=address, num_processes=len(present), process_id=present.index(placement.process_id)
     )
     return RendezvousResult(
         renumbered, {present.index(process): connection for process, connection in connections.items()}

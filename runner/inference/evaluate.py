@@ -40,13 +40,7 @@ from runner.run.layout import read_result
 from runner.spec import PARAMS, Document, SpecLocation, validate_config
 from runner.spec.document import parse_yaml
 from runner.storage import JsonObject
-from runner.train.evaluators import (
-    Evaluator,
-    Validation,
-    ValidationSet,
-    ValidationSize,
-    ValidationSums,
-)
+from runner.train.evaluators import Evaluator, Validation, ValidationSet, ValidationSize, ValidationSums
 from runner.train.layout import BatchLayout
 from runner.train.lora import copy_containers
 from runner.trainer import BaseTrainer

@@ -8,14 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from runner.spec import FrozenModel
 from runner.spec.policy import Policy
@@ -157,8 +150,7 @@ class OptimizerConfig(FrozenModel):
         default="adamw", description="Name of the optimizer in the library."
     )
     learning_rate: Annotated[PositiveFloat | None, Policy.STAGE] = Field(
-        default=None,
-        description="Peak learning rate. Required unless the job brings its own optimizer or schedule.",
+        default=None, description="Peak learning rate. Required unless the job brings its own optimizer or schedule."
     )
     b1: Annotated[float, Policy.STAGE] = Field(
         default=0.9,

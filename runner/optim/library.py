@@ -13,13 +13,7 @@ import optax
 
 from runner.errors import InvalidError
 from runner.optim.config import OptimizerConfig, ScheduleConfig
-from runner.optim.groups import (
-    Parameter,
-    ParameterSettings,
-    freeze_parameters,
-    make_parameter_settings,
-    match_patterns,
-)
+from runner.optim.groups import Parameter, ParameterSettings, freeze_parameters, make_parameter_settings, match_patterns
 from runner.optim.transforms import average_schedule_free, orthogonalise, project_low_rank
 
 

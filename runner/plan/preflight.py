@@ -77,11 +77,7 @@ def plan(request: PlanRequest) -> int:
     job = checks.open_job(document, findings)
     sections = [] if job is None else _make_sections(job, machine, findings, request)
     if request.as_json:
-        content = {
-            "problems": findings.problems,
-            "warnings": findings.warnings,
-            "plan": sections_to_json(sections),
-        }
+        content = {"problems": findings.problems, "warnings": findings.warnings, "plan": sections_to_json(sections)}
         write_text(json.dumps(content, indent=2) + "\n")
     else:
         # Problems come last, next to the verdict, where a terminal shows them.

@@ -304,10 +304,7 @@ def split_over_domains(
         group *= sizes[axis]
         across *= over_domains[axis]
     inside = group // across
-    return (
-        sent_factor * payload * (inside - 1) / inside,
-        sent_factor * (payload / inside) * (across - 1) / across,
-    )
+    return (sent_factor * payload * (inside - 1) / inside, sent_factor * (payload / inside) * (across - 1) / across)
 
 
 @dataclass(frozen=True)

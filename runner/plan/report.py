@@ -406,11 +406,7 @@ def compute_step_work(config: TrainerConfig, flops: Flops, program: CompiledProg
 
 
 def make_roofline_section(
-    config: TrainerConfig,
-    flops: Flops,
-    program: CompiledProgram,
-    machine: TargetMachine,
-    num_steps: int | None = None,
+    config: TrainerConfig, flops: Flops, program: CompiledProgram, machine: TargetMachine, num_steps: int | None = None
 ) -> tuple[Section, Roofline | None]:
     """Return the section of the lowest possible step and run time, and the roofline; None for an unknown chip.
 

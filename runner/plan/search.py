@@ -380,11 +380,7 @@ def run_compilation(
 
 
 def compile_and_send(
-    sender: Connection,
-    search: Search,
-    candidate: Candidate,
-    target: tuple[Accelerator, int],
-    directory: Path | None,
+    sender: Connection, search: Search, candidate: Candidate, target: tuple[Accelerator, int], directory: Path | None
 ) -> None:
     """Compile a candidate, send the result of `run_compilation`, and end this process.
 
