@@ -388,7 +388,6 @@ class _DashboardChannel(HTTPChannel):
         return is_taken
 
     def service(self) -> None:
-        """Respond to a request, in a thread of its own."""
         super().service()
         self.since_seconds = time.monotonic()
 

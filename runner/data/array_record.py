@@ -111,7 +111,6 @@ class _RecordReader:
             raise DataError(f"{file}: holds no records: it is cut, or nothing was ever written to it")
 
     def read(self, first: int, last: int) -> list[bytes]:
-        """Return records `first .. last`."""
         try:
             with self._lock:
                 records: list[bytes] = self._reader.read(first, last)

@@ -67,7 +67,6 @@ class _IdColumn:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an id."""
         return self.dtype.itemsize
 
     @property
@@ -119,7 +118,6 @@ class _IdColumn:
         return samples + self.head_bytes + sum(columns[: self.place]), columns[self.place] * ones
 
     def _check_shapes(self, content: np.ndarray, value_starts: np.ndarray, counts: np.ndarray) -> None:
-        """Raise ValueError if a value is not a 1-D array with the expected number of ids."""
         for first_byte, width, low, high in SHAPES if self.has_shape else ():
             is_such = (low <= counts) & (counts <= high)
             if not is_such.any():

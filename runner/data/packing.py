@@ -152,7 +152,6 @@ class _DocumentExamples:
         return self._fill([self.get_spans(int(index)) for index in indices])
 
     def _fill(self, spans_of_examples: Sequence[np.ndarray]) -> Sequences:
-        """Return one sequence for each array of spans. Padding is 0 in every field."""
         T, num_examples = self._split.sequence_length, len(spans_of_examples)
         sequences = {name: np.zeros((num_examples, T), field.dtype) for name, field in self.fields.items()}
         if not sum(map(len, spans_of_examples)):

@@ -41,7 +41,6 @@ class _Generation(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012 - as the library declares it
 
     def parse(self, parser: Any) -> Any:
-        """Wrap the output of the block in marks."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         self.environment.has_generation = True  # type: ignore[attr-defined]

@@ -223,13 +223,11 @@ class _TextTokenizer(BatchTokenizer):
         """Return the text of ids."""
 
     def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Return the ids of each document."""
         texts = [document.decode(errors="replace") for document in documents]
         with _convert_encode_errors():
             return [np.array(ids, self.dtype) for ids in self._encode(texts)]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of ids."""
         return self._decode([int(i) for i in ids])
 
 

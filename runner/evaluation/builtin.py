@@ -197,15 +197,12 @@ class _LeadingExamples:
 
     @property
     def fields(self) -> Fields:
-        """Arrays of an example by name."""
         return self.examples.fields
 
     def read(self, numbers: np.ndarray) -> Sequences:
-        """Read the examples with these indices."""
         return self.examples.read(numbers)
 
     def make_order(self, seed: int, batch_examples: Fraction) -> Sequence[int]:
-        """Return the order of the examples."""
         return self.examples.make_order(seed, batch_examples)
 
 

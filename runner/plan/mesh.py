@@ -177,7 +177,6 @@ class _MovedArray:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a device sends in a step for this array."""
         elements = sum(math.prod(shape) for shape in self.collective.shapes)
         sent = self.collective.count * self.collective.sent_bytes_per_device
         return sent * math.prod(self.shape) / elements

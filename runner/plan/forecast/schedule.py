@@ -283,7 +283,6 @@ class _Simulation:
         self.spans: list[TraceSpan] = []
 
     def run(self, ops: Sequence[ScheduledOp], stack: tuple[OpKey, ...]) -> None:
-        """Run ops in order."""
         for scheduled in ops:
             key, name = scheduled.key, scheduled.op.name
             if scheduled.kind == "loop":
