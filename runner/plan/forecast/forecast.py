@@ -48,7 +48,7 @@ from runner.plan.forecast.schedule import (
     simulate_schedule,
 )
 
-MATMULS, ATTENTION, _ELEMENTWISE = "matmuls", "attention", "elementwise and reductions"
+MATMULS, ATTENTION, ELEMENTWISE = "matmuls", "attention", "elementwise and reductions"
 _ACTIVATIONS, LAYOUT, _GATHERS = "saving and reading slices", "layout changes", "gathers and scatters"
 LOSS, OPTIMIZER, KERNELS = "loss", "optimizer", "other kernels"
 WAITING = "waiting for copies"
@@ -326,7 +326,7 @@ def _classify_op(module: HloModule, op: Op, calls: tuple[StackFrame, ...]) -> st
         return _GATHERS
     if _LOSS_OP.search(op.rest):
         return LOSS
-    return ATTENTION if own and _ATTENTION_FUNCTION.search(own[0].function) else _ELEMENTWISE
+    return ATTENTION if own and _ATTENTION_FUNCTION.search(own[0].function) else ELEMENTWISE
 
 
 def _list_opcodes(module: HloModule, op: Op) -> list[str]:
