@@ -168,10 +168,7 @@ _RELAXED = {
 
 
 def run_command(words: Sequence[str]) -> int:
-    """Parse and carry out any command but that of a job, and return its exit code.
-
-    Raises RunnerError for a wrong command line or a failed command, SystemExit after `--help`.
-    """
+    """Parse and carry out any command but that of a job, and return its exit code. Raises SystemExit after `--help`."""
     return _carry_out(COMMANDS.parse(words))
 
 

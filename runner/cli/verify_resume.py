@@ -286,10 +286,7 @@ def verify_resume(arguments: VerifyResumeArguments) -> int:
 def _run_with_kills(
     run: TrialRun, trial: Trial, moments: Sequence[str], first_commit_seconds: float, interval_seconds: float
 ) -> int:
-    """Run the job with its kills, to its end, and return the newest committed step at the first kill after a commit.
-
-    The first commit comes `first_commit_seconds` after a start, the others at intervals.
-    """
+    """Run the job with its kills, to its end, and return the newest committed step at the first kill after a commit."""
     chance = random.Random(trial.seed)
     first_kill = 0 if trial.kills else trial.steps
     for number, moment in enumerate(moments):

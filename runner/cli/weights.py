@@ -139,10 +139,7 @@ def validate_outside_run(path: Path, store: Store) -> None:
 
 
 def read_recorded_steps(path: Path) -> list[int]:
-    """Return the steps that have a line in the file of `--output`, and cut off a line that a kill left incomplete.
-
-    Raises InvalidError if the file cannot be read.
-    """
+    """Return the steps that have a line in the file of `--output`, and cut off a line that a kill left incomplete."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

@@ -94,11 +94,7 @@ class AccessPolicy:
 
 
 def make_access_policy(host: str, token: str | None) -> AccessPolicy:
-    """Return the policy of a server that is bound to `host`.
-
-    A server that other machines can reach has a token, which is generated if none is given. Raises InvalidError if the
-    token cannot be a part of an address.
-    """
+    """Return the policy of a server bound to `host`; one that others can reach has a token, made if none is given."""
     if token is not None and not _TOKEN.fullmatch(token):
         raise InvalidError("--token needs 16 or more of the characters A-Z a-z 0-9 . _ ~ -")
     names = {*_LOOPBACK_NAMES, host.lower()}

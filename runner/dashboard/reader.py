@@ -99,10 +99,7 @@ def find_runs(root: Store) -> DiscoveryResult:
 
 
 def _list_children(root: Store, path: str) -> dict[str, bool]:
-    """Return the names directly below a path, each with True if it may be a directory.
-
-    A path that has been deleted or may not be read has none, unless it is the root.
-    """
+    """Return the names directly below a path, each with True if it may be a directory; none for a deleted path."""
     try:
         if root.root is None:
             # A bucket does not tell a prefix from an object; names of files have a suffix.

@@ -42,10 +42,7 @@ def read_plotly() -> str:
 
 
 def encode_json(value: Any) -> str:
-    """Return JSON that may stand inside a script element.
-
-    It is ASCII without characters that could end the element, and has no NaN or infinity.
-    """
+    """Return JSON for a script element: ASCII, without characters that could end it, and without NaN or infinity."""
     # Not even `</script>` in a text can end the element, since `<` is escaped.
     return json.dumps(value, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
 
@@ -59,10 +56,7 @@ def _read_report_scripts() -> tuple[str, ...]:
 
 
 def make_report_policy() -> str:
-    """Return the Content-Security-Policy of a self-contained page.
-
-    It names the scripts by digest, so nothing else on the page can run.
-    """
+    """Return the Content-Security-Policy of a self-contained page, which names its scripts by digest."""
     digests = [hashlib.sha256(script.encode()).digest() for script in _read_report_scripts()]
     sources = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     return f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; img-src data:"
@@ -137,10 +131,7 @@ def list_parent_places(fork: ForkRecord, url: str) -> list[Store]:
 
 
 def render_report(stores: Sequence[Store]) -> str:
-    """Return the page about the runs in these directories, which are read one after the other.
-
-    Raises OSError if a store does not respond, InvalidError if there is no run in a directory.
-    """
+    """Return the page about the runs in these directories. Raises OSError, or InvalidError where there is no run."""
     names = make_run_names([store.url for store in stores])
     snapshots = [RunReader(store, name).read() for store, name in zip(stores, names, strict=True)]
     title = names[0] if len(names) == 1 else f"{len(names)} runs" + (f": {', '.join(names)}" if len(names) < 4 else "")

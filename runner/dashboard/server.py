@@ -89,10 +89,7 @@ class _CachedReading:
 
 
 class SharedReader:
-    """Reader shared by all clients; see the module's description.
-
-    `read` returns the data of a run by its id, or of all runs by ""; None if there is no such run.
-    """
+    """Reader shared by all clients. `read` returns the data of a run by its id, or of all runs by ""; None for none."""
 
     def __init__(self, read: Callable[[str], ResponseBody | None], wait_seconds: float = _WAIT_SECONDS):
         self._read = read
@@ -102,10 +99,7 @@ class SharedReader:
         self._cache: dict[str, _CachedReading] = {}  # bounded by the requests of the last KEEP_SECONDS
 
     def get_data(self, name: str) -> ResponseBody | None:
-        """Return the newest data of a page; None if there is no such run. Thread-safe.
-
-        Raises TimeoutError if nothing was read for it within `wait_seconds`.
-        """
+        """Return the newest data of a page; None for no such run. Thread-safe. Raises TimeoutError."""
 
         def is_fresh() -> bool:
             cached = self._cache.get(name)
@@ -331,10 +325,7 @@ _PROMETHEUS = (
 
 
 def format_prometheus(lines: Sequence[JsonObject], now: float) -> str:
-    """Return the figures of runs in Prometheus' text format, version 0.0.4.
-
-    Each run has one series of each figure that is known, and one for each state; there are at most `RUNS_MAX` runs.
-    """
+    """Return the figures of runs in Prometheus' text format 0.0.4: a series of each known figure and each state."""
     runs: dict[str, JsonObject] = {}
     for line in lines:
         # A name may contain bytes that are not text, and was shortened if it is very long; a series must be unique.
@@ -425,10 +416,7 @@ class _DashboardServer(TcpWSGIServer):
 
 
 def make_server(app: DashboardApp, host: str, port: int) -> MultiSocketServer:
-    """Return a server that listens, on each address of `host`; its first port is in `effective_listen`.
-
-    Raises OSError if the address cannot be used, ValueError for an invalid port or name.
-    """
+    """Return a server that listens on each address of `host`. Raises OSError, or ValueError for an invalid name."""
     # The limits bound memory and threads, whatever clients send. Waitress must not stop accepting at its own limit of
     # connections, at which idle clients would keep all others out.
     adjustments = Adjustments(

@@ -144,11 +144,7 @@ class Dataset:
         return max(train.source.vocabulary_size for train in self.train_sources)
 
     def check(self) -> None:
-        """Raise DataError if the tokens have changed since the job started. Cheap, so that each save can call it.
-
-        Token files are compared by size and modification time, and by content if another sign tells that they may have
-        been replaced. Text files may change, because they are tokenised once, at the start.
-        """
+        """Raise DataError if the tokens have changed since the job started. Cheap, so that each save can call it."""
         for source in self._sources.values():
             source.check()
 
@@ -530,10 +526,7 @@ def load_validation_set(
 
 
 def _validate_examples(fields: Fields, sets: Mapping[str, Examples]) -> None:
-    """Raise DataError if a set does not have all fields of the batch, or contains no example.
-
-    A set without loss weights is accepted, because `Dataset.read` adds them.
-    """
+    """Raise DataError if a set has no example, or lacks a field of the batch except loss weights, which are added."""
     weights = {LOSS_WEIGHT: fields[LOSS_WEIGHT]} if LOSS_WEIGHT in fields else {}
     for label, examples in sets.items():
         if isinstance(examples, ArrayExamples):

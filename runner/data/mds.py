@@ -99,10 +99,7 @@ class _IdColumn:
         return starts - samples, counts
 
     def check(self, content: np.ndarray, samples: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
-        """Raise ValueError unless the heads of samples match ids that begin at `starts`, `counts` of them in each.
-
-        `content` may end at the first id of the last sample.
-        """
+        """Raise ValueError unless the heads of samples match `counts` ids from `starts` on; `content` may end there."""
         value_starts, value_bytes = self._read_heads(content, samples)
         _validate(
             "begins with sizes that are not its own", value_starts + value_bytes == starts + counts * self.item_bytes

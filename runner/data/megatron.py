@@ -54,10 +54,7 @@ def read_megatron(indexes: Sequence[File], reader: Reader) -> list[DocumentFile]
 
 
 def validate_pairs(source: TokenFiles) -> None:
-    """Raise `DataError` if a `.bin` file of a source has a Megatron index with ids of another width.
-
-    Without its index, such a file looks like raw ids.
-    """
+    """Raise `DataError` if a `.bin` file, which looks like raw ids, has a Megatron index with ids of another width."""
     tokens = [part for part in source.parts if isinstance(part, TokenFile) and str(part.file).endswith(".bin")]
     if not tokens:
         return

@@ -105,10 +105,7 @@ def load_text(
     cache: CacheSettings,
     separator: bytes = b"",
 ) -> TokenisedText:
-    """Return the tokens of all files in order, `separator` between two of them, from the cache if possible.
-
-    Raises DataError if a file cannot be read or copied, OSError if a bucket does not answer.
-    """
+    """Return the tokens of all files in order, with separators, from the cache if possible. Raises as a `Reader`."""
     # Everything that the ids depend on is part of the key.
     key = cache_key(f"{tokenizer_name}{separator.hex()}", source.files)
     record = read_record(cache.directory, key)

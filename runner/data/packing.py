@@ -89,10 +89,7 @@ class Examples(Protocol):
         """Return the examples with these indices, each field of shape (len(indices), *shape of the field)."""
 
     def make_order(self, seed: int, batch_examples: Fraction) -> Sequence[int]:
-        """Return the endless training order: every index once in each epoch, with random access in O(1).
-
-        The global batch of a step has `batch_examples` of these examples, on average.
-        """
+        """Return the endless order, with every index once in each epoch. A step takes `batch_examples` on average."""
 
 
 class TokenWindows:

@@ -94,10 +94,7 @@ def _sha256(content: bytes) -> str:
 
 
 def publish(path: Path, chunks: Iterable[bytes | memoryview], is_published: Callable[[], bool] = lambda: False) -> None:
-    """Write `path` atomically, unless it `is_published` by then.
-
-    Raises OSError or what `chunks` raises, and then leaves no file behind.
-    """
+    """Write `path` atomically, unless it `is_published` by then. Leaves no file if `chunks` or the disk fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # The name is unique, because several processes may publish the same file at a time.
     temporary = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"

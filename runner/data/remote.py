@@ -185,10 +185,7 @@ def _resize(file: FileIO, max_bytes: int | None) -> int:
 
 
 class FileCopies:
-    """Whole copies of the files of one source. Thread-safe.
-
-    Every method raises `DataError` if the disk has no room or cannot be written.
-    """
+    """Whole copies of the files of one source. Thread-safe. Raises `DataError` if the disk has no room."""
 
     def __init__(self, directory: Path, source: str, max_bytes: int | None) -> None:
         """Make the copies of one source. `max_bytes` bounds those of all sources; None: a share of the free disk."""
@@ -248,10 +245,7 @@ class FileCopies:
         return size_bytes > VERIFIED_BYTES_MAX or compute_crc32c(path.read_bytes()) == record["crc32c"]
 
     def _lock_directory(self, names: set[str]) -> int:
-        """Lock the directory so that no process removes it, and return its descriptor.
-
-        Files of other names are removed if no other process holds the directory.
-        """
+        """Lock the directory against removal, remove files of other names if it is alone, and return its descriptor."""
         while True:
             self._directory.mkdir(parents=True, exist_ok=True)
             try:
@@ -334,10 +328,7 @@ class BucketReader:
         return BucketReader(self._source, self._store, self._settings, itemsize)
 
     def read(self, ranges: Sequence[ByteRange]) -> list[bytes]:
-        """Return the bytes of each range, from this host's disk or from the bucket.
-
-        Ranges of one object that overlap or follow each other are fetched in one request.
-        """
+        """Return the bytes of each range, from this host's disk or the bucket; adjacent ranges take one request."""
         found: list[bytes | None] = [
             self._disk.read([range_])[0]
             if isinstance(range_.file, SourceFile)  # a whole copy on this host's disk

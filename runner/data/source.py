@@ -113,10 +113,7 @@ def find_invalid_id(ids: np.ndarray, vocabulary_size: int) -> int | None:
 
 
 class CheckedSource(Source):
-    """Wrapper of a user-defined source that validates every result.
-
-    Every violation is a `DataError` that names the source; an id outside the vocabulary is named with its position.
-    """
+    """Wrapper of a user-defined source that validates every result, with errors that name the source."""
 
     def __init__(self, source: Source, name: str) -> None:
         self._source, self._name = source, name

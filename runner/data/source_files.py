@@ -244,10 +244,7 @@ def make_bucket_file(url: str, name: str, listed: FileInfo) -> BucketFile:
 
 
 def split_url_glob(name: str) -> tuple[str, list[str]]:
-    """Split a URL or a glob of one into a store's URL and the parts of names below it; no parts for a bucket alone.
-
-    Raises DataError if the name of the bucket itself is a glob.
-    """
+    """Split a URL or a glob of one into a store's URL and the parts of names below it; a bucket's name is no glob."""
     scheme, _, rest = name.partition("://")
     parts = rest.rstrip("/").split("/")
     # The store is opened at the longest prefix without a glob, which keeps the listing short.
@@ -280,10 +277,7 @@ def has_pattern(patterns: Sequence[str], listing: Mapping[str, FileInfo]) -> boo
 
 
 def match_objects(patterns: Sequence[str], listing: Mapping[str, FileInfo], exact: Sequence[str]) -> list[str]:
-    """Return the listed names that the glob matches.
-
-    An object whose name is one of `exact` is returned alone, because a name may look like a glob.
-    """
+    """Return the listed names that the glob matches; the first of `exact` alone: a name may look like a glob."""
     if found := next((name for name in exact if name in listing), None):
         return [found]
     depth = _count_literal_objects(patterns, listing)

@@ -244,10 +244,7 @@ def _validate_column(file: File, column: str, names: Sequence[str]) -> None:
 
 
 def _unpack(file: File, batch: Any, column: str, is_mask: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Return the length of each list of a column, and all values: int64. Raises `DataError` for another type.
-
-    The values of a mask may also be booleans, or floats without a fraction.
-    """
+    """Return the length of each list of a column, and all values as int64; those of a mask may be bools or floats."""
     arrow, compute = import_extra("pyarrow"), import_extra("pyarrow.compute")
     _validate_column(file, column, batch.schema.names)
     lists = batch.column(column)

@@ -170,10 +170,7 @@ class IdRange:
 
 
 class TokenSequence:
-    """Parts read as if they were concatenated. A range may cross parts, and nothing is copied before it is read.
-
-    All files among the parts have the same reader.
-    """
+    """Parts read as if they were concatenated, without a copy. All files among them have the same reader."""
 
     # Number that every id must be below, checked by `read`, `read_many` and `read_ranges` together with the sign; None
     # if the ids are known to be valid.
@@ -213,10 +210,7 @@ class TokenSequence:
         return found
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return the ids of several ranges; from a bucket all of them are requested at the same time.
-
-        Raises DataError naming the place of an invalid id.
-        """
+        """Return the ids of several ranges, from a bucket all at the same time. Raises DataError for an invalid id."""
         assert all(start >= 0 and stop <= len(self) for start, stop in ranges)
         if len(self.parts) == 1 and isinstance(self.parts[0], np.ndarray):
             found = [self.parts[0][start:stop] for start, stop in ranges]
@@ -359,10 +353,7 @@ class TokenSequence:
         self._files = [part for part in self.parts if isinstance(part, TokenFile)]
 
     def find_changed(self, replaced: Mapping[int, TokenFile]) -> File | None:
-        """Return a file whose content has changed, None if none has. `replaced` has possibly replaced files by part.
-
-        Compares the sample of `probe`, if one was taken.
-        """
+        """Return a file whose content has changed by `probe`, if that was taken; `replaced` has candidates by part."""
         if self._start_probe is None:
             return None
         present = TokenSequence([replaced.get(index, part) for index, part in enumerate(self.parts)])

@@ -124,10 +124,7 @@ TOKENIZER_FILES = {"hf": "tokenizer.json", "sentencepiece": "tokenizer.model", "
 
 
 class BatchTokenizer(ABC):
-    """`Tokenizer` that takes many documents at once, on all cores.
-
-    Thread-safe. Documents are UTF-8; other bytes become replacement characters.
-    """
+    """`Tokenizer` that takes many documents at once, on all cores. Thread-safe. Replaces bytes that are not UTF-8."""
 
     name: str
     vocabulary_size: int

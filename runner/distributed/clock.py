@@ -22,11 +22,7 @@ if TYPE_CHECKING:  # a command line starts its clock before it knows whether it 
 
 
 class TimeCategory(enum.Enum):
-    """Use of a second of wall time, in the order of an attempt's life.
-
-    Attributes:
-        value: the name in files.
-    """
+    """Use of a second of wall time, in the order of an attempt's life. The value is its name in files."""
 
     meaning: str  # one sentence for the documentation
     index: int  # position in `COUNTED_CATEGORIES`, or -1 if the category is not counted by a clock
@@ -89,10 +85,7 @@ class ClockStore(Protocol):
 
 
 class Clock:
-    """Seconds by category of this process.
-
-    There is one clock per process. Its training thread switches the category; any thread may read it.
-    """
+    """Seconds by category of this process. Its training thread switches the category; any thread may read it."""
 
     def __init__(self, age: float = 0.0, category: TimeCategory = TimeCategory.SET_UP) -> None:
         now = time.monotonic()

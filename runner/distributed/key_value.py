@@ -163,10 +163,7 @@ class KeyValueStore:
             raise _make_unreachable_error(error) from error
 
     def barrier(self, deadline_seconds: float) -> None:
-        """Block until every process calls this: one call to the coordinator, independent of the number of processes.
-
-        Called on every process, always from the same thread. Raises `PeerLostError` after the deadline.
-        """
+        """Block until every process calls this, always from one thread. Raises `PeerLostError` after the deadline."""
         try:
             self._service.wait_at_barrier(_BARRIER, int(deadline_seconds * 1000))
         except jax.errors.JaxRuntimeError as error:

@@ -273,10 +273,7 @@ def find_stragglers(after_seconds: Sequence[float], step_seconds: float) -> list
 
 
 class Watchdog:
-    """Watchdog of one process, and on process 0 of the whole job.
-
-    Made on every process; active inside its context, which returns the `Progress` to report to.
-    """
+    """Watchdog of one process, and on process 0 of the job: a context that returns the `Progress` to report to."""
 
     def __init__(
         self,

@@ -157,10 +157,7 @@ class EvaluationTasks:
 
 
 def read_evaluation_tasks(document: Document, config: TrainerConfig[Any], vocabulary_size: int) -> EvaluationTasks:
-    """Read the files that `config.eval` names.
-
-    Raises `SpecError` for a file that is invalid, or if questions have no tokenizer.
-    """
+    """Read the files that `config.eval` names. Raises `SpecError` if one is invalid, or questions lack a tokenizer."""
     samples, multiple_choice = config.eval.samples, config.eval.multiple_choice
     if not multiple_choice and samples is None:
         return EvaluationTasks(config, None, (), ())
@@ -243,10 +240,7 @@ class EvaluationData:
 
 
 def _select_run_examples(dataset: Dataset, config: TrainerConfig[Any]) -> Dataset:
-    """Return a dataset with as many examples of each validation set as a run evaluates.
-
-    Their number does not depend on the size of a validation batch, so that the metrics do not either.
-    """
+    """Return a dataset with as many examples of each validation set as a run evaluates, whatever its batches."""
     limit = config.eval.batches * config.train.global_batch_examples
     sets = {
         name: _LeadingExamples(examples, min(limit, examples.num_examples))
@@ -278,11 +272,7 @@ def list_returned(returned: Any) -> list[Evaluator]:
 
 
 class BuiltinEvaluators:
-    """Built-in evaluators of one job, in iteration order. Made and called on every host, after compilation.
-
-    Attributes:
-        validation: evaluator of the loss; iteration yields it only if there is a validation set.
-    """
+    """Built-in evaluators of one job, in iteration order. Made and called on every host, after compilation."""
 
     def __init__(
         self,

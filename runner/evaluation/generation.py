@@ -72,10 +72,7 @@ class TextCodec:
 
 
 def load_source_codec(source: TokenSource, data: DataConfig) -> TextCodec:
-    """Return the codec of one source of `data`. Reads the index of a corpus, and text only for its characters.
-
-    Raises `DataError` if the tokenizer is unknown, or `OSError` if a bucket does not answer.
-    """
+    """Return the codec of a source of `data`; text is read only for its characters. Raises DataError or OSError."""
     name = f"data.source={source.source}"
     if is_class_path(source.source):
         raise DataError(f"{name}: is a class, which brings ids and no tokenizer")
@@ -128,10 +125,7 @@ def find_start_token(codec: TextCodec, data: DataConfig) -> int:
 
 
 def encode_prompt(codec: TextCodec, prompt: str) -> list[int]:
-    """Return the ids of a prompt, with the token that begins documents, if there is one, before them.
-
-    The prompt may contain bytes of the command line that are not valid UTF-8. Raises `DataError`.
-    """
+    """Return the ids of a prompt, which need not be UTF-8, after the token that begins documents. Raises DataError."""
     ids = [int(token) for token in codec.tokenizer.encode_file(os.fsencode(prompt))]
     return ids if codec.begin is None or ids[:1] in ([], [codec.begin]) else [codec.begin, *ids]
 
@@ -335,10 +329,7 @@ def make_variables(weights: Any) -> Any:
 
 
 def infer_vocabulary_size(model: nn.Module, weights: Any, length: int) -> int:
-    """Return V from the abstract logits of one sequence; `weights` may be abstract.
-
-    Raises `InvalidError` if the model returns no logits.
-    """
+    """Return V from the abstract logits of one sequence. Raises `InvalidError` if the model returns no logits."""
     tokens_BxT = jax.ShapeDtypeStruct((1, length), jnp.int32)
     returned: Any = jax.eval_shape(
         lambda weights, tokens: model.apply(weights, tokens, deterministic=True), weights, tokens_BxT

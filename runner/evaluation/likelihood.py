@@ -72,10 +72,7 @@ def encode_pair(encode: Callable[[str], Sequence[int]], first: int, context: str
 
 
 class LikelihoodScorer:
-    """Scorer of texts by the weights of a model on `mesh`, with one compiled program.
-
-    Made and called on every host, with the same pairs.
-    """
+    """Scorer of texts by the weights of a model, with one compiled program. Made and called alike on every host."""
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, length: int, sequences_per_device: int, is_stopping: Callable[[], bool]

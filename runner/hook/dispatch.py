@@ -121,10 +121,7 @@ class HookInterruptedError(Exception):
 
 @dataclass
 class _HookCaller:
-    """Caller of the hooks of one attempt, which synchronizes the hosts after each call.
-
-    Made and called on every host, by the training thread.
-    """
+    """Caller of the hooks of one attempt, which synchronizes the hosts after each call. Training thread only."""
 
     attempt: Attempt
     _warned: set[tuple[str, str]] = field(default_factory=set)  # hook and subject of each warning
@@ -224,10 +221,7 @@ class HookDispatcher:
         self.save_step = 0
 
     def start(self, state: TrainState, step: int) -> TrainState:
-        """Restore a stop by a hook in an earlier attempt, and call `on_start`. Called before the first step.
-
-        Raises `InvalidError` if a hook has `on_evaluation` and the job has no evaluators.
-        """
+        """Restore a stop by a hook in an earlier attempt, and call `on_start`. Called before the first step."""
         if not self._hooks.listed:
             return state
         waiting = self._hooks.list_implementing("on_evaluation")

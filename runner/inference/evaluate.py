@@ -109,10 +109,7 @@ class Score:
 
 
 class Scorer:
-    """Scorer of checkpoints of `run` on all validation sets of `dataset`. Made and called on every host.
-
-    With `has_tasks` the questions of the run's `eval.multiple_choice` are answered, too.
-    """
+    """Scorer of checkpoints on all validation sets of `dataset`, and on questions. Made and called on every host."""
 
     def __init__(self, run: ReadOnlyRun, dataset: Dataset, has_tasks: bool = False):
         self._dataset, job = dataset, run.job
@@ -184,10 +181,7 @@ def _make_mesh(run: ReadOnlyRun) -> Mesh:
 
 
 def _make_batch_layout(run: ReadOnlyRun, mesh: Mesh, fields: Fields) -> BatchLayout:
-    """Return the run's validation batch, or the next larger one that these devices divide.
-
-    Micro-batches are no larger than the run's.
-    """
+    """Return the run's validation batch, or the next larger one; its micro-batches are no larger than the run's."""
     train, own, num_shards = run.job.config.train, run.job.config.eval, count_batch_shards(mesh)
     train_share, shard_examples = (
         -(-size // num_shards)

@@ -57,10 +57,7 @@ class ReadOnlyRun:
     job: BaseTrainer
 
     def prepare_process(self) -> None:
-        """Configure this process to compile the run's programs and to leave GPU memory to the run.
-
-        Must be called before JAX is initialised.
-        """
+        """Configure this process, before JAX starts, to compile the run's programs and leave GPU memory to the run."""
         if self.job.topology.deterministic:
             add_deterministic_flags(os.environ)
         add_cpu_threads(os.environ, jax.config.values["jax_num_cpu_devices"])
@@ -84,10 +81,7 @@ class ReadOnlyRun:
         return parse_step(checkpoint) in read_committed(self.store)
 
     def find_checkpoint(self, step: str) -> str:
-        """Return the checkpoint that `newest`, `best` or a number names, for `load_weights`. Called on one host.
-
-        Raises InvalidError, with the committed steps, if there is no such checkpoint.
-        """
+        """Return the checkpoint that `newest`, `best` or a number names. Called on one host. Raises InvalidError."""
         steps = self.list_steps()
         if step in (NEWEST, BEST):
             return find_checkpoint(self.directory, step)[0]

@@ -154,10 +154,7 @@ class ParameterSettings:
 
 
 def make_parameter_settings(config: OptimizerConfig, parameters: Any) -> ParameterSettings:
-    """Return the settings of `parameters`, a tree of `Parameter`.
-
-    Raises InvalidError if a group matches no parameter, matches that of another group, or sets a key without effect.
-    """
+    """Return the settings of a tree of `Parameter`. Raises InvalidError for a group without a match or an effect."""
     group_by_name = _match_groups(config.groups, jax.tree.leaves(parameters))
     # Parameters without a group have the settings of the optimizer.
     default = ParameterGroup(pattern="*")
@@ -218,10 +215,7 @@ def _match_groups(groups: Sequence[ParameterGroup], parameters: Sequence[Paramet
 
 
 def match_patterns(patterns: Sequence[str], parameters: Any, key: str) -> Any:
-    """Return a tree of bools that are True for the parameters (a tree of `Parameter`) that a glob matches.
-
-    Raises InvalidError that names the `key` of the spec if a pattern matches no parameter.
-    """
+    """Return a tree of bools for the parameters that a glob matches. Raises InvalidError for a glob without a match."""
     # A pattern without effect is most likely a typo, so it is an error as for groups.
     leaves = jax.tree.leaves(parameters)
     for pattern in patterns:
@@ -268,10 +262,7 @@ def freeze_parameters(optimizer: optax.GradientTransformation, frozen: frozenset
 
 
 def split_frozen(params: Any, opt_state: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Return the trained parameters and a function that puts the frozen ones back. Called in the train step.
-
-    The trained parameters are a tree like `params` with None in place of the frozen ones.
-    """
+    """Return the trained parameters, with None for frozen ones, and a function that puts those back. Traceable."""
     if not isinstance(opt_state, FrozenParametersState):
         return params, lambda trained: trained
     frozen = opt_state.names

@@ -101,10 +101,7 @@ _Maker = Callable[[OptimizerConfig, ParameterSettings, optax.Schedule], Any]
 
 
 def make_optimizer(name: str, config: OptimizerConfig, schedule: optax.Schedule, parameters: Any) -> Any:
-    """Return the optimizer `name` with gradient clipping and frozen parameters (a tree of `Parameter`).
-
-    Raises InvalidError if groups or patterns do not fit the parameters.
-    """
+    """Return the optimizer `name` with gradient clipping and frozen parameters. Raises as `make_parameter_settings`."""
     settings = make_parameter_settings(config, parameters)
     return freeze_parameters(settings.add_clipping(_MAKERS[name](config, settings, schedule)), settings.frozen)
 

@@ -82,10 +82,7 @@ def format_mesh(sizes: Mapping[str, int | str]) -> str:
 
 
 def build_logical_axis_rules(own: Sequence[LogicalAxisRule], owner: str) -> tuple[LogicalAxisRule, ...]:
-    """Return the rules of a job: its own rules first, then `LOGICAL_AXIS_RULES`.
-
-    Raises InvalidError that names `owner`, the class of the job, if a rule names an axis that the mesh does not have.
-    """
+    """Return a job's own rules, then `LOGICAL_AXIS_RULES`. Raises InvalidError for an axis that no mesh has."""
     for name, axes in own:
         for axis in list_axes(axes):
             if axis not in AXES:
@@ -108,10 +105,7 @@ def list_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def select_dividing_axes(size: int, entry: str | tuple[str, ...] | None, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes of `entry`, in order, over which an array axis of `size` elements divides evenly.
-
-    An axis is left out if `size` does not divide over it together with the axes kept before it.
-    """
+    """Return the mesh axes of `entry`, in order, over which an axis of `size` divides together with those before."""
     kept: tuple[str, ...] = ()
     for axis in list_axes(entry):
         if size % math.prod(sizes[name] for name in (*kept, axis)) == 0:
@@ -166,10 +160,7 @@ def split_axes_over_slices(sizes: Mapping[str, int], num_slices: int) -> list[in
 
 
 def make_batch_sharding(mesh: Mesh, has_sequences: bool = True) -> NamedSharding:
-    """Return the sharding of (S, B, T) batches: B over data x fsdp x expert, T over sequence.
-
-    Without sequences, in batches of arrays (S, B, ...), only B is sharded.
-    """
+    """Return the sharding of (S, B, T): B over data x fsdp x expert, T over sequence; without sequences of B alone."""
     return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES, *(["sequence"] if has_sequences else [])))
 
 
@@ -223,10 +214,7 @@ def validate_sequence_sharding(mesh: Mesh, sequence_length: int | None, chunk_po
 
 
 def validate_same_bits_mesh(mesh: Mesh, same_bits_devices: int) -> None:
-    """Validate that a mesh can reduce gradients in the order that `train.same_bits_devices` fixes.
-
-    Raises InvalidError if it has an axis besides data and fsdp, or its devices do not divide the number.
-    """
+    """Validate that a mesh can keep the order of `train.same_bits_devices`. Raises InvalidError."""
     for axis in AXES:
         if axis not in ("data", "fsdp") and mesh.shape[axis] > 1:
             raise InvalidError(
@@ -283,10 +271,7 @@ def has_host_memory(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def read_device_memory_bytes() -> int:
-    """Return the memory of one device.
-
-    It is the limit that the backend reports, and for CPU devices their share of the memory of the machine or container.
-    """
+    """Return the memory of one device: the backend's limit, or for a CPU its share of the machine's or container's."""
     # All devices of a process are assumed to have the same memory.
     device = jax.local_devices()[0]
     stats = device.memory_stats()

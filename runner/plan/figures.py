@@ -117,10 +117,7 @@ def sections_to_json(sections: Iterable[Section]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def report_progress(activity: str) -> Iterator[None]:
-    """Print on standard error that an activity begins, and repeatedly how long it has taken.
-
-    The compiler releases the interpreter lock, so a thread can print meanwhile.
-    """
+    """Print on standard error that an activity begins and, from a thread, repeatedly how long it has taken."""
     began, is_over = time.monotonic(), threading.Event()
 
     def print_elapsed() -> None:

@@ -233,10 +233,7 @@ class Predictor:
         )
 
     def list_micro_batches(self, sizes: Mapping[str, int]) -> list[int]:
-        """Return the micro-batch sizes that a search may choose from, largest first; none if the mesh does not fit.
-
-        The mesh does not fit if it cannot split the batch or its sequences.
-        """
+        """Return the micro-batch sizes to choose from, largest first; none for a mesh that cannot split the batch."""
         config = self.job.config
         shards = math.prod(sizes[axis] for axis in BATCH_AXES)
         try:

@@ -283,10 +283,7 @@ def make_batch_section(config: TrainerConfig, program: CompiledProgram) -> Secti
 
 
 def add_courses(section: Section, stages: Sequence[StagePlan], schedules: Sequence[optax.Schedule] | None) -> None:
-    """Add drawings of the learning rate and of the batch over the whole run.
-
-    `schedules` has the learning rate of each stage; it is None if a job's own schedule or optimizer contains it.
-    """
+    """Add drawings of the batch and, if the schedules of all stages are given, of the learning rate over the run."""
     starts, total = [stage.start for stage in stages], stages[-1].stop
     # The first and the last step, and others at equal distances.
     steps = np.unique(np.linspace(0, total - 1, min(total, _COURSE_COLUMNS)).round().astype(np.int64))
@@ -325,10 +322,7 @@ def add_stage(section: Section, job: BaseTrainer, stage: StagePlan) -> None:
 
 
 def make_memory_section(program: CompiledProgram, machine: TargetMachine, first: Prediction | None) -> Section:
-    """Return the section of a device's memory: the need of a step against the capacity.
-
-    `first` is the need by arithmetic, which is used if the chip's compiler is not available.
-    """
+    """Return the section of a device's memory; the need is by arithmetic (`first`) without the chip's compiler."""
     section, memory = Section("memory of a device"), program.step.memory
     note = "state, batch, and the random key if the model uses one"
     offloaded = count_bytes_per_device(program.train_setup.abstract_state, on_host=True)
@@ -408,10 +402,7 @@ def compute_step_work(config: TrainerConfig, flops: Flops, program: CompiledProg
 def make_roofline_section(
     config: TrainerConfig, flops: Flops, program: CompiledProgram, machine: TargetMachine, num_steps: int | None = None
 ) -> tuple[Section, Roofline | None]:
-    """Return the section of the lowest possible step and run time, and the roofline; None for an unknown chip.
-
-    `num_steps` is the number of such steps; None: all of the run.
-    """
+    """Return the section of the lowest time of a step and of `num_steps` (None: the run), and the roofline if known."""
     section = Section("roofline of a step")
     speeds = None if machine.accelerator is None else machine.accelerator.chip.speeds
     if machine.accelerator is None or speeds is None:

@@ -177,10 +177,7 @@ class Search:
         return load_document(self._spec, [*self._overrides, *more])
 
     def open_job(self, more: list[str]) -> BaseTrainer:
-        """Return the job under additional overrides, with the vocabulary that its data or its spec gives.
-
-        Raises InvalidError that lists all problems.
-        """
+        """Return the job under additional overrides, with its vocabulary. Raises InvalidError with all problems."""
         findings = Findings()
         job = checks.open_job(self.load_document(more), findings)
         if isinstance(job, BaseTrainer):
@@ -412,10 +409,7 @@ def compile_and_send(
 def compile_candidate(
     search: Search, candidate: Candidate, machine: TargetMachine, directory: Path | None
 ) -> CompiledCandidate:
-    """Compile a candidate in this process; with a `directory` for dumps schedule it only, as `schedule_program` does.
-
-    Raises InvalidError, with the numbers, if the step does not fit in memory.
-    """
+    """Compile a candidate in this process, or schedule it with dumps in `directory`. Raises InvalidError."""
     job = search.open_job(candidate.overrides)
     train_setup = job.setup_builder.build(machine.devices)
     if directory is None:

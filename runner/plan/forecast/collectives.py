@@ -67,10 +67,7 @@ class Collective:
 
 
 def find_collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
-    """Return all collectives of optimised HLO, in the order of the text, for a mesh of axis -> size, in mesh order.
-
-    Raises ValueError if a group names devices that the mesh does not have.
-    """
+    """Return all collectives of optimised HLO, in order, for a mesh of axis -> size, which must have their devices."""
     return [collective for _, collective in locate_collectives(text, mesh_shape)]
 
 

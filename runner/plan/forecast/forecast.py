@@ -435,10 +435,7 @@ def _sum_seconds(named: list[tuple[str, OpTime]]) -> dict[str, tuple[float, floa
 
 
 def compute_forecast(text: str, mesh_sizes: Mapping[str, int], rates: DeviceRates) -> Forecast:
-    """Return the forecast of a compiled program, given as scheduled HLO, on a mesh of axis -> size, in mesh order.
-
-    Raises ValueError if replica groups have an unknown form, or name devices that the mesh does not have.
-    """
+    """Return the forecast of a program, as scheduled HLO, on a mesh of axis -> size. Raises as `find_collectives`."""
     module = load_module(text)
     transfers = find_transfers(module, mesh_sizes, rates.hbm_bytes_per_second, rates.collective_seconds)
     costs: dict[OpKey, OpCost | None] = {}
@@ -530,10 +527,7 @@ class _TraceEvent(TypedDict, total=False):
 
 
 def build_trace(forecast: Forecast, name: str) -> dict[str, list[_TraceEvent] | str]:
-    """Return the schedule by the compiler's estimates in Chrome's trace format, which Perfetto opens.
-
-    It has a lane of ops, one for each kind of transfer, and live temporaries as a counter in bytes.
-    """
+    """Return the estimated schedule in Chrome's trace format, for Perfetto: ops, transfers, and live bytes."""
     ops = {op.name: op for op in forecast.ops}
     # Perfetto shows threads in this order.
     lanes = ["compute", "waiting", *sorted({span.lane for span in forecast.timing.spans} - {"compute", "waiting"})]
