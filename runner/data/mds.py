@@ -28,7 +28,7 @@ from pathlib import PurePosixPath
 import numpy as np
 import zstandard
 
-from runner.data.readers import ByteRange, DerivedFile, Reader, cache_key, run_in_parallel
+from runner.data.readers import ByteRange, DerivedFile, Reader, cache_key, run_in_parallel, wrap_parse_errors
 from runner.data.source_files import File
 from runner.data.token_files import ID_DTYPES, RecordFile, parse_dtype
 from runner.errors import DataError
@@ -224,15 +224,10 @@ def read_mds(
     ]
     columns = []
     for index, record in records:
-        try:
+        with wrap_parse_errors(f"{index}: column {column}"):
             place = _find_column(record["column_names"], column)
-            columns.append(
-                _parse_column(record["column_encodings"][place], tuple(record["column_sizes"]), place, dtype)
-            )
-        except DataError:
-            raise
-        except ValueError as error:
-            raise DataError(f"{index}: column {column}: {error}") from error
+            encoding, sizes = record["column_encodings"][place], tuple(record["column_sizes"])
+            columns.append(_parse_column(encoding, sizes, place, dtype))
     files = _find_files(records, reader)
     reader = reader.for_id_width(max((layout.item_bytes for layout in columns), default=1))
     calls = [
@@ -334,7 +329,7 @@ def _unpack(packed: File, size_bytes: int, reader: Reader) -> Iterator[bytes]:
 
 
 def _open_shard(file: File, record: JsonObject, column: _IdColumn, reader: Reader) -> MdsShard:
-    try:
+    with wrap_parse_errors(file):
         samples = _read_samples(file, record, reader)
         offsets = samples.astype(np.int64)
         # The offsets suffice to locate the ids, so a start reads only the head of each shard.
@@ -346,10 +341,6 @@ def _open_shard(file: File, record: JsonObject, column: _IdColumn, reader: Reade
         starts += offsets[:-1]
         if (starts + counts * column.dtype.itemsize > offsets[1:]).any():
             raise ValueError("the ids of a sample reach beyond its end")
-    except DataError:
-        raise
-    except ValueError as error:
-        raise DataError(f"{file}: {error}") from error
     bounds = np.concatenate([[0], np.cumsum(counts)])
     return MdsShard(file, column.dtype, int(bounds[-1]), 0, reader, bounds, column, samples, starts.astype(np.uint32))
 

@@ -24,7 +24,7 @@ from functools import partial
 
 import numpy as np
 
-from runner.data.readers import ByteRange, Reader, run_in_parallel
+from runner.data.readers import ByteRange, Reader, run_in_parallel, wrap_parse_errors
 from runner.data.source_files import File
 from runner.data.token_files import DocumentFile, TokenFile, TokenFiles
 from runner.errors import DataError
@@ -73,12 +73,8 @@ def validate_pairs(source: TokenFiles) -> None:
 
 
 def _read_index(index: File, tokens: File, reader: Reader) -> tuple[np.dtype, np.ndarray]:
-    try:
+    with wrap_parse_errors(index):
         dtype, bounds = _parse_index(index, reader)
-    except DataError:
-        raise
-    except ValueError as error:
-        raise DataError(f"{index}: {error}") from error
     size_bytes = int(bounds[-1]) * dtype.itemsize
     if tokens.size_bytes != size_bytes:
         raise DataError(

@@ -168,6 +168,17 @@ def warn_unwritable(directory: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def wrap_parse_errors(where: object) -> Iterator[None]:
+    """Turn a ValueError of a parser into a DataError that names `where`; pass on a DataError, which names its own."""
+    try:
+        yield
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+@contextlib.contextmanager
 def wrap_disk_errors(subject: str, directory: Path) -> Iterator[None]:
     """Turn errors of the disk of `directory` into a DataError about `subject`; pass on errors of a bucket."""
     try:
