@@ -244,7 +244,7 @@ def make_bucket_file(url: str, name: str, listed: FileInfo) -> BucketFile:
 
 
 def split_url_glob(name: str) -> tuple[str, list[str]]:
-    """Split a URL or a glob of one into a store's URL and the parts of names below it; a bucket's name is no glob."""
+    """Split a URL or glob into a store's URL and the parts of names in it. Raises DataError if a bucket is a glob."""
     scheme, _, rest = name.partition("://")
     parts = rest.rstrip("/").split("/")
     # The store is opened at the longest prefix without a glob, which keeps the listing short.
