@@ -58,12 +58,7 @@ COMMANDS.add(
     "Check, size and compile a job before it has hardware",
     "0 the job would run; 2 it would not, or the command line is invalid; 76 the output cannot be written.",
 )
-COMMANDS.add(
-    "status",
-    declared.StatusArguments,
-    "Show where a run stands and where its time went",
-    _READ_EXIT_CODES,
-)
+COMMANDS.add("status", declared.StatusArguments, "Show where a run stands and where its time went", _READ_EXIT_CODES)
 COMMANDS.add(
     "lineage",
     declared.LineageArguments,
@@ -173,12 +168,7 @@ _RELAXED = {
 
 
 def run_command(words: Sequence[str]) -> int:
-    """Parse and carry out any command but that of a job, and return its exit code.
-
-    Raises:
-        RunnerError: the command line is wrong, or the command has failed.
-        SystemExit: nothing is left to do, after `--help`.
-    """
+    """Parse and carry out any command but that of a job, and return its exit code. Raises SystemExit after `--help`."""
     return _carry_out(COMMANDS.parse(words))
 
 
@@ -256,11 +246,7 @@ def _run_job(arguments: declared.JobArguments, stop: StopNotice, clock: Clock) -
 
 
 def _import(module: str) -> Any:
-    """Import a module, which may import jax.
-
-    Raises:
-        InvalidError: an environment variable keeps jax from being imported, or from working.
-    """
+    """Import a module, which may import jax. Raises InvalidError if an environment variable keeps jax from working."""
     try:
         found = importlib.import_module(module)
     except ValueError as error:

@@ -31,6 +31,7 @@ TrustedModules = Annotated[
         "project, and those that your own SPEC names, need none.",
     ),
 ]
+StepName = Annotated[str, typer.Option(metavar="N", help="Checkpoint: newest, best, or the number of a step.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -163,9 +164,7 @@ class SampleArguments:
         bool,
         typer.Option("--chat", help="Answer --prompt as the message of a user, by the run's chat template."),
     ] = False
-    step: Annotated[str, typer.Option(metavar="N", help="Checkpoint: newest, best, or the number of a step.")] = (
-        "newest"
-    )
+    step: StepName = "newest"
     weights: WeightsName = PARAMS
     num_tokens: Annotated[int, typer.Option("--tokens", metavar="N", help="Number of tokens to generate.")] = 200
     temperature: Annotated[
@@ -241,9 +240,7 @@ class ExportArguments:
     """Arguments of `export`."""
 
     where: RunLocation
-    step: Annotated[str, typer.Option(metavar="N", help="Checkpoint: newest, best, or the number of a step.")] = (
-        "newest"
-    )
+    step: StepName = "newest"
     weights: WeightsName = PARAMS
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,

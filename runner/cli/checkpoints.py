@@ -12,10 +12,7 @@ from runner.train.profiler import FOLDER, POLL_BUCKET_SECONDS, request_profile
 
 
 def list_checkpoints(arguments: CheckpointsArguments) -> int:
-    """List the checkpoints of a run, verify them if asked to, and return the exit code.
-
-    It is 1 if a committed checkpoint is damaged, and 2 if a newer version of the runner has written one.
-    """
+    """List the checkpoints of a run, verify them if asked to, and return the exit code."""
     with convert_read_errors():
         store = open_store(find_directory(arguments.where))
         if not store.list_names(CHECKPOINTS):

@@ -133,7 +133,7 @@ def write_spec_from(arguments: SpecFromArguments) -> int:
 
     end = every_key.get("eos_token_id")
     ends = end if isinstance(end, list) else [end]
-    text = SpecText(
+    text = _SpecText(
         arguments=arguments,
         job=job_name,
         accelerator="any" if accelerator is None else str(accelerator),
@@ -195,37 +195,22 @@ def _find_accelerator(text: str | None) -> Accelerator | None:
 
 
 @dataclass(kw_only=True)
-class SpecText:
-    """Text of a spec that starts from published weights.
-
-    Attributes:
-        arguments: arguments of the command.
-        job: class of the job.
-        accelerator: hardware, as a spec names it.
-        model_type: family of the model.
-        positions: positions that the model was trained with; 0 if they are not known.
-        length: sequence length.
-        batch: examples of a step.
-        compute: type of matmuls.
-        is_text: True if the data are text, which the run tokenises.
-        separator: token of the model that ends a text; None if it is not known.
-        num_parameters: parameters of the model; 0 while they are not counted.
-        targets: patterns of the matrices with an adapter; none for no adapter.
-        candidate: mesh, micro-batch and memory policy; None for those that are chosen at the start.
-    """
+class _SpecText:
+    """Text of a spec that starts from published weights."""
 
     arguments: SpecFromArguments
     job: str
-    accelerator: str
+    accelerator: str  # hardware, as a spec names it
     model_type: str
-    positions: int
+    positions: int  # positions that the model was trained with; 0 if they are not known
     length: int
-    batch: int
+    batch: int  # examples of a step
     compute: str
-    is_text: bool
-    separator: int | None
-    num_parameters: int = 0
-    targets: Sequence[str] = ()
+    is_text: bool  # True if the data are text, which the run tokenises
+    separator: int | None  # token of the model that ends a text; None if it is not known
+    num_parameters: int = 0  # parameters of the model; 0 while they are not counted
+    targets: Sequence[str] = ()  # patterns of the matrices with an adapter; none for no adapter
+    # Mesh, micro-batch and memory policy; None for those that are chosen at the start.
     candidate: Candidate | None = None
 
     def format(self) -> str:

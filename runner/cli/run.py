@@ -38,8 +38,7 @@ _CHATTY_LIBRARIES = ("absl", "urllib3", "google", "azure", "botocore", "jax._src
 def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: StopNotice, clock: Clock) -> None:
     """Run the job to its end, and end this process with its exit code. Called on every host.
 
-    Raises:
-        RunnerError: the job could not begin. This is the only way in which the function returns.
+    Returns only by a RunnerError: the job could not begin.
     """
     job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
     if job_class.needs_topology and spec.topology is None:
@@ -142,13 +141,10 @@ def _read_source_times() -> dict[str, int]:
 def find_placement(
     coordinator: str | None, num_processes: int | None, process_id: int | None, deadline_seconds: float
 ) -> Placement | None:
-    """Return the place of this process in the job, from the command line or else from the engine; None if it is alone.
+    """Return the place of this process in the job, None if it is alone.
 
-    Args:
-        coordinator: address of process 0, or None to ask the engine.
-        num_processes: number of processes; None together with `coordinator`.
-        process_id: number of this process; None together with `coordinator`.
-        deadline_seconds: time that the engine has to answer.
+    It is that of the command line, which gives all three numbers or none, or else that of the engine, which has
+    `deadline_seconds` to answer.
     """
     # The three options are given together or not at all; `JobArguments` has checked it.
     if coordinator is None or num_processes is None or process_id is None:
@@ -157,7 +153,6 @@ def find_placement(
 
 
 def _end_on_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the traceback and end the process with 1, without waiting for other threads or processes."""
     warn("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
     drain_log_file()
     end_process(EXIT_FAILED)

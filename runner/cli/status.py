@@ -90,14 +90,8 @@ def open_run_store(where: str) -> Store:
 def validate_output(where: str, stores: Sequence[Store], kind: str = "a file") -> Path:
     """Return the path to write for `-o where`, with symbolic links resolved.
 
-    Args:
-        where: the path as it was given.
-        stores: directories of the runs that are read.
-        kind: kind of the output, which may exist.
-
-    Raises:
-        InvalidError: there is something else, such as a device, which the output would replace; or it would become a
-            part of one of the runs.
+    Raises InvalidError if something other than `kind` is there, such as a device, which the output would replace, or if
+    it would become a part of one of the runs in `stores`.
     """
     path = local_directory(where)
     found = find_kind(path)
@@ -127,11 +121,7 @@ def find_text_phase(store: Store) -> Store | None:
 
 @contextlib.contextmanager
 def convert_read_errors(*normal_ends: type[BaseException]) -> Iterator[None]:
-    """Convert an `OSError` of a read-only command into a `RetryableError`.
-
-    Args:
-        normal_ends: exceptions that end the command without an error.
-    """
+    """Convert an `OSError` of a read-only command into a `RetryableError`; `normal_ends` end it without an error."""
     try:
         yield
     except normal_ends:
@@ -190,7 +180,7 @@ def print_status(arguments: StatusArguments) -> int:
     return EXIT_DONE
 
 
-class PrintableText:
+class _PrintableText:
     """Renderable whose texts cannot control the terminal, in the styles of another one."""
 
     def __init__(self, shown: RenderableType):
@@ -270,7 +260,7 @@ def draw(history: History) -> RenderableType:
         line = f"{_format_time(notice.time)}  attempt {notice.attempt}  {notice.event}: {notice.text}"
         parts.append(Text(line, "yellow"))
     parts += [Text(f"cannot read {line}", "yellow") for line in history.unread[:_MAX_NOTICES]]
-    return PrintableText(Group(*parts))
+    return _PrintableText(Group(*parts))
 
 
 def _draw_summary(history: History) -> Text:
@@ -385,7 +375,6 @@ def format_si(value: float) -> str:
 
 
 def _format_time(seconds: float) -> str:
-    """Return a time since the epoch in the time zone of this machine, or `?` if it is out of range."""
     try:
         return datetime.datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
     except (ValueError, OverflowError, OSError):
@@ -410,7 +399,6 @@ def _count(noun: str, count: int, limit: int) -> str:
 
 
 def _table(*columns: Literal["left", "right"]) -> Table:
-    """Return a table without lines and header, of which only the last column may wrap."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, pad_edge=False)
     for index, justify in enumerate(columns):
         table.add_column(justify=justify, no_wrap=index + 1 < len(columns))

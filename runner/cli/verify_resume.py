@@ -40,9 +40,9 @@ from runner.run.events import ROLL_BACK_FOLDER
 from runner.spec import hash_record, load_document, load_job_class, validate_config, validate_spec
 from runner.storage import JsonObject, LocalStore, read_json, read_log
 
-BORDER_MOMENTS = ("before a stage", "after a stage begins")
-KILL_MOMENTS = ("between two saves", "in a save", "while starting")
-ROLL_BACK_MOMENT = "in a roll-back"  # the first one, if the undisturbed run was rolled back
+_BORDER_MOMENTS = ("before a stage", "after a stage begins")
+_KILL_MOMENTS = ("between two saves", "in a save", "while starting")
+_ROLL_BACK_MOMENT = "in a roll-back"  # the first one, if the undisturbed run was rolled back
 _POLL_SECONDS = 0.005
 _MAX_SURVIVAL_SECONDS = 2.0  # of the other processes after the first one was killed
 _MAX_RETRIES = 3  # of each run
@@ -52,29 +52,19 @@ _TAIL_LINES = 15
 
 @dataclass(frozen=True)
 class Trial:
-    """Settings of a verification.
+    """Settings of a verification."""
 
-    Attributes:
-        arguments: SPEC and its `--set` options.
-        steps: last step of both runs.
-        kills: number of kills of the second run.
-        processes: number of processes of the job, on this machine.
-        devices_per_process: CPU devices to simulate in each process. The undisturbed run has the first number; the
-            starts of the killed run cycle through the numbers, beginning with the second. None for the devices of this
-            machine.
-        seed: of the moments of the kills.
-        output_keys: dotted keys of the spec that would place output of the job outside of its directory.
-        borders: steps at which stages of the config begin.
-    """
-
-    arguments: Sequence[str]
-    steps: int
-    kills: int
-    processes: int
+    arguments: Sequence[str]  # SPEC and its `--set` options
+    steps: int  # last step of both runs
+    kills: int  # number of kills of the second run
+    processes: int  # number of processes of the job, on this machine
+    # CPU devices to simulate in each process. The undisturbed run has the first number; the starts of the killed run
+    # cycle through the numbers, beginning with the second. None for the devices of this machine.
     devices_per_process: Sequence[int] | None
-    seed: int
+    seed: int  # of the moments of the kills
+    # Dotted keys of the spec that would place output of the job outside of its directory.
     output_keys: Sequence[str] = ()
-    borders: Sequence[int] = ()
+    borders: Sequence[int] = ()  # steps at which stages of the config begin
 
     @property
     def every_steps(self) -> int:
@@ -156,10 +146,8 @@ class TrialRun:
     def wait_until(self, condition: Callable[[], bool]) -> bool:
         """Wait until a condition holds, and return False if the job was done before.
 
-        Raises:
-            InvalidError: the job refused to start.
-            FailedError: the job failed.
-            RetryableError: the job ended with a code that asks for another try, more often than it is tried.
+        Raises InvalidError if the job refused to start, FailedError if it failed, RetryableError if it ended too often
+        with a code that asks for another try.
         """
         while not condition():
             codes = [process.poll() for process in self._processes]
@@ -269,13 +257,13 @@ def verify_resume(arguments: VerifyResumeArguments) -> int:
                 f"{len(undisturbed.read_metrics())} rows of metrics"
             )
             # Cycle through the kinds of moments, so that few kills cover every kind.
-            usual = (*BORDER_MOMENTS, *KILL_MOMENTS) if trial.borders else KILL_MOMENTS
+            usual = (*_BORDER_MOMENTS, *_KILL_MOMENTS) if trial.borders else _KILL_MOMENTS
             moments = [usual[number % len(usual)] for number in range(trial.kills)]
             # The kill in the roll-back comes first only if no border does, since the run would pass it before.
             rolled_back = undisturbed.find_roll_back()
             if rolled_back is not None:
                 is_behind_border = any(step < rolled_back for step in trial.borders)
-                moments.insert(len(BORDER_MOMENTS) if is_behind_border else 0, ROLL_BACK_MOMENT)
+                moments.insert(len(_BORDER_MOMENTS) if is_behind_border else 0, _ROLL_BACK_MOMENT)
             first_kill = _run_with_kills(killed, trial, moments[: trial.kills], first_commit_seconds, interval_seconds)
         finally:
             undisturbed.end()
@@ -298,39 +286,28 @@ def verify_resume(arguments: VerifyResumeArguments) -> int:
 def _run_with_kills(
     run: TrialRun, trial: Trial, moments: Sequence[str], first_commit_seconds: float, interval_seconds: float
 ) -> int:
-    """Run the job with its kills, to its end.
-
-    Args:
-        run: a run that has not been started.
-        trial: settings.
-        moments: the moment of each kill.
-        first_commit_seconds: time from a start to the first commit.
-        interval_seconds: time between two commits.
-
-    Returns:
-        The newest committed step at the first kill after a commit.
-    """
+    """Run the job with its kills, to its end, and return the newest committed step at the first kill after a commit."""
     chance = random.Random(trial.seed)
     first_kill = 0 if trial.kills else trial.steps
     for number, moment in enumerate(moments):
         before = run.find_newest_step()
         border = next((step for step in trial.borders if step > before), None)
-        if moment in BORDER_MOMENTS and border is None:
-            moment = KILL_MOMENTS[0]
+        if moment in _BORDER_MOMENTS and border is None:
+            moment = _KILL_MOMENTS[0]
         run.start()
-        if moment in BORDER_MOMENTS:
+        if moment in _BORDER_MOMENTS:
             assert border is not None, "a stage lies ahead"
             # The save before the stage, or the first one in it.
-            saved = (border - (moment == BORDER_MOMENTS[0])) // trial.every_steps * trial.every_steps
-            saved += trial.every_steps if moment == BORDER_MOMENTS[1] and saved < border else 0
+            saved = (border - (moment == _BORDER_MOMENTS[0])) // trial.every_steps * trial.every_steps
+            saved += trial.every_steps if moment == _BORDER_MOMENTS[1] and saved < border else 0
             saved = min(saved, trial.steps)
             run.wait_until(lambda saved=saved: run.find_newest_step() >= saved)  # type: ignore[misc]
             # After a restart at that save, the stage begins once the job has started.
             seconds = interval_seconds + (first_commit_seconds if saved <= before else 0)
-            time.sleep(chance.uniform(0, seconds if moment == BORDER_MOMENTS[0] else 0))
+            time.sleep(chance.uniform(0, seconds if moment == _BORDER_MOMENTS[0] else 0))
         elif moment == "while starting":
             time.sleep(chance.uniform(0, first_commit_seconds))
-        elif moment == ROLL_BACK_MOMENT:
+        elif moment == _ROLL_BACK_MOMENT:
             # The record is the first thing that a roll-back writes.
             run.wait_until(lambda: run.find_roll_back() is not None)
         else:
@@ -353,10 +330,9 @@ def _run_with_kills(
 
 
 def find_program_change(programs: Sequence[tuple[str, str]]) -> str | None:
-    """Return the first change of the train step in words, or None if each start with equal facts has the same program.
+    """Return the first change of the train step in words, None if starts with equal facts have the same program.
 
-    Args:
-        programs: (digest of the facts, digest of the program) of each start, in order.
+    `programs` has (digest of the facts, digest of the program) of each start, in order.
     """
     known: dict[str, str] = {}
     for facts, program in programs:

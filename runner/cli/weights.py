@@ -56,12 +56,7 @@ def print_sample(arguments: SampleArguments) -> int:
     """Print text from the model of a run on standard output; everything else goes to standard error."""
     sampler = Sampler(arguments.temperature, arguments.top_p, arguments.seed)
     request = SampleRequest(
-        arguments.prompt,
-        arguments.step,
-        arguments.num_tokens,
-        sampler,
-        arguments.weights,
-        is_chat=arguments.is_chat,
+        arguments.prompt, arguments.step, arguments.num_tokens, sampler, arguments.weights, is_chat=arguments.is_chat
     )
     with convert_read_errors():
         run = open_run(*find_run(arguments.where, arguments.trust))
@@ -144,11 +139,7 @@ def validate_outside_run(path: Path, store: Store) -> None:
 
 
 def read_recorded_steps(path: Path) -> list[int]:
-    """Return the steps that have a line in the file of `--output`, and cut off a line that a kill left incomplete.
-
-    Raises:
-        InvalidError: the file cannot be read.
-    """
+    """Return the steps that have a line in the file of `--output`, and cut off a line that a kill left incomplete."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

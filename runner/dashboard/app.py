@@ -26,9 +26,9 @@ from wsgiref.types import StartResponse, WSGIEnvironment
 from runner.dashboard.report import make_report_policy, read_plotly, read_static, render_live_page, render_report_page
 from runner.errors import InvalidError
 
-COOKIE = "runner_token"
+_COOKIE = "runner_token"
 METRICS = "metrics"  # name of the figures of all runs in Prometheus' text format
-CONTENT_SECURITY_POLICY = (
+_CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
@@ -69,17 +69,11 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class AccessPolicy:
-    """Requirements on a request.
+    """Requirements on a request."""
 
-    Attributes:
-        names: host names that the server answers to, in lower case.
-        takes_addresses: the server answers to any IP address, not only to loopback addresses.
-        token: secret that a client must send, None where none is needed.
-    """
-
-    names: frozenset[str]
-    takes_addresses: bool
-    token: str | None
+    names: frozenset[str]  # host names that the server answers to, in lower case
+    takes_addresses: bool  # the server answers to any IP address, not only to loopback addresses
+    token: str | None  # secret that a client must send, None where none is needed
 
     def accepts_host(self, header: str) -> bool:
         """Return True if a Host header names this server."""
@@ -100,13 +94,7 @@ class AccessPolicy:
 
 
 def make_access_policy(host: str, token: str | None) -> AccessPolicy:
-    """Return the policy of a server that is bound to `host`.
-
-    A server that other machines can reach has a token, which is generated if none is given.
-
-    Raises:
-        InvalidError: the token cannot be a part of an address.
-    """
+    """Return the policy of a server bound to `host`; one that others can reach has a token, made if none is given."""
     if token is not None and not _TOKEN.fullmatch(token):
         raise InvalidError("--token needs 16 or more of the characters A-Z a-z 0-9 . _ ~ -")
     names = {*_LOOPBACK_NAMES, host.lower()}
@@ -125,10 +113,10 @@ class ResponseBody:
     plain: bytes
     packed: bytes
     tag: str
-    policy: str = CONTENT_SECURITY_POLICY
+    policy: str = _CONTENT_SECURITY_POLICY
 
     @classmethod
-    def from_text(cls, kind: str, text: str, policy: str = CONTENT_SECURITY_POLICY) -> "ResponseBody":
+    def from_text(cls, kind: str, text: str, policy: str = _CONTENT_SECURITY_POLICY) -> "ResponseBody":
         """Return the body of a text with this content type."""
         plain = text.encode(errors="replace")
         tag = f'"{hashlib.sha256(plain).hexdigest()[:16]}"'
@@ -147,16 +135,12 @@ class Response:
 
 @dataclass(frozen=True)
 class DashboardApp:
-    """WSGI application (PEP 3333).
-
-    Attributes:
-        access: requirements on a request.
-        get_data: function that returns the data of a run's page by its id, of the table of all runs by "", or the text
-            for Prometheus by `METRICS`; None if there is no such run. It returns quickly, is called from several
-            threads, and may raise `TimeoutError`.
-    """
+    """WSGI application (PEP 3333)."""
 
     access: AccessPolicy
+    # Function that returns the data of a run's page by its id, of the table of all runs by "", or the text for
+    # Prometheus by `METRICS`; None if there is no such run. It returns quickly, is called from several threads, and may
+    # raise `TimeoutError`.
     get_data: Callable[[str], ResponseBody | None]
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -198,7 +182,7 @@ class DashboardApp:
             tokens.append(token.strip())
         for part in environ.get("HTTP_COOKIE", "").split(";"):
             name, _, value = part.strip().partition("=")
-            if name == COOKIE:
+            if name == _COOKIE:
                 tokens.append(value)
         # Checked before the path, so that a stranger learns nothing of which runs exist.
         if not self.access.accepts_tokens(tokens):
@@ -212,12 +196,11 @@ class DashboardApp:
             return Response(http.HTTPStatus.NOT_FOUND, headers=(no_store,))
         if in_address and self.access.token is not None:
             # Move the token from the address, which is shown and logged, into a cookie.
-            cookie = f"{COOKIE}={self.access.token}; HttpOnly; SameSite=Strict; Path=/"
+            cookie = f"{_COOKIE}={self.access.token}; HttpOnly; SameSite=Strict; Path=/"
             return Response(http.HTTPStatus.SEE_OTHER, headers=(("Location", path), ("Set-Cookie", cookie), no_store))
         return Response(http.HTTPStatus.OK, body, (("Cache-Control", "no-cache"),))
 
     def _make_body(self, path: str) -> ResponseBody | None:
-        """Return the content at a path, None if there is none."""
         match path.split("/"):
             case ["", ""]:
                 return ResponseBody.from_text(_HTML, render_live_page("Runs", "./", "data"))

@@ -16,8 +16,8 @@ from runner.metrics.rows import Row, find_unit
 from runner.storage import JsonObject
 
 BINS_MAX = 1000  # of a series, each with at most two points
-BROKEN_MAX = 100  # values of a series that are not finite
-SERIES_MAX = 40  # of a run; a job of its own may log any number of them
+_BROKEN_MAX = 100  # values of a series that are not finite
+_SERIES_MAX = 40  # of a run; a job of its own may log any number of them
 TIME = "perf/time"
 _AXES = ("step", TIME, "perf/attempt")  # and the unit that a row counts
 
@@ -31,7 +31,7 @@ class Point(NamedTuple):
     value: float
 
 
-class Bin(NamedTuple):
+class _Bin(NamedTuple):
     """Extremes of neighbouring points."""
 
     low: Point
@@ -40,21 +40,14 @@ class Bin(NamedTuple):
 
 @dataclass(frozen=True)
 class ThinnedSeries:
-    """Thinned series, as it is drawn.
+    """Thinned series, as it is drawn."""
 
-    Attributes:
-        points: in order of step; all points if they were few, else the extremes of each bin, the first and the last.
-        means: mean of each bin, at the place of its later extreme; empty if `points` has all.
-        broken: the first points whose values are not finite.
-        num_points: number of points of the series, broken ones included.
-        num_broken: number of points whose values are not finite.
-    """
-
+    # In order of step; all points if they were few, else the extremes of each bin, the first and the last.
     points: Sequence[Point]
-    means: Sequence[Point]
-    broken: Sequence[Point]
-    num_points: int
-    num_broken: int
+    means: Sequence[Point]  # mean of each bin, at the place of its later extreme; empty if `points` has all
+    broken: Sequence[Point]  # the first points whose values are not finite
+    num_points: int  # number of points of the series, broken ones included
+    num_broken: int  # number of points whose values are not finite
 
 
 class SeriesReducer:
@@ -63,7 +56,7 @@ class SeriesReducer:
     def __init__(self, bins_max: int = BINS_MAX):
         assert bins_max % 2 == 0, "bins are merged in pairs"
         self._bins_max = bins_max
-        self._bins: list[Bin] = []
+        self._bins: list[_Bin] = []
         self._sums: list[float] = []  # of the values of each bin
         self._width = self._num_in_last = 1  # points of a full bin, and of the last one
         self._first: Point | None = None
@@ -77,13 +70,13 @@ class SeriesReducer:
         # A value that is not finite would hide the extremes of its bin.
         if not math.isfinite(point.value):
             self._num_broken += 1
-            if len(self._broken) < BROKEN_MAX:
+            if len(self._broken) < _BROKEN_MAX:
                 self._broken.append(point)
             return
         self._first = self._first or point
         self._last = point
         if self._bins and self._num_in_last < self._width:
-            self._bins[-1] = _merge(self._bins[-1], Bin(point, point))
+            self._bins[-1] = _merge(self._bins[-1], _Bin(point, point))
             self._sums[-1] += point.value
             self._num_in_last += 1
             return
@@ -91,7 +84,7 @@ class SeriesReducer:
         if len(self._bins) == self._bins_max:
             self._bins, self._sums = _halve(self._bins), _sum_pairs(self._sums)
             self._width *= 2
-        self._bins.append(Bin(point, point))
+        self._bins.append(_Bin(point, point))
         self._sums.append(point.value)
         self._num_in_last = 1
 
@@ -119,44 +112,33 @@ class SeriesReducer:
         return ThinnedSeries(points, [] if is_whole else means, whole._broken, whole._num_points, whole._num_broken)
 
 
-def _merge(left: Bin, right: Bin) -> Bin:
+def _merge(left: _Bin, right: _Bin) -> _Bin:
     low = right.low if right.low.value < left.low.value else left.low
     high = right.high if right.high.value > left.high.value else left.high
-    return Bin(low, high)
+    return _Bin(low, high)
 
 
-def _halve(bins: Sequence[Bin]) -> list[Bin]:
+def _halve(bins: Sequence[_Bin]) -> list[_Bin]:
     """Return each two neighbours as one bin; the last stays alone if their number is odd."""
     pairs = [_merge(*bins[index : index + 2]) for index in range(0, len(bins) - 1, 2)]
     return pairs + list(bins[len(pairs) * 2 :])
 
 
 def _sum_pairs(values: Sequence[float]) -> list[float]:
-    """Return the sums of each two neighbours; the last stays alone if their number is odd."""
     return [sum(values[index : index + 2]) for index in range(0, len(values), 2)]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Chart of series that belong together.
-
-    Attributes:
-        title: its title.
-        unit: unit of its values.
-        form: "share" for fractions of 1, "stack" for amounts that are drawn as fractions of their sum, else "".
-        allows_log_scale: True if the axis becomes logarithmic for values that differ by a large factor.
-        is_smoothed: True if a smoothed line is drawn over the values of training.
-        starts_at_zero: True if a linear axis includes zero.
-        factor: factor from the unit of the rows to the unit of the chart.
-    """
+    """Chart of series that belong together."""
 
     title: str
     unit: str
-    form: str = ""
-    allows_log_scale: bool = False
-    is_smoothed: bool = False
-    starts_at_zero: bool = True
-    factor: float = 1.0
+    form: str = ""  # "share" for fractions of 1, "stack" for amounts that are drawn as fractions of their sum, else ""
+    allows_log_scale: bool = False  # True if the axis becomes logarithmic for values that differ by a large factor
+    is_smoothed: bool = False  # True if a smoothed line is drawn over the values of training
+    starts_at_zero: bool = True  # True if a linear axis includes zero
+    factor: float = 1.0  # factor from the unit of the rows to the unit of the chart
 
     def to_json(self) -> JsonObject:
         """Return the chart as `page.js` reads it."""
@@ -256,17 +238,12 @@ def find_chart(key: str) -> tuple[Chart, str]:
 
 
 class RunCurves:
-    """All series of one run.
-
-    Attributes:
-        left_out: keys that are not drawn since there are too many; at most `SERIES_MAX` of them.
-        num_rows: number of rows added.
-    """
+    """All series of one run."""
 
     def __init__(self, bins_max: int = BINS_MAX):
         self._bins_max = bins_max
         self._by_key: dict[str, SeriesReducer] = {}
-        self.left_out: set[str] = set()
+        self.left_out: set[str] = set()  # keys that are not drawn since there are too many
         self.num_rows = 0
 
     @property
@@ -280,10 +257,10 @@ class RunCurves:
         for key, point in _list_points(row):
             if key in self._by_key:
                 self._by_key[key].add(point)
-            elif len(self._by_key) < SERIES_MAX:
+            elif len(self._by_key) < _SERIES_MAX:
                 self._by_key[key] = SeriesReducer(self._bins_max)
                 self._by_key[key].add(point)
-            elif len(self.left_out) < SERIES_MAX:
+            elif len(self.left_out) < _SERIES_MAX:
                 self.left_out.add(key)
 
     def thin(self, bins_max: int, newest: Iterable[Row] = ()) -> dict[str, ThinnedSeries]:
@@ -294,7 +271,7 @@ class RunCurves:
                 more.setdefault(key, []).append(point)
         # Keys that occur only in the newest rows have no series yet.
         known = self._by_key | {key: SeriesReducer(self._bins_max) for key in more if key not in self._by_key}
-        return {key: series.thin(bins_max, more.get(key, ())) for key, series in list(known.items())[:SERIES_MAX]}
+        return {key: series.thin(bins_max, more.get(key, ())) for key, series in list(known.items())[:_SERIES_MAX]}
 
 
 def _list_points(row: Row) -> list[tuple[str, Point]]:

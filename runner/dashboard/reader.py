@@ -31,7 +31,7 @@ from runner.storage import ConfinedStore, Store, as_local, make_store, parse_num
 
 ABSENT = "(absent)"
 UNREADABLE = "(unreadable)"
-LEVELS_MAX = 6
+_LEVELS_MAX = 6
 DIRECTORIES_MAX = 5000
 RUNS_MAX = 1000
 ANCESTORS_MAX = 4  # that a page draws beside its runs
@@ -48,13 +48,7 @@ Value = TypeVar("Value")
 
 
 class DiscoveredRun(NamedTuple):
-    """Run below the root.
-
-    Attributes:
-        id: name in addresses, which does not reveal the path.
-        path: path below the root.
-        store: its directory.
-    """
+    """Run below the root. Its `id` is its name in addresses, and does not reveal the path."""
 
     id: str
     path: str
@@ -70,16 +64,12 @@ class DiscoveryResult:
 
 
 def find_runs(root: Store) -> DiscoveryResult:
-    """Search below `root`, which may be a run itself.
-
-    Raises:
-        OSError: `root` cannot be read.
-    """
+    """Search below `root`, which may be a run itself. Raises OSError if it cannot be read."""
     runs: list[DiscoveredRun] = []
     notes: list[str] = []
     level = [""]
     num_directories = 0
-    for depth in range(LEVELS_MAX + 1):
+    for depth in range(_LEVELS_MAX + 1):
         next_level: list[str] = []
         for path in sorted(level):
             num_directories += 1
@@ -99,7 +89,7 @@ def find_runs(root: Store) -> DiscoveryResult:
                 # Paths may hold any bytes, so an address holds a digest of the path.
                 run_id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
                 runs.append(DiscoveredRun(run_id, path, store))
-            elif depth < LEVELS_MAX:
+            elif depth < _LEVELS_MAX:
                 below = (name for name, may_be_directory in names.items() if may_be_directory)
                 next_level += [f"{path}/{name}".lstrip("/") for name in below if not name.startswith(".")]
         if notes:
@@ -109,10 +99,7 @@ def find_runs(root: Store) -> DiscoveryResult:
 
 
 def _list_children(root: Store, path: str) -> dict[str, bool]:
-    """Return the names directly below a path, each with True if it may be a directory.
-
-    A path that has been deleted or may not be read has none, unless it is the root.
-    """
+    """Return the names directly below a path, each with True if it may be a directory; none for a deleted path."""
     try:
         if root.root is None:
             # A bucket does not tell a prefix from an object; names of files have a suffix.
@@ -138,11 +125,8 @@ def read_ancestors(
 ) -> dict[str, "RunSnapshot"]:
     """Return the ancestors of forks that are not among these runs, by id, as far as they are found.
 
-    Args:
-        snapshots: the runs.
-        list_places: returns directories in which the parent of a fork may be; the second argument is the URL of the
-            fork. Any run in them with another id is not opened: a fork's record must not show other runs.
-        make_reader: returns a reader of such a directory.
+    `list_places` returns directories in which the parent of a fork at a URL may be. Any run in them with another id is
+    not opened: a fork's record must not show other runs.
     """
     known = {run.history.id for run in snapshots}
     found: dict[str, RunSnapshot] = {}
@@ -171,11 +155,7 @@ class SpecDifference(NamedTuple):
 
 
 def find_differences(specs: Sequence[str | None]) -> list[SpecDifference]:
-    """Return the keys, sorted, whose values are not equal in all specs.
-
-    Args:
-        specs: specs as YAML. None, or one that cannot be read, has no values.
-    """
+    """Return the keys, sorted, whose values are not equal in all specs, as YAML; an unreadable one has no values."""
     flat: list[dict[str, str] | None] = []
     for text in specs:
         try:
@@ -209,27 +189,16 @@ class LogExcerpt:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """State of a run at one reading.
-
-    Attributes:
-        name: name for the user.
-        history: events, attempts and checkpoints.
-        curves: series of the run's metrics.
-        newest: rows that `curves` does not hold yet.
-        discarded: rows that each roll-back has discarded, by its number.
-        spec: text of `spec.yaml`, truncated if it is very long; None if it cannot be read.
-        log: end of the log of the newest attempt's process 0, None if there is none.
-        notes: parts that could not be read, one line each.
-    """
+    """State of a run at one reading."""
 
     name: str
-    history: History
-    curves: RunCurves
-    newest: list[Row]
-    discarded: dict[int, list[Row]]
-    spec: str | None
-    log: LogExcerpt | None
-    notes: list[str]
+    history: History  # events, attempts and checkpoints
+    curves: RunCurves  # series of the run's metrics
+    newest: list[Row]  # rows that `curves` does not hold yet
+    discarded: dict[int, list[Row]]  # rows that each roll-back has discarded, by its number
+    spec: str | None  # text of `spec.yaml`, truncated if it is very long; None if it cannot be read
+    log: LogExcerpt | None  # end of the log of the newest attempt's process 0, None if there is none
+    notes: list[str]  # parts that could not be read, one line each
 
 
 class RunReader:
@@ -241,12 +210,7 @@ class RunReader:
         self._history, self._metrics, self._curves = HistoryReader(store), MetricsTail(store), RunCurves()
 
     def read(self) -> RunSnapshot:
-        """Return the current state of the run.
-
-        Raises:
-            OSError: the store does not respond.
-            InvalidError: there is no run in the directory.
-        """
+        """Return the current state of the run. Raises OSError, or InvalidError if there is no run in the directory."""
         history = self._history.read()
         notes: list[str] = []
 
@@ -282,7 +246,6 @@ class RunReader:
         return RunSnapshot(self._name, history, self._curves, newest, discarded, spec, log, notes)
 
     def _read_discarded(self) -> dict[int, list[Row]]:
-        """Return the rows that the newest `ROLL_BACKS_MAX` roll-backs have discarded."""
         found = {}
         names = map(parse_number, self._store.list_names(ROLL_BACK_FOLDER))
         for number in sorted(number for number in names if number is not None)[-ROLL_BACKS_MAX:]:

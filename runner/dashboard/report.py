@@ -42,15 +42,12 @@ def read_plotly() -> str:
 
 
 def encode_json(value: Any) -> str:
-    """Return JSON that may stand inside a script element.
-
-    It is ASCII without characters that could end the element, and has no NaN or infinity.
-    """
+    """Return JSON for a script element: ASCII, without characters that could end it, and without NaN or infinity."""
     # Not even `</script>` in a text can end the element, since `<` is escaped.
     return json.dumps(value, allow_nan=False, separators=(",", ":")).translate(_ESCAPES)
 
 
-def read_report_scripts() -> tuple[str, ...]:
+def _read_report_scripts() -> tuple[str, ...]:
     """Return the scripts of a self-contained page. None of them contains the end of its own element."""
     return tuple(
         script.replace("</script", "<\\/script").replace("<!--", "<\\!--")
@@ -59,18 +56,15 @@ def read_report_scripts() -> tuple[str, ...]:
 
 
 def make_report_policy() -> str:
-    """Return the Content-Security-Policy of a self-contained page.
-
-    It names the scripts by digest, so nothing else on the page can run.
-    """
-    digests = [hashlib.sha256(script.encode()).digest() for script in read_report_scripts()]
+    """Return the Content-Security-Policy of a self-contained page, which names its scripts by digest."""
+    digests = [hashlib.sha256(script.encode()).digest() for script in _read_report_scripts()]
     sources = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     return f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; img-src data:"
 
 
 def render_report_page(title: str, data: Any) -> str:
     """Return one self-contained page with these data, to be kept as a file."""
-    inline = "\n".join(f"<script>{script}</script>" for script in read_report_scripts())
+    inline = "\n".join(f"<script>{script}</script>" for script in _read_report_scripts())
     policy = make_report_policy()
     return _render_page(
         title,
@@ -80,13 +74,7 @@ def render_report_page(title: str, data: Any) -> str:
 
 
 def render_live_page(title: str, top: str, source: str) -> str:
-    """Return a page of the server that polls its data.
-
-    Args:
-        title: title of the page.
-        top: relative address of the first page.
-        source: relative address of the data.
-    """
+    """Return a page of the server that polls its data. `top` and `source` are relative addresses."""
     return _render_page(
         title,
         f'<link rel="stylesheet" href="{top}static/page.css">',
@@ -143,12 +131,7 @@ def list_parent_places(fork: ForkRecord, url: str) -> list[Store]:
 
 
 def render_report(stores: Sequence[Store]) -> str:
-    """Return the page about the runs in these directories. Runs are read one after the other.
-
-    Raises:
-        OSError: a store does not respond.
-        InvalidError: there is no run in a directory.
-    """
+    """Return the page about the runs in these directories. Raises OSError, or InvalidError where there is no run."""
     names = make_run_names([store.url for store in stores])
     snapshots = [RunReader(store, name).read() for store, name in zip(stores, names, strict=True)]
     title = names[0] if len(names) == 1 else f"{len(names)} runs" + (f": {', '.join(names)}" if len(names) < 4 else "")
@@ -161,11 +144,7 @@ def render_report(stores: Sequence[Store]) -> str:
 
 
 def write_report(stores: Sequence[Store], path: Path) -> int:
-    """Write the page to a file, whole or not at all, and return its size in bytes.
-
-    Raises:
-        OSError: a store does not respond, or the file cannot be written.
-    """
+    """Write the page to a file, whole or not at all, and return its size in bytes. Raises as `render_report`."""
     # The name of a directory may contain bytes that are not text.
     content = render_report(stores).encode(errors="replace")
     # A reader of the file sees the old page or the new one, never a part.

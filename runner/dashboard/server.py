@@ -50,20 +50,20 @@ from runner.history.records import ForkRecord, History, RunState
 from runner.storage import JsonObject, Store, parse_number
 
 # Settings of the loop and its cache.
-REST_SECONDS_MIN = 1.0
-REST_TIMES = 4  # rest of the loop after a round, in times of the round's duration
-FRESH_SECONDS = 10.0
+_REST_SECONDS_MIN = 1.0
+_REST_TIMES = 4  # rest of the loop after a round, in times of the round's duration
+_FRESH_SECONDS = 10.0
 KEEP_SECONDS = 600.0
-WAIT_SECONDS = 30.0
+_WAIT_SECONDS = 30.0
 
 # Limits of reading runs.
 SEARCH_SECONDS = 10.0
 LIVING_SECONDS = 5.0
-BUCKET_SECONDS = 15.0
-ROUND_SECONDS = 5.0
+_BUCKET_SECONDS = 15.0
+_ROUND_SECONDS = 5.0
 POINTS_MAX = 6000  # of the curves of one run, which are sent repeatedly
-SAME_NAMES_MAX = 20  # runs of one last name that are asked for their id
-READERS_MAX = 16  # kept for the runs that were requested last
+_SAME_NAMES_MAX = 20  # runs of one last name that are asked for their id
+_READERS_MAX = 16  # kept for the runs that were requested last
 _NUM_THREADS_PER_TABLE = 8
 _TREND_MAX = 100
 _WATCHED_FILES = ("events.jsonl", "metrics.jsonl", "result.json", "spec.yaml", "job.json", "checkpoints", "attempts")
@@ -81,7 +81,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class CachedReading:
+class _CachedReading:
     """Data of one page, and the time of reading by the monotonic clock."""
 
     body: ResponseBody | None
@@ -89,28 +89,21 @@ class CachedReading:
 
 
 class SharedReader:
-    """Reader shared by all clients; see the module's description.
+    """Reader shared by all clients. `read` returns the data of a run by its id, or of all runs by ""; None for none."""
 
-    `read` returns the data of a run by its id, or of all runs by ""; None if there is no such run.
-    """
-
-    def __init__(self, read: Callable[[str], ResponseBody | None], wait_seconds: float = WAIT_SECONDS):
+    def __init__(self, read: Callable[[str], ResponseBody | None], wait_seconds: float = _WAIT_SECONDS):
         self._read = read
         self._wait_seconds = wait_seconds
         self._changed = threading.Condition()
         self._wanted: set[str] = set()
-        self._cache: dict[str, CachedReading] = {}  # bounded by the requests of the last KEEP_SECONDS
+        self._cache: dict[str, _CachedReading] = {}  # bounded by the requests of the last KEEP_SECONDS
 
     def get_data(self, name: str) -> ResponseBody | None:
-        """Return the newest data of a page; None if there is no such run. Thread-safe.
-
-        Raises:
-            TimeoutError: nothing was read for it within `wait_seconds`.
-        """
+        """Return the newest data of a page; None for no such run. Thread-safe. Raises TimeoutError."""
 
         def is_fresh() -> bool:
             cached = self._cache.get(name)
-            return cached is not None and time.monotonic() - cached.when < FRESH_SECONDS
+            return cached is not None and time.monotonic() - cached.when < _FRESH_SECONDS
 
         with self._changed:
             # If the data are old, the first request waits for new ones, and the others take the old ones.
@@ -131,7 +124,7 @@ class SharedReader:
             began = time.monotonic()
             self.read_wanted()
             # The rest grows with the work, so reading takes a fifth of one core at most, however many runs there are.
-            time.sleep(max(REST_SECONDS_MIN, REST_TIMES * (time.monotonic() - began)))
+            time.sleep(max(_REST_SECONDS_MIN, _REST_TIMES * (time.monotonic() - began)))
 
     def read_wanted(self) -> None:
         """Read once what has been requested by now."""
@@ -144,33 +137,25 @@ class SharedReader:
         for name in sorted(wanted):
             body = self._read(name)
             with self._changed:
-                self._cache[name] = CachedReading(body, time.monotonic())
+                self._cache[name] = _CachedReading(body, time.monotonic())
                 self._changed.notify_all()
 
 
 @dataclass(frozen=True)
-class RunSummary:
-    """Line of the table of all runs.
-
-    Attributes:
-        line: content of the line.
-        when: time of reading by the monotonic clock.
-        signature: state of the run's files, None in a bucket.
-        is_living: the run is running or stalled.
-        reader: reader of a living run, which continues where it stopped.
-    """
+class _RunSummary:
+    """Line of the table of all runs."""
 
     line: JsonObject
-    when: float
-    signature: Signature | None
-    is_living: bool
-    reader: HistoryReader | None
+    when: float  # time of reading by the monotonic clock
+    signature: Signature | None  # state of the run's files, None in a bucket
+    is_living: bool  # the run is running or stalled
+    reader: HistoryReader | None  # reader of a living run, which continues where it stopped
 
     def is_current(self, signature: Signature | None, now: float) -> bool:
         """Return True if a run whose files now have this signature need not be read again."""
         # In a bucket each look at a file is a request, so there age decides.
         if signature is None:
-            return now - self.when < BUCKET_SECONDS
+            return now - self.when < _BUCKET_SECONDS
         return signature == self.signature and not (self.is_living and now - self.when >= LIVING_SECONDS)
 
 
@@ -201,14 +186,11 @@ class PageData:
         self._root = confine(root)
         self._found = DiscoveryResult([], [])
         self._found_when = -SEARCH_SECONDS
-        self._summaries: dict[str, RunSummary] = {}
+        self._summaries: dict[str, _RunSummary] = {}
         self._readers: dict[str, RunReader] = {}
 
     def read(self, name: str) -> ResponseBody | None:
-        """Return the data of the runs with these ids, joined by commas; of all runs for "" or `METRICS`.
-
-        None if there is no such run.
-        """
+        """Return the data of the runs with these ids, joined by commas, or of all; None if there is no such run."""
         if time.monotonic() - self._found_when >= SEARCH_SECONDS:
             found = _try_reading(lambda: find_runs(self._root))
             # A root that cannot be listed for a moment keeps the runs that were found before.
@@ -246,19 +228,18 @@ class PageData:
         return ResponseBody.from_text("application/json", content)
 
     def _get_reader(self, store: Store) -> RunReader:
-        """Return the reader of a run below the root, which continues where it stopped."""
         run = next(each for each in self._found.runs if each.store is store)
         # Put the reader at the end of the dict, whose first readers are dropped.
         reader = self._readers.pop(run.id, None) or RunReader(run.store, _make_title(run))
         self._readers[run.id] = reader
-        while len(self._readers) > READERS_MAX:
+        while len(self._readers) > _READERS_MAX:
             del self._readers[next(iter(self._readers))]
         return reader
 
     def list_parent_places(self, fork: ForkRecord, url: str) -> list[Store]:
         """Return the runs below the root that have the last name of a fork's parent; no other run is read."""
         name = fork.run.rpartition("/")[2]
-        return [run.store for run in self._found.runs if run.store.url.rpartition("/")[2] == name][:SAME_NAMES_MAX]
+        return [run.store for run in self._found.runs if run.store.url.rpartition("/")[2] == name][:_SAME_NAMES_MAX]
 
     def _read_table(self) -> JsonObject:
         began = time.monotonic()
@@ -273,7 +254,7 @@ class PageData:
         with ThreadPoolExecutor(_NUM_THREADS_PER_TABLE if self._root.root is None else 1) as pool:
             for start in range(0, len(stale), _NUM_THREADS_PER_TABLE):
                 # A large root is read over several rounds, and the page shows what is known so far.
-                if time.monotonic() - began > ROUND_SECONDS:
+                if time.monotonic() - began > _ROUND_SECONDS:
                     break
                 some = stale[start : start + _NUM_THREADS_PER_TABLE]
                 summaries = pool.map(lambda run: self._summarize(run, signatures[run.id]), some)
@@ -283,7 +264,7 @@ class PageData:
         notes = [*self._found.notes, *([f"{num_left} more runs are being read."] if num_left else [])]
         return {"title": truncate(f"Runs below {self._root.url}"), "table": lines, "notes": notes}
 
-    def _summarize(self, run: DiscoveredRun, signature: Signature | None) -> RunSummary:
+    def _summarize(self, run: DiscoveredRun, signature: Signature | None) -> _RunSummary:
         before = self._summaries.get(run.id)
         reader = (None if before is None else before.reader) or HistoryReader(run.store)
 
@@ -295,9 +276,9 @@ class PageData:
         if isinstance(found, str):
             line = {"id": run.id, "name": _make_title(run), "state": found, "kind": "bad", "trend": []}
             # A run that cannot be read counts as living, so that it is tried again.
-            return RunSummary(line, time.monotonic(), signature, is_living=True, reader=None)
+            return _RunSummary(line, time.monotonic(), signature, is_living=True, reader=None)
         line, is_living = found
-        return RunSummary(line, time.monotonic(), signature, is_living, reader if is_living else None)
+        return _RunSummary(line, time.monotonic(), signature, is_living, reader if is_living else None)
 
 
 def _make_title(run: DiscoveredRun) -> str:
@@ -344,14 +325,7 @@ _PROMETHEUS = (
 
 
 def format_prometheus(lines: Sequence[JsonObject], now: float) -> str:
-    """Return the figures of runs in Prometheus' text format, version 0.0.4.
-
-    Each run has one series of each figure that is known, and one for each state; there are at most `RUNS_MAX` runs.
-
-    Args:
-        lines: lines of the table of runs.
-        now: Unix seconds.
-    """
+    """Return the figures of runs in Prometheus' text format 0.0.4: a series of each known figure and each state."""
     runs: dict[str, JsonObject] = {}
     for line in lines:
         # A name may contain bytes that are not text, and was shortened if it is very long; a series must be unique.
@@ -380,7 +354,6 @@ def format_prometheus(lines: Sequence[JsonObject], now: float) -> str:
 
 
 def _try_reading(read: Callable[[], Value]) -> Value | str:
-    """Return the result of `read`, or the reason why it failed."""
     try:
         return read()
     except (RunnerError, OSError, ValueError) as error:
@@ -391,7 +364,7 @@ def _try_reading(read: Callable[[], Value]) -> Value | str:
         return truncate(f"cannot be read, a bug: {type(error).__name__}: {error}")
 
 
-class DashboardChannel(HTTPChannel):
+class _DashboardChannel(HTTPChannel):
     """Connection of a client, with the time since which a request, or the reading of a response, is outstanding."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -406,12 +379,11 @@ class DashboardChannel(HTTPChannel):
         return is_taken
 
     def service(self) -> None:
-        """Respond to a request, in a thread of its own."""
         super().service()
         self.since_seconds = time.monotonic()
 
 
-class DashboardServer(TcpWSGIServer):
+class _DashboardServer(TcpWSGIServer):
     """HTTP server that idle, slow or numerous clients cannot block for others.
 
     A client must send each request within `IDLE_SECONDS` of the one before, and read each response within
@@ -419,7 +391,7 @@ class DashboardServer(TcpWSGIServer):
     has been idle longest, among those of the address that has most.
     """
 
-    channel_class = DashboardChannel
+    channel_class = _DashboardChannel
 
     def maintenance(self, now: float) -> None:
         """Close the connections whose time is over; called every second."""
@@ -444,12 +416,7 @@ class DashboardServer(TcpWSGIServer):
 
 
 def make_server(app: DashboardApp, host: str, port: int) -> MultiSocketServer:
-    """Return a server that listens, on each address of `host`; its first port is in `effective_listen`.
-
-    Raises:
-        OSError: the address cannot be used.
-        ValueError: the port or the name of the host is none.
-    """
+    """Return a server that listens on each address of `host`. Raises OSError, or ValueError for an invalid name."""
     # The limits bound memory and threads, whatever clients send. Waitress must not stop accepting at its own limit of
     # connections, at which idle clients would keep all others out.
     adjustments = Adjustments(
@@ -467,7 +434,7 @@ def make_server(app: DashboardApp, host: str, port: int) -> MultiSocketServer:
     dispatcher.set_thread_count(adjustments.threads)
     sockets: dict[int, Any] = {}
     servers = [
-        DashboardServer(app, sockets, dispatcher=dispatcher, adj=adjustments, sockinfo=address)
+        _DashboardServer(app, sockets, dispatcher=dispatcher, adj=adjustments, sockinfo=address)
         for address in adjustments.listen
     ]
     listening = [(server.effective_host, server.effective_port) for server in servers]
@@ -475,11 +442,7 @@ def make_server(app: DashboardApp, host: str, port: int) -> MultiSocketServer:
 
 
 def serve(root: Store, host: str, port: int, token: str | None) -> None:
-    """Serve all runs below `root` until Ctrl-C or SIGTERM. To be called in the main thread.
-
-    Raises:
-        InvalidError: the address or the token cannot be used.
-    """
+    """Serve all runs below `root` until Ctrl-C or SIGTERM. To be called in the main thread. Raises InvalidError."""
     watcher = SharedReader(PageData(root).read)
     access = make_access_policy(host, token)
     try:

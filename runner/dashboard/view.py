@@ -17,9 +17,9 @@ from runner.history.reader import format_changes
 from runner.history.records import AttemptRecord, History, RunState, to_json
 from runner.storage import JsonObject
 
-ATTEMPTS_MAX = 2000  # of all runs of a page together
-CHECKPOINTS_MAX = 500  # of a run, the newest
-LINE_CHARACTERS_MAX = 1000
+_ATTEMPTS_MAX = 2000  # of all runs of a page together
+_CHECKPOINTS_MAX = 500  # of a run, the newest
+_LINE_CHARACTERS_MAX = 1000
 _CHANGES_MAX = 8
 _DISCARDED_BINS = 100  # of the losses that a roll-back has discarded
 _HOSTS_MAX = 8
@@ -42,20 +42,16 @@ _STATE_CLASSES = {
 def build_view(
     title: str, snapshots: Sequence[RunSnapshot], points_max: int, ancestors: Mapping[str, RunSnapshot] | None = None
 ) -> JsonObject:
-    """Return the data of a page about runs.
+    """Return the data of a page about runs of different names, with about `points_max` points in all curves.
 
-    Args:
-        title: title of the page.
-        snapshots: runs with different names.
-        points_max: approximate number of points of all curves together.
-        ancestors: runs by id whose curves are drawn behind those of their forks.
+    The curves of the ancestors, by id, are drawn behind those of their forks.
     """
     ancestors = ancestors or {}
     # Curves share the budget of points; a bin takes two points.
     drawn = [*snapshots, *ancestors.values()]
     num_series = sum(len(run.curves.keys) for run in drawn) or 1
     bins_max = max(points_max // (2 * num_series), 10)
-    attempts_max = max(ATTEMPTS_MAX // max(len(snapshots), 1), 20)
+    attempts_max = max(_ATTEMPTS_MAX // max(len(snapshots), 1), 20)
     found = {chart.title: chart for run in drawn for chart, _ in map(find_chart, run.curves.keys)}
     # A parent is dimmed before the first step at which a fork branches off.
     names = {run.history.id: run.name for run in drawn}
@@ -211,7 +207,7 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int, names: Mappin
                 "bytes": each.num_bytes,
                 "text": truncate(f"{each.trust.value}: {each.problem}" if each.problem else each.trust.value),
             }
-            for each in reversed(history.checkpoints[-CHECKPOINTS_MAX:])
+            for each in reversed(history.checkpoints[-_CHECKPOINTS_MAX:])
         ],
         "environment": [[truncate(name), truncate(text)] for name, text in list_environment(history)],
         "spec": run.spec or "(spec.yaml cannot be read)",
@@ -258,7 +254,7 @@ def _build_tiles(history: History) -> list[JsonObject]:
     steps = f"step {history.step:,}" + (f" of {history.total_steps:,}" if history.total_steps else "")
     share = min(history.step / history.total_steps, 1.0) if history.total_steps else None
     progress = f"{history.step:,}" if share is None else f"{share:.1%}"
-    note = ", ".join(part for part in (steps, left and f"{left} left", format_stage(history)) if part)
+    note = ", ".join(part for part in (steps, left and f"{left} left", _format_stage(history)) if part)
     tiles.append({"label": "Progress", "value": progress, "note": note, "share": share})
 
     for label, points in (("Training loss", losses), ("Validation loss", list(history.validation))):
@@ -317,7 +313,7 @@ def _list_own_figures(history: History) -> list[tuple[str, str, str]]:
 
 def truncate(text: str) -> str:
     """Return a text of bounded length."""
-    return text if len(text) <= LINE_CHARACTERS_MAX else f"{text[:LINE_CHARACTERS_MAX]} ..."
+    return text if len(text) <= _LINE_CHARACTERS_MAX else f"{text[:_LINE_CHARACTERS_MAX]} ..."
 
 
 def round_value(value: float) -> float | None:
@@ -402,7 +398,7 @@ def list_facts(history: History) -> list[tuple[str, str]]:
     return [
         ("state", format_state(history)),
         ("steps", f"{history.step:,}{of_total}"),
-        ("stage", format_stage(history)),
+        ("stage", _format_stage(history)),
         (unit, format_number(get_int(row, f"train/{unit}"), ",.0f")),
         ("loss", format_number(get_float(row, "train/loss"), ".4f")),
         ("validation loss", "" if newest is None else f"{newest[1]:.4f} at step {newest[0]:,}"),
@@ -436,7 +432,7 @@ def format_state(history: History) -> str:
     return truncate(f"{history.state.value}: {history.reason}" if history.reason else history.state.value)
 
 
-def format_stage(history: History) -> str:
+def _format_stage(history: History) -> str:
     """Return the current stage and the number of stages; nothing for a run without stages, and before the first."""
     number = history.find_stage(history.step)
     return f"stage {number} of {len(history.stages)}" if number else ""

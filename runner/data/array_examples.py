@@ -14,7 +14,6 @@ import contextlib
 import errno
 import functools
 import hashlib
-import inspect
 import itertools
 import json
 import math
@@ -34,16 +33,16 @@ from runner.console import warn
 from runner.data.packing import FieldSpec, Sequences
 from runner.data.readers import run_in_parallel
 from runner.data.sampling import ShuffledOrder
-from runner.data.source import Source
+from runner.data.source import Source, bind_options
 from runner.errors import DataError, InvalidError, RetryableError, RunnerError, format_error
 from runner.spec import load_attribute
 
 if TYPE_CHECKING:
     from runner.config import TokenSource
 
-PADDING_MASK = "padding_mask"  # True for a real example
-RESERVED_FIELDS = (PADDING_MASK, "example", "loss_weight")
-LENGTH_MAX = 1 << 48  # a data set that repeats itself has a length near the largest integer
+_PADDING_MASK = "padding_mask"  # True for a real example
+_RESERVED_FIELDS = (_PADDING_MASK, "example", "loss_weight")
+_LENGTH_MAX = 1 << 48  # a data set that repeats itself has a length near the largest integer
 ALONE_SECONDS = 0.005  # of reading on one thread, after which others help
 _METHODS = ("__len__", "__getitem__")
 SLOW_SECONDS = 10.0  # for one example, above which a run warns
@@ -68,10 +67,7 @@ class RandomAccessExamples(Protocol):
 
 
 def describe_slowest_read() -> str:
-    """Return the example whose read has been in progress for longest, and for how long; empty if all are fast.
-
-    For the report of a job that hangs. Any thread.
-    """
+    """Return the example that has been read for longest, and for how long; empty if all are fast. Any thread."""
     # A copy of the dictionary is atomic, while other threads add to it and remove from it.
     reads = list(_reads_in_progress.copy().values())
     name, since_seconds = min(reads, key=lambda read: read[1], default=("", math.inf))
@@ -93,7 +89,7 @@ def make_read_error(error: BaseException, text: str) -> RunnerError:
 
 
 @contextlib.contextmanager
-def translate_user_errors(text: str) -> Iterator[None]:
+def _translate_user_errors(text: str) -> Iterator[None]:
     """Turn whatever the code of a user's data set raises into the error for it. `text` says what has raised.
 
     This includes `GeneratorExit` and `StopIteration`, which generators would take for their own end, and `SystemExit`.
@@ -111,35 +107,25 @@ def translate_user_errors(text: str) -> Iterator[None]:
 class ArraySource:
     """Data set of the user's own, each of whose examples is validated when it is read. Thread-safe.
 
-    Attributes:
-        name: key and name in the spec, for messages.
-        fields: arrays of an example, without the padding mask.
-        fingerprint: digest of the fields, the length, the user's fingerprint, and of a sample of the examples.
-        vocabulary_size: 0, because arrays are not token ids.
-        bytes_fetched_per_token: 0; the traffic of the data set is unknown.
-        bytes_copied: 0, likewise.
+    `fields` are the arrays of an example, without the padding mask. `fingerprint` is a digest of the fields, the
+    length, the user's fingerprint and a sample of the examples.
     """
 
     vocabulary_size = bytes_fetched_per_token = bytes_copied = 0
 
     def __init__(self, examples: RandomAccessExamples, name: str, class_name: str):
-        """Read a sample of the examples.
-
-        Raises:
-            DataError: the data set has no examples, or one of the sample is invalid or is not the same when it is read
-                again.
-        """
+        """Read a sample of the examples. Raises DataError if one is invalid, or differs when it is read again."""
         self._examples, self.name, self._class_name = examples, name, class_name
         self._has_warned = False
         self.fields: dict[str, FieldSpec] = {}  # empty until the first example is read, which declares them
         self._length = self._get_length()
         if not self._length:
             raise DataError(f"{name}: is empty: it holds 0 examples")
-        if self._length > LENGTH_MAX:
+        if self._length > _LENGTH_MAX:
             raise DataError(f"{name}: has {self._length:,} examples; leave out repeat: a run repeats its data itself")
         aliased = self._load(0)
         first = {field: array.copy() for field, array in aliased.items()}
-        with translate_user_errors(f"{name}: padding"):
+        with _translate_user_errors(f"{name}: padding"):
             padding: Any = getattr(examples, "padding", {})
             padding = dict(padding.items()) if isinstance(padding, Mapping) else padding
         if not isinstance(padding, dict) or not all(
@@ -175,12 +161,7 @@ class ArraySource:
         return self._length
 
     def check(self) -> None:
-        """Raise if the length or the user's fingerprint has changed since the start.
-
-        Raises:
-            DataError: it has changed.
-            RetryableError: the network or storage of the data set does not answer.
-        """
+        """Raise DataError if the length or the user's fingerprint has changed, RetryableError if the storage fails."""
         if self._get_length() != self._length or self._get_user_fingerprint() != self._user_fingerprint:
             raise DataError(
                 f"{self.name}: its fingerprint or length changed since the job started; its examples must never change"
@@ -190,12 +171,12 @@ class ArraySource:
         """Do nothing: arrays are not token ids."""
 
     def _get_length(self) -> int:
-        with translate_user_errors(f"{self.name}: __len__"):
+        with _translate_user_errors(f"{self.name}: __len__"):
             return len(self._examples)
 
     def _get_user_fingerprint(self) -> str:
         examples = self._examples
-        with translate_user_errors(f"{self.name}: fingerprint"):
+        with _translate_user_errors(f"{self.name}: fingerprint"):
             # Do not treat a property that raises as a missing fingerprint.
             has_own = hasattr(type(examples), "fingerprint") or "fingerprint" in getattr(examples, "__dict__", {})
             fingerprint: object = getattr(examples, "fingerprint") if has_own else ""  # noqa: B009
@@ -206,9 +187,7 @@ class ArraySource:
     def read(self, indices: np.ndarray) -> Sequences:
         """Return the examples with these indices, read on several threads unless they are read fast.
 
-        Raises:
-            DataError: an example is not like the first one, or cannot be read; the error names it.
-            RetryableError: the network or storage of the data set does not answer.
+        Raises DataError that names an example unlike the first one, RetryableError if the storage does not answer.
         """
         began, left = time.monotonic(), collections.deque(enumerate(np.asarray(indices).tolist()))
         arrays = {name: np.empty((len(left), *field.shape), field.dtype) for name, field in self.fields.items()}
@@ -230,10 +209,10 @@ class ArraySource:
         _reads_in_progress[call] = f"example {index} of {self._class_name}", began
         example: Any
         try:
-            with translate_user_errors(f"{self.name}: example {index}: __getitem__"):
+            with _translate_user_errors(f"{self.name}: example {index}: __getitem__"):
                 example = self._examples[index]
             # An example may be a mapping of the user's own, whose fields are read only now.
-            with translate_user_errors(f"{self.name}: example {index}: items"):
+            with _translate_user_errors(f"{self.name}: example {index}: items"):
                 example = dict(example.items()) if isinstance(example, Mapping) else example
         finally:
             del _reads_in_progress[call]
@@ -245,7 +224,7 @@ class ArraySource:
         if not isinstance(example, dict) or not example:
             found = "empty" if isinstance(example, dict) else _describe(example)
             raise self._make_error(index, f"is {found}, needs a dict of arrays by field")
-        if not declared and (taken := [name for name in RESERVED_FIELDS if name in example]):
+        if not declared and (taken := [name for name in _RESERVED_FIELDS if name in example]):
             raise self._make_error(index, f"has the reserved field {taken[0]}; rename it")
         if declared and {*example} != {*declared}:
             missing, other = sorted({*declared} - {*example}), sorted(map(str, {*example} - {*declared}))
@@ -267,7 +246,7 @@ class ArraySource:
             raise self._make_error(index, f"has a field named {name!r}; use a name of letters, digits and _")
         if not isinstance(value, np.ndarray | np.generic | bool | int | float):
             raise self._make_error(index, f"{name} is {_describe(value)}, needs an array or a number")
-        with translate_user_errors(f"{self.name}: example {index}: {name}"):
+        with _translate_user_errors(f"{self.name}: example {index}: {name}"):
             array = np.asarray(value)
         is_number = jax.dtypes.issubdtype(array.dtype, np.number) or array.dtype == np.bool_
         if not is_number or array.dtype.kind in "cm" or (array.dtype.kind == "f" and array.dtype.itemsize > 8):
@@ -296,12 +275,12 @@ class ArrayExamples:
 
     def __init__(self, source: ArraySource, start: int, num_examples: int):
         self._source, self._start, self.num_examples = source, start, num_examples
-        self.fields = {**source.fields, PADDING_MASK: FieldSpec(np.dtype(np.bool_), ())}
+        self.fields = {**source.fields, _PADDING_MASK: FieldSpec(np.dtype(np.bool_), ())}
 
     def read(self, indices: np.ndarray) -> Sequences:
         """Read the examples; all of them are real."""
         arrays = self._source.read(self._start + np.asarray(indices, np.int64))
-        return {**arrays, PADDING_MASK: np.ones(len(indices), np.bool_)}
+        return {**arrays, _PADDING_MASK: np.ones(len(indices), np.bool_)}
 
     def make_order(self, seed: int, batch_examples: Fraction) -> ShuffledOrder:
         """Return a shuffle of all examples, the same for every batch size."""
@@ -322,11 +301,7 @@ def _is_data_set_class(found: object) -> bool:
 
 
 def open_array_source(token_source: "TokenSource") -> ArraySource:
-    """Open the data set that `module:Class` names, or use the open one. Called on every host.
-
-    Raises:
-        DataError: there is no such class, it makes no data set, or its first examples are invalid.
-    """
+    """Open the data set that `module:Class` names, or use the open one. Called on every host. Raises DataError."""
     name = f"data.source={token_source.source}"
     try:
         make = load_attribute(token_source.source, _is_data_set_class)
@@ -340,16 +315,12 @@ def open_array_source(token_source: "TokenSource") -> ArraySource:
     if not _is_data_set_class(make):
         missing = next(method for method in _METHODS if not _has_method(make, method))
         raise DataError(f"{name}: the class has no {missing}; a data set of arrays needs random access")
-    # The arguments are bound before the call, so that a TypeError inside the class is not mistaken for bad options.
-    try:
-        inspect.signature(make).bind(**token_source.options)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{name}: data.options: {error}") from error
+    bind_options(make, token_source.options, name)
     key = token_source.source, id(make), json.dumps(token_source.options, sort_keys=True)
     with _opening:
         source = _opened.get(key)
         if source is None:
-            with translate_user_errors(f"{name}: opening it"):
+            with _translate_user_errors(f"{name}: opening it"):
                 examples = make(**token_source.options)
             if not _is_data_set_class(type(examples)):  # by a `__new__` or a metaclass of its own
                 raise DataError(f"{name}: makes {_describe(examples)}; a data set has {' and '.join(_METHODS)}")

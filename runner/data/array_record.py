@@ -29,30 +29,19 @@ from runner.data.readers import (
     write_record,
 )
 from runner.data.source_files import File, SourceFile, describe_file
-from runner.data.token_files import DocumentFiles, RecordFile, parse_dtype
+from runner.data.token_files import RecordFile, parse_dtype
 from runner.errors import DataError, format_reason
 
-SCAN_RECORDS = 256
-READ_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # recommended by the package for random access
+_SCAN_RECORDS = 256
+_READ_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # recommended by the package for random access
 
 
-def open_array_record(
-    files: Sequence[File],
-    reader: Reader,
-    cache_directory: Path,
-    trusted_vocabulary_size: int | None = None,
-    *,
-    dtype: str,
-) -> DocumentFiles:
-    """Open the files, which `data.source` names.
-
-    Raises:
-        DataError: a file is damaged, or the size of a record is not a multiple of the size of an id.
-    """
+def read_array_record(files: Sequence[File], reader: Reader, *, dtype: str) -> list["ArrayRecordFile"]:
+    """Open the files (a `TokenReader`), each record of which must hold a whole number of ids."""
     id_dtype = parse_dtype(dtype)
 
     def open_file(file: File, copy: SourceFile) -> ArrayRecordFile:
-        sizes = _load_sizes(file, copy, cache_directory)
+        sizes = _load_sizes(file, copy, reader.directory)
         is_odd = sizes % id_dtype.itemsize != 0
         if is_odd.any():
             odd = int(is_odd.argmax())
@@ -64,7 +53,7 @@ def open_array_record(
         return ArrayRecordFile(file, id_dtype, int(bounds[-1]), 0, reader, bounds, copy)
 
     calls = [partial(open_file, *pair) for pair in zip(files, reader.copies(files), strict=True)]
-    return DocumentFiles(run_in_parallel(calls), cache_directory, trusted_vocabulary_size)
+    return run_in_parallel(calls)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +103,7 @@ class _RecordReader:
     def __init__(self, file: File, copy: SourceFile) -> None:
         self._file, self._lock = file, threading.Lock()
         try:
-            self._reader = ArrayRecordReader(str(copy.path), READ_OPTIONS)
+            self._reader = ArrayRecordReader(str(copy.path), _READ_OPTIONS)
             self.num_records: int = self._reader.num_records()
         except (RuntimeError, ValueError, IndexError, OSError) as error:
             raise self._make_error(error) from error
@@ -122,7 +111,6 @@ class _RecordReader:
             raise DataError(f"{file}: holds no records: it is cut, or nothing was ever written to it")
 
     def read(self, first: int, last: int) -> list[bytes]:
-        """Return records `first .. last`."""
         try:
             with self._lock:
                 records: list[bytes] = self._reader.read(first, last)
@@ -143,7 +131,6 @@ def _open_records(file: File, copy: SourceFile) -> _RecordReader:
 
 
 def _load_sizes(file: File, copy: SourceFile, directory: Path) -> np.ndarray:
-    """Return the size in bytes of each record (int64), from the cache or by reading the whole file."""
     key = cache_key("records", [file])
     record = read_record(directory, key)
     if record is not None:
@@ -157,18 +144,16 @@ def _load_sizes(file: File, copy: SourceFile, directory: Path) -> np.ndarray:
             return np.frombuffer(content, "<i8")
     sizes = _scan_sizes(file, copy)
     name = hashlib.sha256(sizes.data).hexdigest()
-    try:
+    with warn_unwritable(directory):
         publish(directory / f"{name}.sizes", [sizes.data])
         write_record(directory, key, {"sha256": name, "num_records": len(sizes)})
-    except OSError as error:
-        warn_unwritable(directory, error)
     return sizes
 
 
 def _scan_sizes(file: File, copy: SourceFile) -> np.ndarray:
     reader = _open_records(file, copy)
     sizes = np.empty(reader.num_records, "<i8")
-    for first in range(0, len(sizes), SCAN_RECORDS):
-        records = reader.read(first, min(first + SCAN_RECORDS, len(sizes)))
+    for first in range(0, len(sizes), _SCAN_RECORDS):
+        records = reader.read(first, min(first + _SCAN_RECORDS, len(sizes)))
         sizes[first : first + len(records)] = [len(record) for record in records]
     return sizes

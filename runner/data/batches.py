@@ -20,10 +20,10 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from runner.data.corpus import LOSS_WEIGHT
 from runner.data.dataset import TRAIN, Dataset, SkippedExamples
+from runner.data.token_files import LOSS_WEIGHT
 
-PREFETCH_DEPTH = 2  # the batch that is needed next, and one more to hide a slow read
+_PREFETCH_DEPTH = 2  # the batch that is needed next, and one more to hide a slow read
 CLOSE_SECONDS = 5.0
 _READ_EXAMPLES = 16  # sequences that are read at a time to find a target
 
@@ -31,12 +31,7 @@ Item = TypeVar("Item")
 
 
 class SkippedBatches(NamedTuple):
-    """Range of batches that a run does not use.
-
-    Attributes:
-        begin: number of completed steps after which it is skipped.
-        num_batches: number of its batches.
-    """
+    """Range of `num_batches` batches that a run does not use after `begin` completed steps."""
 
     begin: int
     num_batches: int
@@ -44,11 +39,7 @@ class SkippedBatches(NamedTuple):
 
 @dataclass(frozen=True)
 class DataPosition:
-    """Position of a run in its data. Batches are drawn in order, except that some ranges of them are skipped.
-
-    Attributes:
-        skipped: skipped ranges by ascending step.
-    """
+    """Position of a run in its data: batches in order, except for the ranges `skipped`, which ascend by step."""
 
     skipped: tuple[SkippedBatches, ...] = ()
 
@@ -81,21 +72,11 @@ class DataPosition:
 def load_global_batch(
     dataset: Dataset, split: str, step: int, *, accumulate_steps: int, micro_batch: int, sharding: Sharding
 ) -> dict[str, jax.Array]:
-    """Return the global batch that follows `step` others: (S, B, ...) for each field.
+    """Return the global batch that follows `step` others of a split: (S, B, ...) for each field.
 
     Called on every host. Each host reads only the sequences of its own devices, and each of them once, even if several
-    devices hold replicas or parts of it.
-
-    Args:
-        dataset: data set to read.
-        split: `train`, or the name of a validation set.
-        step: index of the batch in the order of the data; for the training split see `BaseTrainer.get_data_step`.
-        accumulate_steps: S.
-        micro_batch: B.
-        sharding: sharding of all arrays of the batch, by their leading axes.
-
-    Raises:
-        ValueError: there is no such split.
+    devices hold replicas or parts of it. S is `accumulate_steps`, B `micro_batch`, and `sharding` that of the leading
+    axes of all arrays. Raises ValueError if there is no such split.
     """
     dataset.validate_split(split)
     S, B = accumulate_steps, micro_batch
@@ -123,13 +104,7 @@ def has_targets(dataset: Dataset, batch: Mapping[str, jax.Array], step: int, bat
     """Return True if a training batch has a target, the same on every host. Never computes on a device.
 
     A batch can lack targets only if the data have target weights. A host whose own sequences have no target reads those
-    of the other hosts, which is rare.
-
-    Args:
-        dataset: data set of the batch.
-        batch: global batch that `load_global_batch` returned for `step`.
-        step: number of batches before it.
-        batch_examples: S * B.
+    of the other hosts, which is rare. `batch` is the one of `step`, with `batch_examples` = S * B examples.
     """
     if LOSS_WEIGHT not in batch:
         return True
@@ -154,7 +129,7 @@ class Prefetcher(Generic[Item]):
     a process alive that wants to exit.
     """
 
-    def __init__(self, items: Generator[Item], depth: int = PREFETCH_DEPTH) -> None:
+    def __init__(self, items: Generator[Item], depth: int = _PREFETCH_DEPTH) -> None:
         self._items, self._depth = items, depth
         self._ready: deque[Item] = deque()
         self._error: BaseException | None = None
@@ -207,11 +182,7 @@ class Prefetcher(Generic[Item]):
 
 
 class SeekablePrefetcher(Generic[Item]):
-    """Iterator over `make(step)` for consecutive steps, made ahead by a `Prefetcher`, that can be moved to any step.
-
-    Args:
-        make: function that makes the item of a step, called on the thread of the prefetcher.
-    """
+    """Iterator over `make(step)` for consecutive steps, made ahead on a thread, that can be moved to any step."""
 
     def __init__(self, make: Callable[[int], Item]) -> None:
         self._make = make

@@ -22,27 +22,21 @@ from runner.errors import DataError
 from runner.spec.imports import import_extra
 from runner.storage import JsonObject
 
-ASSISTANT = "assistant"
+_ASSISTANT = "assistant"
 FORMS = ("messages", "prompt", "completion")
 DIALOGUE_KEYS = (*FORMS, "tools")  # of a line, or columns of a table
 
 RENDER_SECONDS = 10.0  # CPU time for one dialogue
-MEMORY_BYTES = 1 << 30  # of the rendering process; a dialogue and a template need some kilobytes
-TEMPLATE_BYTES_MAX = 1 << 20
-TEMPLATE_FILE = "chat_template.jinja"
+_MEMORY_BYTES = 1 << 30  # of the rendering process; a dialogue and a template need some kilobytes
+_TEMPLATE_BYTES_MAX = 1 << 20
+_TEMPLATE_FILE = "chat_template.jinja"
 # Run by path and not imported: it needs jinja2, which only jobs with a chat template have to install.
 _TEMPLATE_PROCESS = Path(__file__).with_name("template_process.py")
 
 
 @dataclass(frozen=True)
 class ChatRecord:
-    """Dialogue as it was read.
-
-    Attributes:
-        messages: the messages in order, each with a role and a content.
-        tools: descriptions of the tools that the messages may call.
-        is_pair: True if the record was a prompt and a completion.
-    """
+    """Dialogue as it was read, with the tools that its messages may call; `is_pair` for a prompt and a completion."""
 
     messages: list[JsonObject]
     tools: list[JsonObject] | None = None
@@ -92,7 +86,7 @@ def parse_dialogue(record: Any) -> ChatRecord | str:
             return f"{wrong!r} is not a string: {str(record[wrong])[:40]}"
         if not record["completion"]:
             return "'completion' is empty, so there is nothing to learn"
-        pair = [{"role": "user", "content": record["prompt"]}, {"role": ASSISTANT, "content": record["completion"]}]
+        pair = [{"role": "user", "content": record["prompt"]}, {"role": _ASSISTANT, "content": record["completion"]}]
         return ChatRecord(pair, is_pair=True)
     if found:
         return f"has {' and '.join(map(repr, found))}; needs messages alone, or a prompt and a completion"
@@ -114,18 +108,13 @@ def _parse_messages(record: JsonObject) -> ChatRecord | str:
             return f"the content of message {place} is not a string: {str(content)[:40]}"
     if tools is not None and not isinstance(tools, list):
         return f"'tools' is not a list: {str(tools)[:40]}"
-    if all(message["role"] != ASSISTANT for message in messages):
-        return f"no message has the role {ASSISTANT}, so there is nothing to learn"
+    if all(message["role"] != _ASSISTANT for message in messages):
+        return f"no message has the role {_ASSISTANT}, so there is nothing to learn"
     return ChatRecord(messages, tools)
 
 
 def compute_marks(spans: np.ndarray, completions: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return a mark for each token that shares a character with a completion, (number of tokens,).
-
-    Args:
-        spans: first character and end of each token, (number of tokens, 2).
-        completions: spans of characters that are completions.
-    """
+    """Return a mark for each token whose span (first character, end) shares a character with a completion's."""
     starts, stops = spans[:, 0], spans[:, 1]
     marks = np.zeros(len(spans), COMPLETION_DTYPE)
     for begin, end in completions:
@@ -177,13 +166,7 @@ def read_template(name: str, read: Callable[[str], bytes]) -> ChatTemplate:
     """Read the template of the `chat_template.jinja` beside a `tokenizer_config.json`, or else of the config itself.
 
     `transformers` prefers them in this order. If a config has several templates, the one named `default` is used.
-
-    Args:
-        name: path or URL of the `tokenizer_config.json`.
-        read: function that returns the content of a file, or raises `DataError` if there is none.
-
-    Raises:
-        DataError: the file or its template is missing, malformed or too large.
+    `read` returns the content of a file or raises `DataError`, as this function does for a malformed or too large one.
     """
     try:
         config = json.loads(read(name))
@@ -195,16 +178,16 @@ def read_template(name: str, read: Callable[[str], bytes]) -> ChatTemplate:
         raise DataError(f"{name} is not a tokenizer_config.json: it does not hold an object")
     source: Any
     try:
-        source = read(f"{name.rpartition('/')[0] or '.'}/{TEMPLATE_FILE}").decode(errors="replace")
+        source = read(f"{name.rpartition('/')[0] or '.'}/{_TEMPLATE_FILE}").decode(errors="replace")
     except DataError as error:
         source = config.get("chat_template")
         if isinstance(source, list):
             named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
             source = named.get("default")
         if not isinstance(source, str):
-            raise DataError(f"{name} has no chat_template, and there is no {TEMPLATE_FILE} beside it") from error
-    if len(source) > TEMPLATE_BYTES_MAX:
-        raise DataError(f"{name}: its template has {len(source):,} characters, needs at most {TEMPLATE_BYTES_MAX:,}")
+            raise DataError(f"{name} has no chat_template, and there is no {_TEMPLATE_FILE} beside it") from error
+    if len(source) > _TEMPLATE_BYTES_MAX:
+        raise DataError(f"{name}: its template has {len(source):,} characters, needs at most {_TEMPLATE_BYTES_MAX:,}")
     names = {}
     for key, value in config.items():
         text = get_token_text(value)
@@ -240,7 +223,7 @@ class Renderer:
             env={},
         )
         # A template is untrusted code: it gets no environment, no files, and limited time and memory.
-        limits = {"seconds": RENDER_SECONDS, "memory_bytes": MEMORY_BYTES}
+        limits = {"seconds": RENDER_SECONDS, "memory_bytes": _MEMORY_BYTES}
         response = self._request({"template": template.source, "names": template.names, **limits})
         if "error" in response:
             self.close()
@@ -261,11 +244,7 @@ class Renderer:
             self._process.communicate()
 
     def render(self, record: ChatRecord) -> Dialogue | str:
-        """Render a dialogue; return the reason if the template rejects it.
-
-        Raises:
-            DataError: the template tried something forbidden, or exceeded its limits.
-        """
+        """Render a dialogue; return the reason if the template rejects it. Raises DataError for a harmful template."""
         if self._process is None:
             if not record.is_pair:
                 return "has messages, which need chat.template"
@@ -274,11 +253,7 @@ class Renderer:
         return self._render(record, is_prompt=False)
 
     def render_prompt(self, messages: list[JsonObject]) -> str:
-        """Render the beginning of a dialogue, up to the position from which the model continues. Needs a template.
-
-        Raises:
-            DataError: the template rejects the messages, tried something forbidden, or exceeded its limits.
-        """
+        """Render a dialogue up to the position from which the model continues. Needs a template. Raises DataError."""
         dialogue = self._render(ChatRecord(messages), is_prompt=True)
         if isinstance(dialogue, str):
             raise DataError(dialogue)
@@ -320,7 +295,7 @@ def _replace_surrogates(text: str) -> str:
 def find_end_of_turn(template: ChatTemplate, special_tokens: Collection[str]) -> str | None:
     """Return the special token that ends an assistant's message; None if the template writes none there."""
     content = "This is the end of the message."
-    messages = [{"role": "user", "content": "Hello"}, {"role": ASSISTANT, "content": content}]
+    messages = [{"role": "user", "content": "Hello"}, {"role": _ASSISTANT, "content": content}]
     try:
         with Renderer(template) as renderer:
             dialogue = renderer.render(ChatRecord(messages))

@@ -14,36 +14,18 @@ from typing import Literal
 
 import numpy as np
 
-from runner.data.corpus_index import (
-    COMPLETION_DTYPE,
-    ENDS_DTYPE,
-    HEAD_BYTES,
-    INDEX,
-    CorpusIndex,
-    read_tokenizer,
-)
+from runner.data.corpus_index import COMPLETION_DTYPE, ENDS_DTYPE, HEAD_BYTES, INDEX, CorpusIndex, read_tokenizer
 from runner.data.readers import ByteRange, DiskReader, Reader, run_in_parallel
 from runner.data.remote import BucketReader, CacheSettings
-from runner.data.source import Source
-from runner.data.source_files import File, SourceFile, describe_file, make_bucket_file, wrap_source_errors
-from runner.data.token_files import TokenFile, TokenSequence
+from runner.data.source_files import File, describe_file, make_bucket_file, wrap_source_errors
+from runner.data.token_files import CompletionMask, TokenFile, WeightedTokens, has_digest
 from runner.errors import DataError
-from runner.storage import (
-    ChangedError,
-    DeniedError,
-    FileInfo,
-    ForbiddenError,
-    LocalStore,
-    Store,
-    compute_crc32c,
-    open_store,
-)
+from runner.storage import ChangedError, DeniedError, FileInfo, ForbiddenError, Store, compute_crc32c, open_store
 
 TrainOn = Literal["answers", "all"]
-LOSS_WEIGHT = "loss_weight"
 VERIFIED_BYTES_MAX = 1 << 27  # shards on a disk, up to this size in all, are read whole at the start (0.1 s)
-SAMPLED_HEADS_MAX = 1024  # of more shards in a bucket the heads of this many, evenly spaced, are checked at the start
-COMPARED_BYTES_MAX = 1 << 30  # shards that were possibly replaced under a running job, up to this size, are read whole
+_SAMPLED_HEADS_MAX = 1024  # of more shards in a bucket the heads of this many, evenly spaced, are checked at the start
+_COMPARED_BYTES_MAX = 1 << 30  # shards that were possibly replaced under a running job, up to this size, are read whole
 ENDS_BYTES_MAX = (
     1 << 28
 )  # of a corpus on a disk with no more bytes of document ends, whole shards of ends stay in memory
@@ -51,52 +33,7 @@ ENDS_BYTES_MAX = (
 Listing = dict[str, FileInfo]
 
 
-class _MarkFiles(TokenSequence):
-    """Files of a completion mask."""
-
-    def __init__(self, parts: Sequence[TokenFile], digests: Sequence[str | None]) -> None:
-        super().__init__(parts)
-        self._digests = [digest for part, digest in zip(parts, digests, strict=False) if len(part)]
-
-    def find_changed(self, replaced: Mapping[int, TokenFile]) -> File | None:
-        """Compare the files whole with the digests of the index."""
-        return next((part.file for i, part in replaced.items() if not _has_digest(part.file, self._digests[i])), None)
-
-
-class CompletionMask:
-    """The `.answers` files of a corpus as one sequence beside its tokens. Thread-safe."""
-
-    def __init__(self, parts: Sequence[TokenFile], digests: Sequence[str | None] = ()) -> None:
-        """Make the mask of these files; `digests` are their CRC-32C on a disk."""
-        self._marks = _MarkFiles(parts, digests or [None] * len(parts))
-        self.bytes_fetched_per_token = self._marks.bytes_fetched_per_token
-
-    def read_weights(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return the loss weights of several ranges of tokens, float32: 1 for a completion token, else 0.
-
-        Raises:
-            DataError: a byte of a file is neither 0 nor 1, or the file has changed.
-        """
-        found = self._marks.read_ranges(ranges)
-        for (start, _), marks in zip(ranges, found, strict=True):
-            if len(marks) and marks.max() > 1:
-                index = int((marks > 1).argmax())
-                raise DataError(
-                    f"{self._marks.describe_position(start + index)} is {marks[index]}, needs 1 (completion) or 0: "
-                    "the file is not the one that the corpus was written with"
-                )
-        return [marks.astype(np.float32) for marks in found]
-
-    def probe(self) -> str:
-        """Return a digest of a sample of the marks."""
-        return self._marks.probe()
-
-    def check(self) -> None:
-        """Raise `DataError` if a file has changed since the job started."""
-        self._marks.check()
-
-
-class Corpus(TokenSequence, Source):
+class Corpus(WeightedTokens):
     """Shards of an index, in its order.
 
     Errors are detected at these times:
@@ -127,12 +64,7 @@ class Corpus(TokenSequence, Source):
         listing: Listing,
         completion_mask: CompletionMask | None = None,
     ) -> None:
-        """Make the source. With `completion_mask` each token has a `loss_weight`."""
-        super().__init__(parts)
-        self._completion_mask = completion_mask
-        if completion_mask is not None:
-            self.fields = {LOSS_WEIGHT: np.float32}
-            self.bytes_fetched_per_token += completion_mask.bytes_fetched_per_token
+        super().__init__(parts, completion_mask)
         self._index, self._store = index, store
         self._shards = [shard for shard in index.shards if shard.num_tokens]
         self.id_limit = 1 + max((shard.largest_id for shard in self._shards), default=-1)
@@ -160,34 +92,18 @@ class Corpus(TokenSequence, Source):
         """Digest of the index."""
         return self._index.digest
 
-    def read_field_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return the loss weights of several ranges; from a bucket all are requested at the same time."""
-        assert name == LOSS_WEIGHT
-        assert self._completion_mask is not None
-        return self._completion_mask.read_weights(ranges)
-
-    def read_field(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Return the loss weights of one range."""
-        return self.read_field_ranges(name, [(start, stop)])[0]
-
     def find_changed(self, replaced: Mapping[int, TokenFile]) -> File | None:
         """Compare shards with the digests of the index: whole if they are not too many, else their heads."""
-        is_small = sum(part.file.size_bytes for part in replaced.values()) <= COMPARED_BYTES_MAX
+        is_small = sum(part.file.size_bytes for part in replaced.values()) <= _COMPARED_BYTES_MAX
         for number, part in replaced.items():
             shard, head_tokens = self._shards[number], HEAD_BYTES // part.dtype.itemsize
             if is_small:
-                is_same = _has_digest(part.file, shard.tokens_crc32c)
+                is_same = has_digest(part.file, shard.tokens_crc32c)
             else:
                 is_same = compute_crc32c(part[:head_tokens].tobytes()) == shard.head_crc32c
             if not is_same:
                 return part.file
         return None
-
-    def check(self) -> None:
-        """Check the files of the tokens and of the completion mask."""
-        super().check()
-        if self._completion_mask is not None:
-            self._completion_mask.check()
 
     def validate_vocabulary(self, size: int) -> None:
         """Raise `DataError` if the corpus's tokenizer has more than `size` ids."""
@@ -260,18 +176,10 @@ def open_corpus(
     *,
     default_train_on: TrainOn | None = None,
 ) -> Corpus:
-    """Open a corpus and check its files; the class documents what is checked. Called on every host.
+    """Open the corpus in `directory`, and check its files as the class describes. Called on every host.
 
-    Args:
-        name: value of `data.source`, for messages.
-        directory: directory or URL of the corpus.
-        cache: cache of ranges of objects.
-        train_on: tokens of dialogues that count in the loss.
-        default_train_on: value for a corpus of dialogues if `train_on` is None.
-
-    Raises:
-        DataError: the corpus is missing, damaged, or does not fit the spec.
-        OSError: the bucket does not answer.
+    `name` is the value of `data.source`, for messages. A corpus of dialogues needs `train_on`, or its default. Raises
+    DataError if the corpus is missing, damaged, or does not fit the spec, OSError if a bucket does not answer.
     """
     with wrap_source_errors(name):
         store = open_store(directory)
@@ -320,12 +228,6 @@ def _validate_digest(where: str, found: str, expected: str) -> None:
         raise DataError(f"{where} is not the file that {INDEX} was written for: CRC-32C {found}, needs {expected}")
 
 
-def _has_digest(file: File, digest: str | None) -> bool:
-    """Return True if a file on a disk has this CRC-32C, or if none is known."""
-    assert isinstance(file, SourceFile), "objects of a bucket have versions"
-    return digest is None or LocalStore(file.path.parent).compute_digest(file.path.name) == digest
-
-
 def _validate_readable(path: Path) -> None:
     if not os.access(path, os.R_OK):
         raise DataError(f"{path} cannot be read: no permission")
@@ -359,7 +261,7 @@ def _open_shards_in_bucket(
     tokens = [make_bucket_file(store.url, f"{shard.name}.bin", listing[f"{shard.name}.bin"]) for shard in index.shards]
     ends = [make_bucket_file(store.url, f"{shard.name}.ends", listing[f"{shard.name}.ends"]) for shard in index.shards]
     sample = [number for number, shard in enumerate(index.shards) if shard.num_tokens]
-    sample = sample[:: max(1, -(-len(sample) // SAMPLED_HEADS_MAX))]
+    sample = sample[:: max(1, -(-len(sample) // _SAMPLED_HEADS_MAX))]
     heads = [ByteRange(tokens[number], 0, min(HEAD_BYTES, tokens[number].size_bytes)) for number in sample]
     # One byte of the ends is enough to learn whether the file may be read.
     found = reader.fetch([*heads, *(ByteRange(ends[number], 0, 1) for number in sample)])

@@ -186,11 +186,7 @@ class CorpusIndex(CorpusShards):
 
 
 def read_tokenizer(tokenizer: JsonObject, store: Store) -> bytes:
-    """Return the file of the tokenizer that the corpus in `store` was made with.
-
-    Raises:
-        DataError: the file is missing, or is another one.
-    """
+    """Return the file of the tokenizer that the corpus in `store` was made with. Raises DataError."""
     name = tokenizer["file"]
     try:
         content = store.read(name)

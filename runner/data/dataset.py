@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from runner.data.array_examples import ArrayExamples, ArraySource, open_array_source
-from runner.data.corpus import LOSS_WEIGHT
 from runner.data.open_source import TextTokens, load_source_class, open_source, validate_shared_keys
 from runner.data.packing import (
     DOCUMENT_DTYPES,
@@ -31,7 +30,7 @@ from runner.data.packing import (
 )
 from runner.data.sampling import LocalShuffle, Mixture, TokenSplit, probe_order, split_examples, split_tokens
 from runner.data.source import Source
-from runner.data.token_files import IdRange, TokenFiles
+from runner.data.token_files import LOSS_WEIGHT, IdRange, TokenFiles
 from runner.data.tokenizers import Tokenizer
 from runner.errors import DataError
 from runner.spec import hash_record, is_class_path
@@ -41,25 +40,20 @@ if TYPE_CHECKING:
     from runner.config import DataConfig, TokenSource, Unit
 
 
-TRAIN, VALIDATION = "train", "validation"
-MISSING_TARGETS_SHARE = 0.1  # share of the sequences without a target above which a run warns
+TRAIN, _VALIDATION = "train", "validation"
+_MISSING_TARGETS_SHARE = 0.1  # share of the sequences without a target above which a run warns
 _SAMPLE_EXAMPLES, _SAMPLE_RUN_EXAMPLES = 128, 16
 
 
 class SkippedExamples(NamedTuple):
-    """Range of examples of the training data that a run does not read.
-
-    Attributes:
-        first: number of its first example.
-        end: number of the first example after it.
-    """
+    """Range `first .. end` of examples of the training data that a run does not read."""
 
     first: int
     end: int
 
 
 def get_batch_fields(config: "DataConfig") -> Fields:
-    """Return the arrays of a batch by name, without the axes (S, B).
+    """Return the arrays of a batch by name, without the axes (S, B). Raises DataError.
 
     Data of arrays are opened, and their first example declares the fields. `padding_mask` is True for a real example.
 
@@ -67,9 +61,6 @@ def get_batch_fields(config: "DataConfig") -> Fields:
     `padding_mask` is True where the target is real. If an example may hold several documents, `segment` numbers them
     from 1 (0: padding), and `position` restarts in each. `loss_weight` exists if only completion tokens count in the
     loss. The fields of a user-defined source are added to these.
-
-    Raises:
-        DataError: a user-defined source declares one of the first five names, or data of arrays cannot be opened.
     """
     if not config.has_tokens:
         return ArrayExamples(open_array_source(config.sources[0]), 0, 0).fields
@@ -87,29 +78,19 @@ def get_batch_fields(config: "DataConfig") -> Fields:
 
 @dataclass(frozen=True, eq=False)
 class TrainSource:
-    """Training split of one source: its examples and their order.
-
-    Attributes:
-        label: key and name in the spec, for messages.
-        num_units: number of training tokens, or of examples if they are arrays.
-        max_epochs: limit of the spec, or None.
-        content: digest that determines the examples; sources with the same digest have the same examples.
-        first_example: number of examples of its endless stream that earlier stages of the run have used.
-        units_before: tokens (or examples) that earlier stages have used from sources of this name.
-        is_restarted: True if an earlier stage had the same tokens, divided into other examples.
-    """
+    """Training split of one source: its examples and their order."""
 
     name: str
-    label: str
+    label: str  # key and name in the spec, for messages
     source: Source | ArraySource
-    num_units: int
+    num_units: int  # number of training tokens, or of examples if they are arrays
     examples: Examples
     order: Sequence[int]
-    max_epochs: float | None
-    content: str = ""
-    first_example: int = 0
-    units_before: int = 0
-    is_restarted: bool = False
+    max_epochs: float | None  # limit of the spec, or None
+    content: str = ""  # digest that determines the examples; sources with the same digest have the same examples
+    first_example: int = 0  # number of examples of its endless stream that earlier stages of the run have used
+    units_before: int = 0  # tokens (or examples) that earlier stages have used from sources of this name
+    is_restarted: bool = False  # True if an earlier stage had the same tokens, divided into other examples
 
     def read(self, indices: np.ndarray) -> Sequences:
         """Return the examples at these indices, counted from `first_example` of the source's endless stream."""
@@ -119,42 +100,26 @@ class TrainSource:
 
 @dataclass(frozen=True)
 class SourceShare:
-    """Contribution of a source to the first examples of a run.
-
-    Attributes:
-        units: tokens (or examples) that are read, including those of earlier stages.
-        epochs: passes over the source, including skipped examples.
-        bytes_fetched: bytes that all hosts together fetch for it, if nothing is cached.
-    """
+    """Contribution of a source to the first examples of a run."""
 
     name: str
-    units: int
-    epochs: float
-    bytes_fetched: int
+    units: int  # tokens (or examples) that are read, including those of earlier stages
+    epochs: float  # passes over the source, including skipped examples
+    bytes_fetched: int  # bytes that all hosts together fetch for it, if nothing is cached
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Examples of all sources of a run, made by `load_dataset`. Immutable and thread-safe.
+    """Examples of all sources of a run, made by `load_dataset`. Immutable and thread-safe."""
 
-    Attributes:
-        source: names in the spec, for messages.
-        unit: `tokens`, or `examples` if the data are arrays.
-        units_per_example: tokens of an example; 1 if the data are arrays.
-        fields: arrays of a batch (`get_batch_fields`).
-        tokenizer: tokenizer of text; None for token ids, which were made elsewhere, and for arrays.
-        train_sources: sources of the training stream, in the proportions of the mixture.
-        validation: examples of the validation splits and of further sets, by name.
-    """
-
-    source: str
-    unit: "Unit"
-    units_per_example: int
-    fields: Fields
+    source: str  # names in the spec, for messages
+    unit: "Unit"  # `tokens`, or `examples` if the data are arrays
+    units_per_example: int  # tokens of an example; 1 if the data are arrays
+    fields: Fields  # arrays of a batch (`get_batch_fields`)
     fingerprint: str
-    tokenizer: Tokenizer | None
-    train_sources: Sequence[TrainSource]
-    validation: Mapping[str, Examples]
+    tokenizer: Tokenizer | None  # tokenizer of text; None for token ids, which were made elsewhere, and for arrays
+    train_sources: Sequence[TrainSource]  # sources of the training stream, in the proportions of the mixture
+    validation: Mapping[str, Examples]  # examples of the validation splits and of further sets, by name
     _sources: Mapping[str, Source | ArraySource]  # sources of training and validation by their labels
     _mixture: Mixture
 
@@ -175,18 +140,11 @@ class Dataset:
 
     @property
     def vocabulary_size(self) -> int:
-        """Exclusive upper bound of the training ids; 0 if the data are arrays.
-
-        May read all token files, if their ids are not known yet.
-        """
+        """Exclusive upper bound of the training ids; 0 for arrays. May read all token files, if it is not known yet."""
         return max(train.source.vocabulary_size for train in self.train_sources)
 
     def check(self) -> None:
-        """Raise DataError if the tokens have changed since the job started. Cheap, so that each save can call it.
-
-        Token files are compared by size and modification time, and by content if another sign tells that they may have
-        been replaced. Text files may change, because they are tokenised once, at the start.
-        """
+        """Raise DataError if the tokens have changed since the job started. Cheap, so that each save can call it."""
         for source in self._sources.values():
             source.check()
 
@@ -221,7 +179,7 @@ class Dataset:
             sequences = examples.read(indices)
             has_target = (sequences["padding_mask"] & (sequences[LOSS_WEIGHT] > 0)).any(axis=1)
             share = 1 - has_target.mean()
-            if share > MISSING_TARGETS_SHARE:
+            if share > _MISSING_TARGETS_SHARE:
                 lines.append(
                     f"{label}: {share:.0%} of {len(indices)} sampled sequences have no target, because their "
                     f"prompts are longer than sequence_length={self.units_per_example}; steps without a target train "
@@ -237,9 +195,7 @@ class Dataset:
     def find_id_ranges(self, trusted_vocabulary_size: int | None) -> dict[str, JsonObject]:
         """Return the id range of each source of token files, by label. Reads all ids, unless the cache has the result.
 
-        Args:
-            trusted_vocabulary_size: vocabulary that is known to contain all ids. With it a source with many ids is not
-                read, and each of its ids is checked when it is used.
+        With a trusted vocabulary a source with many ids is not read, and each of its ids is checked when it is used.
         """
         self.set_id_ranges(trusted_vocabulary_size, {})
         sources = {label: source for label, source in self._sources.items() if isinstance(source, TokenFiles)}
@@ -257,11 +213,9 @@ class Dataset:
         """Return this data set for a stage: its sources continue at the positions that earlier stages have reached.
 
         A source with the same examples as an earlier one continues in its order, even if name and weight differ and
-        stages in between did not use it. Any other source starts a new epoch.
-
-        Args:
-            earlier: data set of each earlier stage (itself a result of this method), the number of its examples up to
-                the next stage, and the ranges of those that were skipped.
+        stages in between did not use it. Any other source starts a new epoch. `earlier` has the data set of each
+        earlier stage (itself a result of this method), its number of examples up to the next stage, and its skipped
+        ranges.
         """
         # Keep the order of the first stage that had the source, because an order may depend on the share of the batch.
         left: dict[tuple[str, int], tuple[Sequence[int], int]] = {}
@@ -317,10 +271,7 @@ class Dataset:
         ]
 
     def compute_metrics(self, num_examples: int, skipped: Sequence[SkippedExamples] = ()) -> dict[str, float]:
-        """Return tokens (or examples) and epochs of each source as `compute_shares` does, for a row of `metrics.jsonl`.
-
-        Empty if there is one source.
-        """
+        """Return the tokens (or examples) and epochs of each source, for a row; empty if there is one source."""
         shares = self.compute_shares(num_examples, skipped) if len(self.train_sources) > 1 else []
         units = {f"data/{share.name}/{self.unit}": share.units for share in shares}
         return units | {f"data/{share.name}/epochs": share.epochs for share in shares}
@@ -337,7 +288,7 @@ class Dataset:
 
     def validate_split(self, name: str) -> None:
         """Raise ValueError if no split has this name."""
-        names = [TRAIN, *(self.validation or (VALIDATION,))]
+        names = [TRAIN, *(self.validation or (_VALIDATION,))]
         if name not in names:
             raise ValueError(f"got {name!r}, needs {' or '.join(map(repr, names))}")
 
@@ -349,14 +300,10 @@ class Dataset:
     def read_numbers(self, split: str, numbers: np.ndarray) -> Sequences:
         """Return the examples with these numbers (N,), ascending; each field has the shape (N, *shape of the field).
 
-        All of them are requested together, because a bucket answers one request for many sequences about as fast as a
-        request for one. The training split is an endless shuffled stream. A validation set is in order, and beyond its
-        last example everything is padding, so that a loss weighted by real targets counts each validation target
-        exactly once.
-
-        Raises:
-            ValueError: there is no such split.
-            DataError: a file has changed, or an id is invalid.
+        The training split is an endless shuffled stream. A validation set is in order, and beyond its last example
+        everything is padding, so that a loss weighted by real targets counts each validation target exactly once. All
+        examples are requested together, because a bucket answers one request for many as fast as for one. Raises
+        ValueError for an unknown split, DataError for changed or invalid data.
         """
         self.validate_split(split)
         count = len(numbers)
@@ -401,17 +348,9 @@ def load_dataset(
 ) -> Dataset:
     """Open, tokenise where necessary, and split the data. Called on every host, without communication between hosts.
 
-    Args:
-        config: data config of the spec.
-        seed: seed of the training order.
-        batch_examples: global batch size, on which the order of packed documents depends.
-        vocabulary_size: vocabulary of the model, if the spec names it.
-        cache_directory: directory of the cache; by default that of the environment (`RUNNER_CACHE`).
-        may_have_unread_keys: True for a later stage, whose shared keys may be those that an earlier one reads.
-
-    Raises:
-        DataError: the data cannot serve the config.
-        OSError: a bucket does not answer.
+    The order of packed documents depends on `batch_examples`, the global batch size. `may_have_unread_keys` is True for
+    a later stage, whose shared keys may be those that an earlier one reads. Raises DataError if the data cannot serve
+    the config, OSError if a bucket does not answer.
     """
     cache_directory = default_cache_directory() if cache_directory is None else cache_directory
     sources: dict[str, Source | ArraySource] = {}
@@ -473,7 +412,7 @@ def load_dataset(
             )
         )
         if validation_split.num_tokens:
-            name = token_source.name if config.mixture else VALIDATION
+            name = token_source.name if config.mixture else _VALIDATION
             validation[name] = _make_examples(source, config, validation_split)
     # The sets in `data.validation` are used whole, without a split.
     for name, validation_source in config.validation.items():
@@ -516,7 +455,6 @@ def load_dataset(
 
 
 def _make_examples(source: Source | ArraySource, config: "DataConfig", split: TokenSplit) -> Examples:
-    """Return the examples in a part of a source."""
     if isinstance(source, ArraySource):
         return ArrayExamples(source, split.start, split.num_tokens)
     return PACKINGS[config.packing](source, split)
@@ -552,16 +490,8 @@ def load_validation_set(
 ) -> Dataset:
     """Return all of one source, in order, as the validation set `name` of a data set without training data.
 
-    Called on every host. In dialogues the completion tokens count, unless `token_source` says otherwise.
-
-    Args:
-        config: data config with the packing and the sequence length.
-        name: name of the set.
-        token_source: source of the tokens.
-        vocabulary_size: vocabulary of the model.
-
-    Raises:
-        DataError: the source cannot serve the config, or a model of this vocabulary.
+    Called on every host. In dialogues the completion tokens count, unless `token_source` says otherwise. Packing and
+    sequence length are those of `config`. Raises DataError.
     """
     # Arrays must be those of the training data. Fields of tokens follow from the keys of this source, which replace
     # those of the training data, except for packing and sequence length.
@@ -596,10 +526,7 @@ def load_validation_set(
 
 
 def _validate_examples(fields: Fields, sets: Mapping[str, Examples]) -> None:
-    """Raise DataError if a set does not have all fields of the batch, or contains no example.
-
-    A set without loss weights is accepted, because `Dataset.read` adds them.
-    """
+    """Raise DataError if a set has no example, or lacks a field of the batch except loss weights, which are added."""
     weights = {LOSS_WEIGHT: fields[LOSS_WEIGHT]} if LOSS_WEIGHT in fields else {}
     for label, examples in sets.items():
         if isinstance(examples, ArrayExamples):

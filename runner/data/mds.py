@@ -23,19 +23,19 @@ import posixpath
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import numpy as np
 import zstandard
 
-from runner.data.readers import ByteRange, DerivedFile, Reader, cache_key, run_in_parallel
+from runner.data.readers import ByteRange, DerivedFile, Reader, cache_key, run_in_parallel, wrap_parse_errors
 from runner.data.source_files import File
-from runner.data.token_files import ID_DTYPES, DocumentFiles, RecordFile, parse_dtype
+from runner.data.token_files import ID_DTYPES, RecordFile, parse_dtype
 from runner.errors import DataError
 from runner.storage import JsonObject, Key, parse_json, validate_record
 
 VERSION = 2
-DEFAULT_COLUMN = "tokens"
+_DEFAULT_COLUMN = "tokens"
 # Encodings of the shape of a 1-D array: first byte, bytes of the dimension, smallest and largest dimension.
 SHAPES = ((4, 1, 1, 0xFF), (5, 2, 0x100, 0xFFFF), (6, 4, 0x10000, 0xFFFFFFFF))
 
@@ -57,24 +57,16 @@ _FILE_KEYS = (Key("basename", str, "path below the index"), Key("bytes", int, "s
 
 
 @dataclass(frozen=True)
-class IdColumn:
-    """Layout of the column that holds the ids: arithmetic on sizes and bytes.
+class _IdColumn:
+    """Layout of the column that holds the ids: arithmetic on sizes and bytes."""
 
-    Attributes:
-        sizes: bytes of each column in a sample, in order; None where they vary.
-        place: index of this column.
-        dtype: type of the ids.
-        has_shape: True if a shape stands before the ids.
-    """
-
-    sizes: tuple[int | None, ...]
+    sizes: tuple[int | None, ...]  # bytes of each column in a sample, in order; None where they vary
     place: int
     dtype: np.dtype
-    has_shape: bool
+    has_shape: bool  # True if a shape stands before the ids
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an id."""
         return self.dtype.itemsize
 
     @property
@@ -107,10 +99,7 @@ class IdColumn:
         return starts - samples, counts
 
     def check(self, content: np.ndarray, samples: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
-        """Raise ValueError unless the heads of samples match ids that begin at `starts`, `counts` of them in each.
-
-        `content` may end at the first id of the last sample.
-        """
+        """Raise ValueError unless the heads of samples match `counts` ids from `starts` on; `content` may end there."""
         value_starts, value_bytes = self._read_heads(content, samples)
         _validate(
             "begins with sizes that are not its own", value_starts + value_bytes == starts + counts * self.item_bytes
@@ -126,7 +115,6 @@ class IdColumn:
         return samples + self.head_bytes + sum(columns[: self.place]), columns[self.place] * ones
 
     def _check_shapes(self, content: np.ndarray, value_starts: np.ndarray, counts: np.ndarray) -> None:
-        """Raise ValueError if a value is not a 1-D array with the expected number of ids."""
         for first_byte, width, low, high in SHAPES if self.has_shape else ():
             is_such = (low <= counts) & (counts <= high)
             if not is_such.any():
@@ -151,19 +139,19 @@ class IdColumn:
         return value_starts + skips, counts
 
 
-def _parse_column(encoding: str, sizes: tuple[int | None, ...], place: int, dtype: str | None) -> IdColumn:
+def _parse_column(encoding: str, sizes: tuple[int | None, ...], place: int, dtype: str | None) -> _IdColumn:
     """Return the layout of a column; `dtype` is `data.options.dtype`. Raises ValueError if it holds no ids."""
     kind, _, rest = encoding.partition(":")
     if kind == "bytes" and not rest:
         if dtype is None:
             raise ValueError("holds bytes: say which ids they are, as data.options.dtype: int64")
-        return IdColumn(sizes, place, parse_dtype(dtype), has_shape=False)
+        return _IdColumn(sizes, place, parse_dtype(dtype), has_shape=False)
     name, _, shape = rest.partition(":")
     if kind != "ndarray" or name not in ID_DTYPES:
         raise ValueError(f"is encoded as {encoding[:40]!r}, needs bytes or ndarray of an integer type")
     if dtype is not None:
         raise ValueError(f"holds {name}: leave out data.options.dtype, nothing reads it")
-    return IdColumn(sizes, place, parse_dtype(name), has_shape=not shape)
+    return _IdColumn(sizes, place, parse_dtype(name), has_shape=not shape)
 
 
 def _gather(content: np.ndarray, offsets: np.ndarray, count: int) -> np.ndarray:
@@ -180,17 +168,11 @@ def _validate(problem: str, is_right: np.ndarray) -> None:
 
 @dataclass(frozen=True, eq=False)
 class MdsShard(RecordFile):
-    """Shard in which sample i is document i.
+    """Shard in which sample i is document i."""
 
-    Attributes:
-        column: layout of the ids in a sample.
-        samples: byte at which each sample begins, and the end of the last.
-        starts: byte at which the ids of each sample begin.
-    """
-
-    column: IdColumn
-    samples: np.ndarray
-    starts: np.ndarray
+    column: _IdColumn
+    samples: np.ndarray  # byte at which each sample begins, and the end of the last
+    starts: np.ndarray  # byte at which the ids of each sample begin
 
     def locate(self, start: int, stop: int) -> ByteRange:
         """Return the byte range of the ids, including the heads of the samples that begin in it."""
@@ -230,28 +212,10 @@ class MdsShard(RecordFile):
         return f"mds{self.column.place}-{self.dtype.name}"
 
 
-def open_mds(
-    indexes: Sequence[File],
-    reader: Reader,
-    cache_directory: Path,
-    trusted_vocabulary_size: int | None = None,
-    *,
-    column: str = DEFAULT_COLUMN,
-    dtype: str | None = None,
-) -> DocumentFiles:
-    """Open the shards that these `index.json` name.
-
-    Args:
-        indexes: index files.
-        reader: reader of the indexes and the shards.
-        cache_directory: directory of derived files.
-        trusted_vocabulary_size: vocabulary that the spec names, if it does.
-        column: column that holds the ids.
-        dtype: type of the ids, which a column of bytes does not say.
-
-    Raises:
-        DataError: a file is damaged or of another version; one line names it.
-    """
+def read_mds(
+    indexes: Sequence[File], reader: Reader, *, column: str = _DEFAULT_COLUMN, dtype: str | None = None
+) -> list[MdsShard]:
+    """Open the shards that these `index.json` name (a `TokenReader`). A column of bytes needs a `dtype`."""
     contents = reader.read([ByteRange(index, 0, index.size_bytes) for index in indexes])
     records = [
         (index, record)
@@ -260,22 +224,17 @@ def open_mds(
     ]
     columns = []
     for index, record in records:
-        try:
+        with wrap_parse_errors(f"{index}: column {column}"):
             place = _find_column(record["column_names"], column)
-            columns.append(
-                _parse_column(record["column_encodings"][place], tuple(record["column_sizes"]), place, dtype)
-            )
-        except DataError:
-            raise
-        except ValueError as error:
-            raise DataError(f"{index}: column {column}: {error}") from error
+            encoding, sizes = record["column_encodings"][place], tuple(record["column_sizes"])
+            columns.append(_parse_column(encoding, sizes, place, dtype))
     files = _find_files(records, reader)
     reader = reader.for_id_width(max((layout.item_bytes for layout in columns), default=1))
     calls = [
         partial(_open_shard, file, record, layout, reader)
         for file, (_, record), layout in zip(files, records, columns, strict=True)
     ]
-    return DocumentFiles(run_in_parallel(calls), cache_directory, trusted_vocabulary_size)
+    return run_in_parallel(calls)
 
 
 def _parse_index(index: File, raw: bytes) -> list[JsonObject]:
@@ -311,13 +270,11 @@ def _parse_index(index: File, raw: bytes) -> list[JsonObject]:
 
 
 def _validate_version(record: JsonObject) -> None:
-    """Raise ValueError if an index, or a shard in it, is of another version of the format."""
     if record["version"] != VERSION:
         raise ValueError(f"has version {record['version']!r}, needs {VERSION}")
 
 
 def _find_column(names: Sequence[str], column: str) -> int:
-    """Return the index of the column. Raises ValueError if there is none of this name."""
     if column in names:
         return names.index(column)
     near = difflib.get_close_matches(str(column), names, 1)
@@ -371,9 +328,8 @@ def _unpack(packed: File, size_bytes: int, reader: Reader) -> Iterator[bytes]:
         raise DataError(f"{packed}: cannot be unpacked: {error}") from error
 
 
-def _open_shard(file: File, record: JsonObject, column: IdColumn, reader: Reader) -> MdsShard:
-    """Read the offsets of the samples and of the ids in them. Raises DataError if they contradict each other."""
-    try:
+def _open_shard(file: File, record: JsonObject, column: _IdColumn, reader: Reader) -> MdsShard:
+    with wrap_parse_errors(file):
         samples = _read_samples(file, record, reader)
         offsets = samples.astype(np.int64)
         # The offsets suffice to locate the ids, so a start reads only the head of each shard.
@@ -385,10 +341,6 @@ def _open_shard(file: File, record: JsonObject, column: IdColumn, reader: Reader
         starts += offsets[:-1]
         if (starts + counts * column.dtype.itemsize > offsets[1:]).any():
             raise ValueError("the ids of a sample reach beyond its end")
-    except DataError:
-        raise
-    except ValueError as error:
-        raise DataError(f"{file}: {error}") from error
     bounds = np.concatenate([[0], np.cumsum(counts)])
     return MdsShard(file, column.dtype, int(bounds[-1]), 0, reader, bounds, column, samples, starts.astype(np.uint32))
 

@@ -21,26 +21,23 @@ import os
 import struct
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from runner.data.readers import ByteRange, Reader, run_in_parallel
+from runner.data.readers import ByteRange, Reader, run_in_parallel, wrap_parse_errors
 from runner.data.source_files import File
-from runner.data.token_files import DocumentFile, DocumentFiles, TokenFile, TokenFiles
+from runner.data.token_files import DocumentFile, TokenFile, TokenFiles
 from runner.errors import DataError
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-FLOATS = (6, 7)
+_FLOATS = (6, 7)
 
 
-def open_megatron(
-    indexes: Sequence[File], reader: Reader, cache_directory: Path, trusted_vocabulary_size: int | None = None
-) -> DocumentFiles:
-    """Open the pairs of these `.idx` files. Raises DataError, with one line that names the file, on other content."""
+def read_megatron(indexes: Sequence[File], reader: Reader) -> list[DocumentFile]:
+    """Open the pairs of these `.idx` files (a `TokenReader`)."""
     places = [str(index).removesuffix(".idx") + ".bin" for index in indexes]
     found = reader.find(places)
     for place, tokens in zip(places, found, strict=True):
@@ -50,18 +47,14 @@ def open_megatron(
     parsed = run_in_parallel([partial(_read_index, index, tokens, reader) for index, tokens in pairs])
     # The indexes were read through the first reader; the slots of the cache must now suit the ids.
     reader = reader.for_id_width(max(dtype.itemsize for dtype, _ in parsed))
-    parts = [
+    return [
         DocumentFile(tokens, dtype, int(bounds[-1]), 0, reader, bounds)
         for (_, tokens), (dtype, bounds) in zip(pairs, parsed, strict=True)
     ]
-    return DocumentFiles(parts, cache_directory, trusted_vocabulary_size)
 
 
 def validate_pairs(source: TokenFiles) -> None:
-    """Raise `DataError` if a `.bin` file of a source has a Megatron index with ids of another width.
-
-    Without its index, such a file looks like raw ids.
-    """
+    """Raise `DataError` if a `.bin` file, which looks like raw ids, has a Megatron index with ids of another width."""
     tokens = [part for part in source.parts if isinstance(part, TokenFile) and str(part.file).endswith(".bin")]
     if not tokens:
         return
@@ -80,13 +73,8 @@ def validate_pairs(source: TokenFiles) -> None:
 
 
 def _read_index(index: File, tokens: File, reader: Reader) -> tuple[np.dtype, np.ndarray]:
-    """Return the type of the ids and the bounds of the documents in tokens. Raises DataError."""
-    try:
+    with wrap_parse_errors(index):
         dtype, bounds = _parse_index(index, reader)
-    except DataError:
-        raise
-    except ValueError as error:
-        raise DataError(f"{index}: {error}") from error
     size_bytes = int(bounds[-1]) * dtype.itemsize
     if tokens.size_bytes != size_bytes:
         raise DataError(
@@ -106,7 +94,7 @@ def _parse_index(index: File, reader: Reader) -> tuple[np.dtype, np.ndarray]:
     _, version, code, num_sequences, num_bounds = HEADER.unpack(header)
     if version != VERSION:
         raise ValueError(f"has version {version}, needs {VERSION}")
-    if code in FLOATS:
+    if code in _FLOATS:
         raise ValueError(f"holds floats (type {code}), needs token ids")
     if code not in DTYPES:
         raise ValueError(f"has the unknown type {code}, needs one of {', '.join(map(str, DTYPES))}")

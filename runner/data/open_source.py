@@ -8,32 +8,24 @@ to open it: the digest (which is also part of the data set's fingerprint) and th
 import copy
 import dataclasses
 import hashlib
-import inspect
 import io
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from runner.data.array_record import open_array_record
+from runner.data.array_record import read_array_record
 from runner.data.corpus import TrainOn, open_corpus
-from runner.data.mds import open_mds
-from runner.data.megatron import open_megatron, validate_pairs
+from runner.data.mds import read_mds
+from runner.data.megatron import read_megatron, validate_pairs
 from runner.data.readers import cache_key, publish, read_record, warn_unwritable, write_record
 from runner.data.remote import CacheSettings, open_reader
-from runner.data.source import CheckedSource, Source
-from runner.data.source_files import (
-    BucketFiles,
-    SourceFile,
-    SourceFiles,
-    find_corpus,
-    find_source,
-    read_source_file,
-)
-from runner.data.tables import open_tables
-from runner.data.token_files import DocumentFiles, TokenSequence, open_token_files
+from runner.data.source import CheckedSource, Source, bind_options
+from runner.data.source_files import BucketFiles, SourceFile, SourceFiles, find_corpus, find_source, read_source_file
+from runner.data.tables import read_tables
+from runner.data.token_files import DocumentFiles, TokenReader, TokenSequence, open_token_files
 from runner.data.tokenizers import TOKENIZER_FILES, ByteTokenizer, CharacterTokenizer, Tokenizer, collect_characters
 from runner.errors import DataError, InvalidError, SpecError
 from runner.run.layout import TEXT_FOLDER
@@ -48,31 +40,24 @@ if TYPE_CHECKING:
 VERIFIED_BYTES_MAX = 1 << 27
 SEPARATORS = {"none": b"", "newline": b"\n", "nul": b"\0"}
 
-# Each opener takes (files, reader, cache directory, trusted vocabulary size), and `data.options` as keywords.
-FORMAT_OPENERS: Mapping[str, Callable[..., DocumentFiles]] = {
-    "megatron": open_megatron,
-    "mds": open_mds,
-    "array_record": open_array_record,
-    "parquet": open_tables,
-    "arrow": open_tables,
+_TOKEN_READERS: Mapping[str, TokenReader] = {  # by format
+    "megatron": read_megatron,
+    "mds": read_mds,
+    "array_record": read_array_record,
+    "parquet": read_tables,
+    "arrow": read_tables,
 }
-TABLE_FORMATS = ("parquet", "arrow")  # their openers also take `train_on`
+_TABLE_FORMATS = ("parquet", "arrow")  # their reader also takes `train_on`
 
 
 @dataclass(frozen=True)
 class TokenisedText:
-    """Token ids of all files of a text.
+    """Token ids of all files of a text."""
 
-    Attributes:
-        ids: 1-D, of the tokenizer's dtype.
-        sha256: digest of the little-endian bytes of `ids`.
-        ends: int64 positions in `ids` at which the files end, without repetitions.
-    """
-
-    ids: np.ndarray
+    ids: np.ndarray  # 1-D, of the tokenizer's dtype
     tokenizer: Tokenizer
-    sha256: str
-    ends: np.ndarray
+    sha256: str  # digest of the little-endian bytes of `ids`
+    ends: np.ndarray  # int64 positions in `ids` at which the files end, without repetitions
 
 
 class TextTokens(TokenSequence, Source):
@@ -117,38 +102,25 @@ class TextTokens(TokenSequence, Source):
 def load_text(
     source: SourceFiles | BucketFiles,
     tokenizer_name: Literal["bytes", "characters"],
-    cache_directory: Path,
+    cache: CacheSettings,
     separator: bytes = b"",
-    copies: CacheSettings | None = None,
 ) -> TokenisedText:
-    """Return the tokens of all files in order, from the cache if possible.
-
-    Args:
-        source: text files on a disk or in a bucket.
-        tokenizer_name: tokenizer of the text.
-        cache_directory: directory of the cached tokens.
-        separator: bytes between two files.
-        copies: cache for whole copies of objects in a bucket.
-
-    Raises:
-        DataError: a file cannot be read, or the copies do not fit.
-        OSError: the bucket does not answer.
-    """
+    """Return the tokens of all files in order, with separators, from the cache if possible. Raises as a `Reader`."""
     # Everything that the ids depend on is part of the key.
     key = cache_key(f"{tokenizer_name}{separator.hex()}", source.files)
-    record = read_record(cache_directory, key)
-    text = _open_cached(cache_directory, record) if record is not None else None
+    record = read_record(cache.directory, key)
+    text = _open_cached(cache.directory, record) if record is not None else None
     if text is not None:
         return text
-    files = open_reader(source, copies or CacheSettings(cache_directory, 0, 1)).copies(source.files)
+    files = open_reader(source, cache).copies(source.files)
     text = tokenise(files, tokenizer_name, separator)
-    try:
+    with warn_unwritable(cache.directory):
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(text.ids))
         # The array is published before the record that points to it.
-        publish(cache_directory / f"{text.sha256}.npy", [header.getvalue(), text.ids.data])
+        publish(cache.directory / f"{text.sha256}.npy", [header.getvalue(), text.ids.data])
         write_record(
-            cache_directory,
+            cache.directory,
             key,
             {
                 "sha256": text.sha256,
@@ -159,8 +131,6 @@ def load_text(
                 "ends": text.ends.tolist(),
             },
         )
-    except OSError as error:
-        warn_unwritable(cache_directory, error)
     return text
 
 
@@ -222,18 +192,10 @@ def open_source(
     *,
     default_train_on: TrainOn | None = None,
 ) -> Source:
-    """Open one source of `config`. Called on every host.
+    """Open one source of `config`: an entry of the mixture, a validation set, or `config` itself. Called on every host.
 
-    Args:
-        token_source: keys of the source: an entry of the mixture, a validation set, or `config` itself.
-        config: data config with the keys that all sources share, such as packing and tokenizer.
-        cache_directory: directory of the cache on this host's disk.
-        vocabulary_size: vocabulary of the model, if the spec names it.
-        default_train_on: tokens of dialogues that count in the loss if the spec does not say.
-
-    Raises:
-        DataError: the source is empty, cannot be read, cannot serve `config.packing`, or does not read one of its keys.
-        OSError: a bucket does not answer.
+    Raises DataError if the source is empty, cannot be read, cannot serve `config.packing`, or does not read one of its
+    keys; OSError if a bucket does not answer.
     """
     cache = CacheSettings(cache_directory, config.cache_bytes, config.tokens_per_example + 1)
     source: Source
@@ -243,11 +205,7 @@ def open_source(
         source_class = load_source_class(token_source)
         if missing := sorted(getattr(source_class, "__abstractmethods__", ())):
             raise DataError(f"{name}: does not implement {', '.join(missing)}")
-        # The arguments are bound before the call, so that a TypeError inside the class is not taken for bad options.
-        try:
-            inspect.signature(source_class).bind(**token_source.options)
-        except TypeError as error:
-            raise DataError(f"{name}: data.options: {error}") from error
+        bind_options(source_class, token_source.options, name)
         source = CheckedSource(source_class(**token_source.options), name)
     elif (corpus := find_corpus(token_source.source)) is not None:
         _validate_unread_keys(token_source, "names a corpus", "dtype", "options")
@@ -257,18 +215,18 @@ def open_source(
     else:
         files = find_source(token_source.source)
         if files.format:
-            unread = ("dtype",) if files.format in TABLE_FORMATS else ("dtype", "train_on")
+            unread = ("dtype",) if files.format in _TABLE_FORMATS else ("dtype", "train_on")
             _validate_unread_keys(token_source, f"is of {files.format}", *unread)
             train_on = token_source.train_on, default_train_on
-            source = open_format(files, token_source.options, cache_directory, vocabulary_size, cache, train_on)
+            source = open_format(files, token_source.options, cache, vocabulary_size, train_on)
         elif files.holds_tokens:
             _validate_unread_keys(token_source, "names token files", "options", "train_on")
-            source = tokens = open_token_files(files, cache_directory, token_source.dtype, vocabulary_size, cache)
+            source = tokens = open_token_files(files, cache, token_source.dtype, vocabulary_size)
             validate_pairs(tokens)
         else:
             _validate_unread_keys(token_source, "names text files", "dtype", "options", "train_on")
             separator = SEPARATORS[config.document_separator]
-            text = load_text(files, config.tokenizer, cache_directory, separator, cache)
+            text = load_text(files, config.tokenizer, cache, separator)
             # Text in a bucket is copied to this host's disk first; `plan` reports the space that the copies take.
             is_copied = isinstance(files, BucketFiles)
             source = TextTokens(text, sum(file.size_bytes for file in files.files) if is_copied else 0)
@@ -285,35 +243,20 @@ def open_source(
 def open_format(
     source: SourceFiles | BucketFiles,
     options: Mapping[str, str | int | float | bool],
-    cache_directory: Path,
+    cache: CacheSettings,
     trusted_vocabulary_size: int | None = None,
-    cache: CacheSettings | None = None,
     train_on: tuple[TrainOn | None, TrainOn | None] = (None, None),
 ) -> DocumentFiles:
-    """Open token files in another tool's format, as resolved by `find_source`.
+    """Open token files in another tool's format, as resolved by `find_source`. Raises as their `TokenReader`.
 
-    Args:
-        source: files, whose `format` is set.
-        options: value of `data.options`.
-        cache_directory: directory of derived files, such as record lengths.
-        trusted_vocabulary_size: vocabulary of the model, if the spec names it. Each id is then checked when it is read,
-            and a long source is not scanned in advance.
-        cache: cache of byte ranges of objects in a bucket; by default nothing is cached.
-        train_on: tokens that count in the loss by the spec, and by default, for the formats that may say it.
-
-    Raises:
-        DataError: the content is of another format, or the options do not fit.
+    With a trusted vocabulary each id is checked when it is read, and a long source is not scanned in advance.
+    `train_on` has the tokens that count in the loss by the spec, and by default, for the formats that may say it.
     """
     assert source.format is not None
-    reader = open_reader(source, cache or CacheSettings(cache_directory, 0, 1))
-    opener = FORMAT_OPENERS[source.format]
-    try:
-        # Options are bound before the call, so that a TypeError inside an opener is not taken for bad options.
-        given = (source.files, reader, cache_directory, trusted_vocabulary_size)
-        bound = inspect.signature(opener).bind(*given, *(train_on if source.format in TABLE_FORMATS else ()), **options)
-    except TypeError as error:
-        raise DataError(f"data.source={source.name} is of {source.format}: data.options: {error}") from error
-    return opener(*bound.args, **bound.kwargs)
+    read = _TOKEN_READERS[source.format]
+    given = (source.files, open_reader(source, cache), *(train_on if source.format in _TABLE_FORMATS else ()))
+    bind_options(read, options, f"data.source={source.name} is of {source.format}", *given)
+    return DocumentFiles(read(*given, **options), trusted_vocabulary_size)
 
 
 def _validate_unread_keys(token_source: "TokenSource", kind: str, *unread: str) -> None:
@@ -343,11 +286,7 @@ def validate_shared_keys(config: "DataConfig", sources: Collection[Source]) -> N
 
 
 def load_source_class(token_source: "TokenSource") -> type[Source]:
-    """Import the class that `module:Class` names.
-
-    Raises:
-        DataError: the import fails, or the class is not a subclass of `Source`.
-    """
+    """Import the class that `module:Class` names. Raises DataError if there is none, or it is no `Source`."""
     try:
         source_class: type[Source] = load_class(token_source.source, Source)
     except InvalidError as error:
@@ -363,36 +302,21 @@ _MINUTES_BETWEEN_SAVES = 5  # saves show a supervisor that a job makes progress
 
 @dataclass(frozen=True)
 class RawText:
-    """Source of text that a job tokenises before the run.
+    """Source of text that a job tokenises before the run."""
 
-    Attributes:
-        name: name of the source; `train` for a single one.
-        source: name of the text in the spec.
-        options: options of the source in the spec.
-        corpus: directory or URL of its corpus.
-        document: spec of the job, whose messages have the keys of the spec of the run.
-    """
-
-    name: str
-    source: str
-    options: JsonObject
-    corpus: str
-    document: Document
+    name: str  # name of the source; `train` for a single one
+    source: str  # name of the text in the spec
+    options: JsonObject  # options of the source in the spec
+    corpus: str  # directory or URL of its corpus
+    document: Document  # spec of the job, whose messages have the keys of the spec of the run
 
 
 def split_text(document: Document, spec: ExecutionSpec, url: str, job: str) -> tuple[Document, list[RawText]]:
     """Return the spec of a run on corpora, and the text of each, in the order in which they are made.
 
     If a tokenizer is to be trained, the first job trains it on all sources of the training data; the other jobs use it.
-
-    Args:
-        document: spec whose `config.data` is valid and has `tokenise`.
-        spec: the same spec.
-        url: directory of the run.
-        job: class of the jobs, as module:Class.
-
-    Raises:
-        SpecError: two texts have one name.
+    `document` and `spec` are the spec of a run with `data.tokenise`, `url` is its directory, and `job` the class of the
+    jobs that tokenise. Raises SpecError if two texts have one name.
     """
     # The digest remains that of the spec as the user wrote it, because supervisors compute that digest too.
     unfilled = document.data if document.unfilled is None else document.unfilled

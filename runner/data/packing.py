@@ -36,17 +36,11 @@ Sequences = dict[str, np.ndarray]  # by field, of shape (number of examples, *sh
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """Array of a batch.
-
-    Attributes:
-        dtype: its type.
-        shape: shape of the array of one example: (T,) for tokens.
-        padding: value of its elements in an example that is padding.
-    """
+    """Array of a batch."""
 
     dtype: np.dtype[np.generic]
-    shape: tuple[int, ...]
-    padding: float = 0
+    shape: tuple[int, ...]  # shape of the array of one example: (T,) for tokens
+    padding: float = 0  # value of its elements in an example that is padding
 
 
 Fields = Mapping[str, FieldSpec]
@@ -57,10 +51,10 @@ DOCUMENT_DTYPES: TokenDtypes = {**TOKEN_DTYPES, "segment": np.int32, "position":
 BLOCK_POSITIONS = 1 << 19  # positions in all examples of a block; the documents of a block are packed together
 BLOCK_EXAMPLES_MIN = 64
 # Tokens of a block as a percentage of its positions. The free positions let nearly all documents stay whole.
-BLOCK_FILL_PERCENT = 99.5
-# A plan is evicted when it was not used during PLAN_ROUNDS * (number of cached plans) requests. It must be that long,
+_BLOCK_FILL_PERCENT = 99.5
+# A plan is evicted when it was not used during _PLAN_ROUNDS * (number of cached plans) requests. It must be that long,
 # because a batch slot that draws from several blocks uses each of them only now and then.
-PLAN_ROUNDS = 16
+_PLAN_ROUNDS = 16
 PLANS_BYTES_MAX = 1 << 30
 
 
@@ -95,12 +89,7 @@ class Examples(Protocol):
         """Return the examples with these indices, each field of shape (len(indices), *shape of the field)."""
 
     def make_order(self, seed: int, batch_examples: Fraction) -> Sequence[int]:
-        """Return the endless training order: every index once in each epoch, with random access in O(1).
-
-        Args:
-            seed: seed of the shuffle.
-            batch_examples: number of these examples in the global batch of a step, on average.
-        """
+        """Return the endless order, with every index once in each epoch. A step takes `batch_examples` on average."""
 
 
 class TokenWindows:
@@ -147,7 +136,6 @@ class _DocumentExamples:
         raise NotImplementedError
 
     def _sample_indices(self) -> list[int]:
-        """Return the indices of up to 16 examples, evenly spaced from the first to the last."""
         return np.linspace(0, self.num_examples - 1, min(self.num_examples, 16)).astype(np.int64).tolist()
 
     @functools.cached_property
@@ -161,7 +149,6 @@ class _DocumentExamples:
         return self._fill([self.get_spans(int(index)) for index in indices])
 
     def _fill(self, spans_of_examples: Sequence[np.ndarray]) -> Sequences:
-        """Return one sequence for each array of spans. Padding is 0 in every field."""
         T, num_examples = self._split.sequence_length, len(spans_of_examples)
         sequences = {name: np.zeros((num_examples, T), field.dtype) for name, field in self.fields.items()}
         if not sum(map(len, spans_of_examples)):
@@ -205,7 +192,7 @@ class PackingPlanCache:
     """Least-recently-used cache of the plans of blocks. Thread-safe.
 
     A plan takes 16 bytes a document: 14 KB for a block with documents of 700 tokens. A plan is evicted when it was not
-    used during the last `PLAN_ROUNDS` requests for each cached plan, or when all plans exceed `PLANS_BYTES_MAX`. The
+    used during the last `_PLAN_ROUNDS` requests for each cached plan, or when all plans exceed `PLANS_BYTES_MAX`. The
     blocks of this host's batch slots therefore stay cached.
     """
 
@@ -227,7 +214,7 @@ class PackingPlanCache:
             self._num_bytes += plan.num_bytes - (previous.num_bytes if previous else 0)
             while True:
                 last_request, oldest = next(iter(self._plans.values()))
-                is_stale = self._num_requests - last_request > PLAN_ROUNDS * len(self._plans)
+                is_stale = self._num_requests - last_request > _PLAN_ROUNDS * len(self._plans)
                 if not is_stale and (self._num_bytes <= PLANS_BYTES_MAX or len(self._plans) == 1):
                     return plan
                 self._plans.popitem(last=False)
@@ -242,7 +229,7 @@ class PackedDocuments(_DocumentExamples):
 
     All blocks but the last have the same number of tokens and examples, so the index of an example determines its
     block, and the content of an example is found without packing the blocks before it. The tokens of a block take
-    `BLOCK_FILL_PERCENT` of the positions of its examples, so they always fit.
+    `_BLOCK_FILL_PERCENT` of the positions of its examples, so they always fit.
     """
 
     def __init__(self, source: Source, split: TokenSplit):
@@ -324,7 +311,7 @@ PACKINGS: Mapping[str, Callable[[Source, TokenSplit], Examples]] = {
 
 
 def _count_packed_tokens(num_positions: int) -> int:
-    return int(num_positions * BLOCK_FILL_PERCENT / 100)
+    return int(num_positions * _BLOCK_FILL_PERCENT / 100)
 
 
 def find_spans(start: int, stop: int, ends: np.ndarray) -> np.ndarray:
@@ -363,11 +350,7 @@ def pack_spans(spans: np.ndarray, num_examples: int, capacity: int) -> PackingPl
 
 
 def _best_fit(spans: np.ndarray, examples: range, capacity: int) -> np.ndarray:
-    """Pack spans, sorted by descending length, into empty examples.
-
-    Returns:
-        Placements (example, first input, number of inputs) in any order, of shape (n, 3).
-    """
+    """Return placements (example, first input, number of inputs) of spans, longest first, in empty examples: (n, 3)."""
     by_space: dict[int, list[int]] = {capacity: list(examples)}  # heap of the examples with so many free positions
     # Bit s is set while some example has exactly s free positions. The lowest set bit at or above the length of a span
     # is then the best fit.

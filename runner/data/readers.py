@@ -44,7 +44,7 @@ from runner.storage.local import try_lock
 
 FORMAT = 2  # to be raised when the meaning of a record or of a tokenizer changes
 OPEN_FILES_MAX = 128  # a process may hold only so many files open, and a corpus may have thousands
-NUM_REQUESTS = 16  # simultaneous requests; the clients of the cloud services have as many connections
+_NUM_REQUESTS = 16  # simultaneous requests; the clients of the cloud services have as many connections
 
 Result = TypeVar("Result")
 
@@ -75,6 +75,16 @@ def write_record(directory: Path, key: str, content: JsonObject) -> None:
     publish(directory / f"{key}.json", [json.dumps(record, indent=1).encode()])
 
 
+def load_record(directory: Path, key: str, make: Callable[[], JsonObject]) -> JsonObject:
+    """Return the record, from the cache or made now."""
+    record = read_record(directory, key)
+    if record is None:
+        record = make()
+        with warn_unwritable(directory):
+            write_record(directory, key, record)
+    return record
+
+
 def _canonical_json(content: Any) -> bytes:
     return json.dumps(content, sort_keys=True).encode()
 
@@ -83,15 +93,16 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def publish(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write `path` atomically. Raises OSError or what `chunks` raises, and then leaves no file behind."""
+def publish(path: Path, chunks: Iterable[bytes | memoryview], is_published: Callable[[], bool] = lambda: False) -> None:
+    """Write `path` atomically, unless it `is_published` by then. Leaves no file if `chunks` or the disk fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # The name is unique, because several processes may publish the same file at a time.
     temporary = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     try:
         with open(temporary, "xb") as file:
             _write_durably(file, chunks)
-        os.replace(temporary, path)
+        if not is_published():
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -125,14 +136,7 @@ def publish_once(path: Path, make: Callable[[], Iterable[bytes]], is_whole: Call
         return
     # Without locks several processes may make the file; the first one that has it publishes it.
     temporary.unlink(missing_ok=True)
-    temporary = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
-    try:
-        with open(temporary, "xb") as file:
-            _write_durably(file, make())
-        if not is_whole():
-            os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    publish(path, make(), is_whole)
 
 
 def _write_durably(file: BinaryIO, chunks: Iterable[bytes | memoryview]) -> None:
@@ -149,14 +153,29 @@ def _is_open_file_at(file: BinaryIO, path: Path) -> bool:
         return False
 
 
-def warn_unwritable(directory: Path, error: OSError) -> None:
-    """Warn that the cache in `directory` cannot be written."""
-    logger.warning(
-        "cannot write the data cache in %s (%s): the work is repeated at every start; set RUNNER_CACHE to a "
-        "directory that can be written",
-        directory,
-        error.strerror or error,
-    )
+@contextlib.contextmanager
+def warn_unwritable(directory: Path) -> Iterator[None]:
+    """Turn an error of writing to the cache in `directory` into a warning."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning(
+            "cannot write the data cache in %s (%s): the work is repeated at every start; set RUNNER_CACHE to a "
+            "directory that can be written",
+            directory,
+            error.strerror or error,
+        )
+
+
+@contextlib.contextmanager
+def wrap_parse_errors(where: object) -> Iterator[None]:
+    """Turn a ValueError of a parser into a DataError that names `where`; pass on a DataError, which names its own."""
+    try:
+        yield
+    except DataError:
+        raise
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -209,19 +228,13 @@ class ByteRange(NamedTuple):
 
 @dataclass(frozen=True)
 class DerivedFile:
-    """Whole file to keep on this host's disk: a copy of `origin`, or its decompressed content.
-
-    Attributes:
-        name: name of the file; different for different content.
-        make: yields the content in chunks. Raises as a `Reader` does.
-        crc32c: CRC-32C of the content, where it is known in advance.
-    """
+    """Whole file to keep on this host's disk: a copy of `origin`, or its decompressed content."""
 
     origin: File
-    name: str
+    name: str  # name of the file; different for different content
     size_bytes: int
-    make: Callable[[], Iterable[bytes]]
-    crc32c: str | None = None
+    make: Callable[[], Iterable[bytes]]  # yields the content in chunks. Raises as a `Reader` does.
+    crc32c: str | None = None  # CRC-32C of the content, where it is known in advance
 
 
 class Reader(Protocol):
@@ -229,6 +242,10 @@ class Reader(Protocol):
 
     Every method raises `DataError` if a file has changed or cannot be read, `OSError` if a bucket does not answer.
     """
+
+    @property
+    def directory(self) -> Path:
+        """Directory of derived files and records on this host's disk."""
 
     @property
     def is_remote(self) -> bool:
@@ -349,17 +366,13 @@ def _open_file(file: SourceFile) -> FileIO:
 
 
 def write_derived(derived: DerivedFile, path: Path, is_whole: Callable[[], bool]) -> None:
-    """Make the file at `path` unless it `is_whole`, atomically and in only one process of this host.
-
-    Raises:
-        DataError: the disk has no room or cannot be written.
-    """
+    """Make the file at `path` unless it `is_whole`, in one process of this host. Raises DataError for want of room."""
     with wrap_disk_errors(str(derived.origin), path.parent):
         publish_once(path, derived.make, is_whole)
 
 
 def run_in_parallel(calls: Sequence[Callable[[], Result]]) -> list[Result]:
-    """Return the results of all calls, up to `NUM_REQUESTS` of them running at a time.
+    """Return the results of all calls, up to `_NUM_REQUESTS` of them running at a time.
 
     Raises the error of the first call, in the order of `calls`, that failed. The threads are daemons, so that a read
     that hangs cannot keep a dying process alive.
@@ -381,7 +394,7 @@ def run_in_parallel(calls: Sequence[Callable[[], Result]]) -> list[Result]:
             except BaseException as error:  # noqa: BLE001 - nothing is swallowed: the caller raises it
                 errors[index] = error
 
-    threads = [threading.Thread(target=work, name="range", daemon=True) for _ in range(min(NUM_REQUESTS, len(calls)))]
+    threads = [threading.Thread(target=work, name="range", daemon=True) for _ in range(min(_NUM_REQUESTS, len(calls)))]
     # A single call needs no thread.
     if len(threads) == 1:
         work()

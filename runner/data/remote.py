@@ -71,12 +71,11 @@ from runner.storage.local import try_lock
 
 RANGES_FILE = "ranges.cache"
 COPIES_DIRECTORY = "copies"
-FREE_SHARE = 4  # without `data.cache_bytes` a quarter of the free disk is used
-SLOTS_OF_RANGE_MAX = 64
+_FREE_SHARE = 4  # without `data.cache_bytes` a quarter of the free disk is used
+_SLOTS_OF_RANGE_MAX = 64
 REQUEST_BYTES_MAX = 4 << 20
-VERIFIED_BYTES_MAX = (
-    1 << 27
-)  # copies up to this size are read at each start (0.1 s); of larger ones the size is checked
+# Copies up to this size are read at each start (0.1 s); of larger ones the size is checked.
+VERIFIED_BYTES_MAX = 1 << 27
 _CHECKSUM, _HEAD = struct.Struct("<I"), struct.Struct("<I16s")
 HEADER_BYTES = _CHECKSUM.size + _HEAD.size
 
@@ -85,17 +84,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """Settings of the cache on this host's disk.
-
-    Attributes:
-        directory: directory of the cache.
-        max_bytes: largest size in bytes; None for a share of the free disk, 0 for no cache.
-        sequence_tokens: number of tokens that one sequence reads, which sets the size of a slot.
-    """
+    """Settings of the cache on this host's disk."""
 
     directory: Path
-    max_bytes: int | None
-    sequence_tokens: int
+    max_bytes: int | None = 0  # largest size in bytes; None for a share of the free disk, 0 for no cache
+    sequence_tokens: int = 1  # number of tokens that one sequence reads, which sets the size of a slot
 
 
 class RangeCache:
@@ -158,7 +151,7 @@ class RangeCache:
     def _split(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Split a range into parts of at most a slot's size; no part if the range is not to be cached."""
         size = self._slot_bytes
-        if not self._num_slots or stop - start > min(SLOTS_OF_RANGE_MAX, self._num_slots) * size:
+        if not self._num_slots or stop - start > min(_SLOTS_OF_RANGE_MAX, self._num_slots) * size:
             return []
         return [(first, min(first + size, stop)) for first in range(start, stop, size)]
 
@@ -170,7 +163,8 @@ class RangeCache:
     def _stop_writing(self, error: OSError) -> None:
         with self._warning_lock:  # one warning, however many threads fail
             if self._is_writable:
-                warn_unwritable(self._directory, error)
+                with warn_unwritable(self._directory):
+                    raise error
             self._is_writable = False
 
 
@@ -182,7 +176,7 @@ def _resize(file: FileIO, max_bytes: int | None) -> int:
     """
     status, disk = os.fstat(file.fileno()), os.fstatvfs(file.fileno())
     free_bytes = disk.f_bavail * disk.f_frsize + status.st_blocks * 512
-    size_bytes = free_bytes // FREE_SHARE if max_bytes is None else min(max_bytes, free_bytes)
+    size_bytes = free_bytes // _FREE_SHARE if max_bytes is None else min(max_bytes, free_bytes)
     if size_bytes != max_bytes and size_bytes // 2 <= status.st_size <= 2 * size_bytes:
         return status.st_size
     if status.st_size != size_bytes:
@@ -191,10 +185,7 @@ def _resize(file: FileIO, max_bytes: int | None) -> int:
 
 
 class FileCopies:
-    """Whole copies of the files of one source. Thread-safe.
-
-    Every method raises `DataError` if the disk has no room or cannot be written.
-    """
+    """Whole copies of the files of one source. Thread-safe. Raises `DataError` if the disk has no room."""
 
     def __init__(self, directory: Path, source: str, max_bytes: int | None) -> None:
         """Make the copies of one source. `max_bytes` bounds those of all sources; None: a share of the free disk."""
@@ -216,7 +207,7 @@ class FileCopies:
                 bound = self._max_bytes
             else:
                 disk = os.statvfs(self._root)
-                bound = (disk.f_bavail * disk.f_frsize + _measure(self._root)) // FREE_SHARE
+                bound = (disk.f_bavail * disk.f_frsize + _measure(self._root)) // _FREE_SHARE
             need = sum(derived.size_bytes for derived in wanted)
             for path in sorted(others, key=_get_last_opened):
                 # Nothing is removed for a source that would not fit even alone.
@@ -254,10 +245,7 @@ class FileCopies:
         return size_bytes > VERIFIED_BYTES_MAX or compute_crc32c(path.read_bytes()) == record["crc32c"]
 
     def _lock_directory(self, names: set[str]) -> int:
-        """Lock the directory so that no process removes it, and return its descriptor.
-
-        Files of other names are removed if no other process holds the directory.
-        """
+        """Lock the directory against removal, remove files of other names if it is alone, and return its descriptor."""
         while True:
             self._directory.mkdir(parents=True, exist_ok=True)
             try:
@@ -278,10 +266,7 @@ class FileCopies:
 
 
 def _try_lock_alone(descriptor: int) -> bool:
-    """Take the exclusive lock of a directory; return False if another process holds it.
-
-    Without locks any process may hold it.
-    """
+    """Take the exclusive lock of a directory, as far as there are locks; return False if another process holds it."""
     try:
         return try_lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -303,7 +288,6 @@ def _remove_unused(directory: Path) -> bool:
 
 
 def _get_last_opened(directory: Path) -> int:
-    """Return the time in nanoseconds at which the source was last opened; 0 if its directory is gone."""
     try:
         return directory.stat().st_mtime_ns
     except FileNotFoundError:
@@ -311,7 +295,6 @@ def _get_last_opened(directory: Path) -> int:
 
 
 def _measure(directory: Path) -> int:
-    """Return the bytes of all files below a directory; files may disappear meanwhile."""
     size_bytes = 0
     for parent, _, names in os.walk(directory):
         for name in names:
@@ -335,6 +318,7 @@ class BucketReader:
     def __init__(self, source: str, store: Store, settings: CacheSettings, itemsize: int = 2) -> None:
         """Open the cache. `source` is the value of `data.source`; slots suit sequences of ids of `itemsize` bytes."""
         self._source, self._store, self._settings = source, store, settings
+        self.directory = settings.directory
         self._cache = RangeCache(settings.directory, settings.max_bytes, settings.sequence_tokens * itemsize)
         self._disk = DiskReader(settings.directory)
         self._copies = FileCopies(settings.directory, source, settings.max_bytes)
@@ -344,10 +328,7 @@ class BucketReader:
         return BucketReader(self._source, self._store, self._settings, itemsize)
 
     def read(self, ranges: Sequence[ByteRange]) -> list[bytes]:
-        """Return the bytes of each range, from this host's disk or from the bucket.
-
-        Ranges of one object that overlap or follow each other are fetched in one request.
-        """
+        """Return the bytes of each range, from this host's disk or the bucket; adjacent ranges take one request."""
         found: list[bytes | None] = [
             self._disk.read([range_])[0]
             if isinstance(range_.file, SourceFile)  # a whole copy on this host's disk

@@ -51,11 +51,7 @@ class TokenSplit:
 
 
 def split_tokens(num_tokens: int, *, validation_fraction: float, sequence_length: int) -> tuple[TokenSplit, TokenSplit]:
-    """Return the training split (the head) and the validation split (the last `validation_fraction` of the tokens).
-
-    Raises:
-        DataError: a split that was requested does not hold one window.
-    """
+    """Return the training split and, behind it, the validation split. Raises DataError if one holds no window."""
     assert 0 <= validation_fraction < 1
     assert sequence_length > 0
     # The boundary is part of a run's identity: the rounding of this expression must never change.
@@ -183,10 +179,7 @@ class LocalShuffle(Sequence[int]):
 
 
 def floor_sum(count: int, divisor: int, factor: int, offset: int) -> int:
-    """Return the sum of `(factor * i + offset) // divisor` over `i` in `range(count)`, in O(log divisor).
-
-    All arguments must be nonnegative.
-    """
+    """Return the sum of `(factor * i + offset) // divisor` over `i` in `range(count)`, nothing negative, in O(log)."""
     total = 0
     while count:
         total += count * (count - 1) // 2 * (factor // divisor) + count * (offset // divisor)
@@ -224,10 +217,7 @@ _probe_once = functools.lru_cache(maxsize=256)(_probe)
 
 
 class Mixture:
-    """Interleaving of sources in fixed proportions.
-
-    `weights` are positive, one for each source, and need not sum to one.
-    """
+    """Interleaving of sources in proportion to their weights, which are positive and need not sum to one."""
 
     def __init__(self, weights: Sequence[float]):
         # Weights are parsed from their decimal text into fractions, so that no rounding accumulates over a long run.
@@ -250,10 +240,7 @@ class Mixture:
         return counts
 
     def locate(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each of the examples `first .. first + count`, and its index in that source's stream.
-
-        Both arrays are int64 of shape (count,).
-        """
+        """Return the source of each of the examples `first .. first + count`, and its index there: int64, (count,)."""
         sources, indices = np.empty(count, np.int64), np.empty(count, np.int64)
         before = self.count_examples(first)
         for i in range(count):

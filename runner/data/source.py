@@ -1,7 +1,9 @@
 """`Source`: random access to token ids by position. A spec may name a user-defined subclass as `module:Class`."""
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -95,6 +97,15 @@ class Source(ABC):
             )
 
 
+def bind_options(make: Callable[..., Any], options: Mapping[str, Any], where: str, *given: Any) -> None:
+    """Raise `DataError` unless `make` takes the values `given` and the keys of `data.options`."""
+    # Bound before the call, so that a TypeError inside of it is not mistaken for bad options.
+    try:
+        inspect.signature(make).bind(*given, **options)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where}: data.options: {error}") from error
+
+
 def find_invalid_id(ids: np.ndarray, vocabulary_size: int) -> int | None:
     """Return the index of the first id that is negative or outside a vocabulary; None if there is none."""
     is_invalid = (ids < 0) | (ids >= vocabulary_size)
@@ -102,10 +113,7 @@ def find_invalid_id(ids: np.ndarray, vocabulary_size: int) -> int | None:
 
 
 class CheckedSource(Source):
-    """Wrapper of a user-defined source that validates every result.
-
-    Every violation is a `DataError` that names the source; an id outside the vocabulary is named with its position.
-    """
+    """Wrapper of a user-defined source that validates every result, with errors that name the source."""
 
     def __init__(self, source: Source, name: str) -> None:
         self._source, self._name = source, name

@@ -21,7 +21,7 @@ from runner.spec import is_class_path
 from runner.storage import DeniedError, FileInfo, Store, Version, open_store, parse_json, validate_url
 
 PYTHON_STDLIB = "python-stdlib"
-TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
+_TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
 # A file with one of these suffixes is read as text. Files with other suffixes are refused, because they may be binary.
 # fmt: off
 TEXT_SUFFIXES = frozenset({
@@ -51,12 +51,8 @@ _STDLIB_GENERATED = ("config-", "_sysconfigdata", "sitecustomize", "usercustomiz
 class SourceFile:
     """File on a disk in the state it had when the source was resolved.
 
-    Attributes:
-        path: the file.
-        size_bytes: its size.
-        mtime_ns: its modification time.
-        ctime_ns: time of the last change of content or metadata, which no tool can set back.
-        inode: its number in the file system, which a replacement file does not have.
+    No tool can set back `ctime_ns`, the time of the last change of content or metadata, and a replacement has another
+    `inode`.
     """
 
     path: Path
@@ -106,18 +102,12 @@ File = SourceFile | BucketFile
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """Files on a disk that a source names.
+    """Files on a disk that a source names."""
 
-    Attributes:
-        name: name as in the spec, for messages.
-        files: files in reading order; of MDS these are the indexes.
-        holds_tokens: True for token ids, False for text.
-        format: `megatron`, `mds`, `array_record`, `parquet` or `arrow`; None for text, `.bin` and `.npy`.
-    """
-
-    name: str
-    files: tuple[SourceFile, ...]
-    holds_tokens: bool
+    name: str  # name as in the spec, for messages
+    files: tuple[SourceFile, ...]  # files in reading order; of MDS these are the indexes
+    holds_tokens: bool  # True for token ids, False for text
+    # `megatron`, `mds`, `array_record`, `parquet` or `arrow`; None for text, `.bin` and `.npy`.
     format: str | None = None
 
 
@@ -133,16 +123,12 @@ class BucketFiles:
 
 
 def find_source(name: str) -> SourceFiles | BucketFiles:
-    """Resolve `python-stdlib`, a path, a URL or a glob (`~` and `**` work).
+    """Resolve `python-stdlib`, a path, a URL or a glob (`~` and `**` work). Raises DataError, or OSError of a bucket.
 
     A part of a path with `*`, `?` or `[` is a pattern only if nothing exists under exactly this name, see
-    `count_literal_parts`.
-
-    Raises:
-        DataError: the name matches no readable file.
-        OSError: the bucket does not answer.
+    `_count_literal_parts`.
     """
-    validate_source_name(name)
+    _validate_source_name(name)
     if "://" in name:
         return _find_in_bucket(name)
     if name == PYTHON_STDLIB:
@@ -196,13 +182,8 @@ def _find_in_bucket(name: str) -> BucketFiles:
 
 
 def find_corpus(name: str) -> str | None:
-    """Return the directory or URL of the corpus that `name` or its index names; None if it is something else.
-
-    Raises:
-        DataError: the name is not valid, or access is denied.
-        OSError: the bucket does not answer.
-    """
-    validate_source_name(name)
+    """Return the directory or URL of the corpus that `name` or its index names, else None. Raises as `find_source`."""
+    _validate_source_name(name)
     directory, _, last = name.rstrip("/").rpartition("/")
     if "://" not in name:
         path = os.path.abspath(os.path.expanduser(name))
@@ -211,14 +192,14 @@ def find_corpus(name: str) -> str | None:
     directory = directory if last == INDEX else name.rstrip("/")
     split_url_glob(name)  # raises if the bucket's name is a glob
     # A token file is not a corpus, and asking the bucket would cost a request.
-    if PurePath(directory).suffix in TOKEN_SUFFIXES:
+    if PurePath(directory).suffix in _TOKEN_SUFFIXES:
         return None
     with wrap_source_errors(name):
         store = open_store(directory)
         return directory if store.exists(INDEX) and not _is_mds_content(store.read(INDEX)) else None
 
 
-def validate_source_name(name: str) -> None:
+def _validate_source_name(name: str) -> None:
     """Raise `DataError` if the text cannot be a path or URL."""
     try:
         validate_url(name)
@@ -241,14 +222,14 @@ def wrap_source_errors(name: str) -> Iterator[None]:
 
 def _hold_tokens(name: str, paths: Sequence[PurePath]) -> bool:
     """Return True if the suffixes are those of token ids, False for text. Raises DataError if mixed or unknown."""
-    unknown = [path for path in paths if path.suffix.lower() not in TEXT_SUFFIXES | TOKEN_SUFFIXES]
+    unknown = [path for path in paths if path.suffix.lower() not in TEXT_SUFFIXES | _TOKEN_SUFFIXES]
     if unknown:
         raise DataError(
             f"data.source={name}: {len(unknown)} of {len(paths)} files are of a kind that is not read, the first is "
             f"{unknown[0]}; needs text (.txt, .md, source code ...) or token ids (.bin, .npy), or nothing but .idx, "
             ".array_record, .parquet or .arrow"
         )
-    num_token_files = sum(path.suffix in TOKEN_SUFFIXES for path in paths)
+    num_token_files = sum(path.suffix in _TOKEN_SUFFIXES for path in paths)
     if num_token_files not in (0, len(paths)):
         raise DataError(
             f"data.source={name}: matches {num_token_files} token files (.bin, .npy) and "
@@ -263,13 +244,7 @@ def make_bucket_file(url: str, name: str, listed: FileInfo) -> BucketFile:
 
 
 def split_url_glob(name: str) -> tuple[str, list[str]]:
-    """Split a URL or a glob of one into the URL of a store and the parts of the object names below it.
-
-    The parts are empty for a URL that names a bucket only.
-
-    Raises:
-        DataError: the name of the bucket itself is a glob.
-    """
+    """Split a URL or glob into a store's URL and the parts of names in it. Raises DataError if a bucket is a glob."""
     scheme, _, rest = name.partition("://")
     parts = rest.rstrip("/").split("/")
     # The store is opened at the longest prefix without a glob, which keeps the listing short.
@@ -284,16 +259,13 @@ def get_glob_prefix(patterns: Sequence[str]) -> str:
     return re.split(r"[*?[]", "/".join(patterns))[0]
 
 
-def count_literal_parts(parts: Sequence[str], exists: Callable[[str], bool]) -> int:
+def _count_literal_parts(parts: Sequence[str], exists: Callable[[str], bool]) -> int:
     """Return how many of the first parts of a path are names; the rest, if there is any, is a glob.
 
     A part with `*`, `?` or `[` is a name if it exists under exactly this name, and a pattern otherwise. So
     `runs[2]/*.txt` names the files of the directory `runs[2]`, and never those of its sibling `runs2`. After the first
-    pattern every part belongs to the glob.
-
-    Args:
-        parts: parts of the path.
-        exists: function that returns True for the first parts of a path, joined by slashes, if they exist.
+    pattern every part belongs to the glob. `exists` is True for the first parts of a path that exist, joined by
+    slashes.
     """
     magic = (number for number, part in enumerate(parts) if glob.has_magic(part))
     return next((number for number in magic if not exists("/".join(parts[: number + 1]))), len(parts))
@@ -305,10 +277,7 @@ def has_pattern(patterns: Sequence[str], listing: Mapping[str, FileInfo]) -> boo
 
 
 def match_objects(patterns: Sequence[str], listing: Mapping[str, FileInfo], exact: Sequence[str]) -> list[str]:
-    """Return the listed names that the glob matches.
-
-    An object whose name is one of `exact` is returned alone, because a name may look like a glob.
-    """
+    """Return the listed names that the glob matches; the first of `exact` alone: a name may look like a glob."""
     if found := next((name for name in exact if name in listing), None):
         return [found]
     depth = _count_literal_objects(patterns, listing)
@@ -318,7 +287,7 @@ def match_objects(patterns: Sequence[str], listing: Mapping[str, FileInfo], exac
 
 
 def _count_literal_objects(patterns: Sequence[str], listing: Mapping[str, FileInfo]) -> int:
-    return count_literal_parts(patterns, lambda place: any(name.startswith(f"{place}/") for name in listing))
+    return _count_literal_parts(patterns, lambda place: any(name.startswith(f"{place}/") for name in listing))
 
 
 def matches_glob(parts: Sequence[str], patterns: Sequence[str]) -> bool:
@@ -340,7 +309,7 @@ def is_available(name: str) -> bool:
     if is_class_path(name):
         return True
     try:
-        validate_source_name(name)
+        _validate_source_name(name)
         if "://" not in name and find_corpus(name) is None:
             find_source(name)
     except DataError:
@@ -384,7 +353,7 @@ def match_files(path: str) -> list[Path]:
 def _split_glob(path: str) -> tuple[str, str]:
     """Split a path into a directory that is taken literally, and a glob below it; that is empty without a pattern."""
     parts = path.split("/")
-    depth = count_literal_parts(parts, os.path.lexists)
+    depth = _count_literal_parts(parts, os.path.lexists)
     return "/".join(parts[:depth]) or "/", "/".join(parts[depth:])
 
 
@@ -425,7 +394,6 @@ def _list_stdlib_paths() -> list[Path]:
 
 
 def _get_format(paths: Sequence[PurePath]) -> str | None:
-    """Return the format of another tool that all file names are of; None if there is none."""
     return next((name for name, pattern in FORMATS.items() if all(pattern.search(path.name) for path in paths)), None)
 
 
@@ -437,7 +405,6 @@ def _is_mds_index(path: Path) -> bool:
 
 
 def _is_mds_content(content: bytes) -> bool:
-    """Return True if the content of an `index.json` is of MDS; False if it may be of a corpus."""
     try:
         return {"version", "shards"} <= parse_json(content).keys()
     except ValueError:

@@ -20,34 +20,25 @@ import io
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from runner.data.corpus import LOSS_WEIGHT, CompletionMask, TrainOn
+from runner.data.corpus import TrainOn
 from runner.data.corpus_index import COMPLETION_DTYPE
-from runner.data.readers import (
-    ByteRange,
-    DerivedFile,
-    Reader,
-    SeekableStream,
-    cache_key,
-    read_record,
-    warn_unwritable,
-    write_record,
-)
+from runner.data.readers import ByteRange, DerivedFile, Reader, SeekableStream, cache_key, load_record
 from runner.data.source_files import File
-from runner.data.token_files import DocumentFile, DocumentFiles, TokenFile
+from runner.data.token_files import DocumentFile, TokenFile
 from runner.errors import DataError, InvalidError, RetryableError, format_reason
 from runner.spec.imports import import_extra
+from runner.storage import JsonObject
 
-ID_COLUMN, PADDING_COLUMN, MASK_COLUMNS = "input_ids", "attention_mask", ("loss_mask", "labels")
-NO_TARGET = -100
-ID_DTYPE, BOUNDS_DTYPE = np.dtype("<u4"), np.dtype("<i8")
-BATCH_ROWS = 1024
+_ID_COLUMN, _PADDING_COLUMN, _MASK_COLUMNS = "input_ids", "attention_mask", ("loss_mask", "labels")
+_NO_TARGET = -100
+_ID_DTYPE, _BOUNDS_DTYPE = np.dtype("<u4"), np.dtype("<i8")
+_BATCH_ROWS = 1024
 BLOCK_BYTES = 16 << 20
 
 
@@ -66,7 +57,7 @@ class TableColumns:
 
 
 @dataclass(frozen=True)
-class TableSize:
+class _TableSize:
     """Upper bound of the number of ids in a file, and its number of rows."""
 
     num_values: int
@@ -75,9 +66,9 @@ class TableSize:
     def list_parts(self, has_marks: bool) -> list[tuple[int, int]]:
         """Return (offset, bytes) of the ids, the marks and the bounds in the converted file."""
         sizes = [
-            self.num_values * ID_DTYPE.itemsize,
+            self.num_values * _ID_DTYPE.itemsize,
             self.num_values * COMPLETION_DTYPE.itemsize * has_marks,
-            (self.num_rows + 1) * BOUNDS_DTYPE.itemsize,
+            (self.num_rows + 1) * _BOUNDS_DTYPE.itemsize,
         ]
         return list(zip(itertools.accumulate(sizes[:-1], initial=0), sizes, strict=True))
 
@@ -94,63 +85,18 @@ class TableFile(DocumentFile):
         return str(self.origin)
 
 
-class TableTokens(DocumentFiles):
-    """Files of rows as a source, with the loss weights of the ids if there are marks."""
-
-    def __init__(
-        self,
-        parts: Sequence[DocumentFile],
-        marks: Sequence[TokenFile],
-        cache_directory: Path,
-        trusted_vocabulary_size: int | None,
-    ) -> None:
-        super().__init__(parts, cache_directory, trusted_vocabulary_size)
-        self._mask = CompletionMask(marks) if marks else None
-        if self._mask is not None:
-            self.fields = {LOSS_WEIGHT: np.float32}
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Digest as that of any files of documents, and of a sample of the marks."""
-        found = super().fingerprint
-        return found if self._mask is None else sha256(f"{found} {self._mask.probe()}".encode()).hexdigest()
-
-    def read_field_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return the loss weights of several ranges."""
-        assert name == LOSS_WEIGHT
-        assert self._mask is not None
-        return self._mask.read_weights(ranges)
-
-    def read_field(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Return the loss weights of one range."""
-        return self.read_field_ranges(name, [(start, stop)])[0]
-
-
-def open_tables(
+def read_tables(
     files: Sequence[File],
     reader: Reader,
-    cache_directory: Path,
-    trusted_vocabulary_size: int | None = None,
     train_on: TrainOn | None = None,
     default_train_on: TrainOn | None = None,
     *,
-    column: str = ID_COLUMN,
+    column: str = _ID_COLUMN,
     mask: str | None = None,
-) -> TableTokens:
-    """Open the files, which `data.source` names, and convert those that are not in the cache.
+) -> list[TableFile]:
+    """Open Parquet or Arrow files (a `TokenReader`), and convert those that are not in the cache.
 
-    Args:
-        files: Parquet or Arrow files.
-        reader: reader of the files.
-        cache_directory: directory of the converted files, if the files are on a disk.
-        trusted_vocabulary_size: vocabulary that the spec names, if it does.
-        train_on: tokens that count in the loss; required if the files have a column that says it.
-        default_train_on: value for such files if `train_on` is None.
-        column: column of the ids.
-        mask: column that says which ids count in the loss.
-
-    Raises:
-        DataError: pyarrow is missing, or a file is damaged or has other columns; one line names it.
+    `mask` is the column that says which ids count in the loss. Files that have one need `train_on`, or its default.
     """
     try:
         import_extra("pyarrow")
@@ -158,26 +104,24 @@ def open_tables(
         raise DataError(f"{files[0]}: {error}") from error
     wanted, tables = [], []
     for file in files:
-        names, size = _load_size(file, column, reader, cache_directory)
+        names, size = _load_size(file, column, reader)
         columns = _choose_columns(file, names, column, mask, train_on, default_train_on)
         tables.append((file, size, columns.mask is not None))
         key = cache_key(f"table-{sha256(repr(columns).encode()).hexdigest()[:8]}", [file])
         num_bytes = sum(part for _, part in size.list_parts(columns.mask is not None))
         wanted.append(DerivedFile(file, f"{key}.ids", num_bytes, partial(_convert, file, columns, size, reader)))
-    reader = reader.for_id_width(ID_DTYPE.itemsize)
-    parts: list[DocumentFile] = []
-    marks: list[TokenFile] = []
+    reader = reader.for_id_width(_ID_DTYPE.itemsize)
+    parts = []
     for converted, (file, size, has_marks) in zip(reader.keep(wanted), tables, strict=True):
         (ids_start, _), (marks_start, _), (bounds_start, num_bytes) = size.list_parts(has_marks)
         (content,) = reader.read([ByteRange(converted, bounds_start, bounds_start + num_bytes)])
-        bounds = np.frombuffer(content, BOUNDS_DTYPE)
+        bounds = np.frombuffer(content, _BOUNDS_DTYPE)
         if bounds[0] != 0 or bounds[-1] > size.num_values or (np.diff(bounds) < 0).any():
             raise DataError(f"{converted}, which was made of {file}, is damaged; remove it")
         num_tokens = int(bounds[-1])
-        parts.append(TableFile(converted, ID_DTYPE, num_tokens, ids_start, reader, bounds, file))
-        if has_marks:
-            marks.append(TokenFile(converted, COMPLETION_DTYPE, num_tokens, marks_start, reader))
-    return TableTokens(parts, marks, cache_directory, trusted_vocabulary_size)
+        marks = TokenFile(converted, COMPLETION_DTYPE, num_tokens, marks_start, reader) if has_marks else None
+        parts.append(TableFile(converted, _ID_DTYPE, num_tokens, ids_start, reader, bounds, file, marks=marks))
+    return parts
 
 
 def _choose_columns(
@@ -189,7 +133,7 @@ def _choose_columns(
     default_train_on: TrainOn | None,
 ) -> TableColumns:
     """Return the columns to read. Raises `DataError` if one is missing, or `train_on` does not fit them."""
-    found = mask if mask is not None else next((name for name in MASK_COLUMNS if name in names), None)
+    found = mask if mask is not None else next((name for name in _MASK_COLUMNS if name in names), None)
     if found is not None and found not in names:
         raise DataError(f"{file}: has no column {found}, which data.options.mask names; it has {_format(names)}")
     if found is not None and (train_on := train_on or default_train_on) is None:
@@ -199,10 +143,10 @@ def _choose_columns(
         )
     if found is None and train_on is not None:
         raise DataError(
-            f"{file}: data.train_on={train_on}: nothing reads it, there is no column {' or '.join(MASK_COLUMNS)}; "
+            f"{file}: data.train_on={train_on}: nothing reads it, there is no column {' or '.join(_MASK_COLUMNS)}; "
             f"leave it out, or name the column in data.options.mask, of {_format(names)}"
         )
-    padding = PADDING_COLUMN if PADDING_COLUMN in names else None
+    padding = _PADDING_COLUMN if _PADDING_COLUMN in names else None
     return TableColumns(column, padding, found if train_on == "answers" else None)
 
 
@@ -210,7 +154,7 @@ def _format(names: Sequence[str]) -> str:
     return ", ".join(names)[:200] or "none"
 
 
-class RangeFile(SeekableStream):
+class _RangeFile(SeekableStream):
     """File or object as a raw stream, read in large blocks. Not thread-safe; `open` makes one that reads in full."""
 
     @classmethod
@@ -237,25 +181,13 @@ class RangeFile(SeekableStream):
         return len(found)
 
 
-def _load_size(file: File, column: str, reader: Reader, cache_directory: Path) -> tuple[list[str], TableSize]:
-    """Return the names of the columns and the size of a file, from the cache or by reading it.
-
-    Parquet has sizes in its footer. An Arrow file is read whole.
-    """
+def _load_size(file: File, column: str, reader: Reader) -> tuple[list[str], _TableSize]:
     key = cache_key(f"table_size-{sha256(column.encode()).hexdigest()[:8]}", [file])
-    record = read_record(cache_directory, key)
-    if record is None:
-        names, size = _read_valid(file, lambda: _measure(file, column, reader))
-        record = {"names": names, "num_values": size.num_values, "num_rows": size.num_rows}
-        try:
-            write_record(cache_directory, key, record)
-        except OSError as error:
-            warn_unwritable(cache_directory, error)
-    return record["names"], TableSize(record["num_values"], record["num_rows"])
+    record = load_record(reader.directory, key, lambda: _read_valid(file, lambda: _measure(file, column, reader)))
+    return record["names"], _TableSize(record["num_values"], record["num_rows"])
 
 
 def _read_valid(file: File, read: Callable[[], Any]) -> Any:
-    """Return the result of `read`. Raises `DataError` if pyarrow cannot read the file."""
     arrow = import_extra("pyarrow")
     try:
         return read()
@@ -266,7 +198,7 @@ def _read_valid(file: File, read: Callable[[], Any]) -> Any:
         raise DataError(f"{file}: cannot be read as a Parquet or Arrow file: {format_reason(error)}") from error
 
 
-def _measure(file: File, column: str, reader: Reader) -> tuple[list[str], TableSize]:
+def _measure(file: File, column: str, reader: Reader) -> JsonObject:
     if not str(file).endswith(".parquet"):
         names: list[str] = []
         num_values = num_rows = 0
@@ -274,8 +206,8 @@ def _measure(file: File, column: str, reader: Reader) -> tuple[list[str], TableS
             names = list(batch.schema.names)
             lengths, _ = _unpack(file, batch, column)
             num_values, num_rows = num_values + int(lengths.sum()), num_rows + len(lengths)
-        return names, TableSize(num_values, num_rows)
-    table = import_extra("pyarrow.parquet").ParquetFile(RangeFile.open(file, reader))
+        return {"names": names, "num_values": num_values, "num_rows": num_rows}
+    table = import_extra("pyarrow.parquet").ParquetFile(_RangeFile.open(file, reader))
     names, footer = list(table.schema_arrow.names), table.metadata
     _validate_column(file, column, names)
     groups = [footer.row_group(group) for group in range(footer.num_row_groups)]
@@ -286,15 +218,15 @@ def _measure(file: File, column: str, reader: Reader) -> tuple[list[str], TableS
         for leaf in map(group.column, range(group.num_columns))
         if leaf.path_in_schema.split(".")[0] == column
     )
-    return names, TableSize(num_values, footer.num_rows)
+    return {"names": names, "num_values": num_values, "num_rows": footer.num_rows}
 
 
 def _read_batches(file: File, columns: list[str], reader: Reader) -> Iterator[Any]:
     """Yield the record batches of a file; only Parquet can leave out the other columns."""
-    stream = RangeFile.open(file, reader)
+    stream = _RangeFile.open(file, reader)
     if str(file).endswith(".parquet"):
         table = import_extra("pyarrow.parquet").ParquetFile(stream, pre_buffer=False)
-        yield from table.iter_batches(BATCH_ROWS, columns=columns, use_threads=False)
+        yield from table.iter_batches(_BATCH_ROWS, columns=columns, use_threads=False)
         return
     ipc = import_extra("pyarrow.ipc")
     is_file = stream.read(6) == b"ARROW1"
@@ -312,10 +244,7 @@ def _validate_column(file: File, column: str, names: Sequence[str]) -> None:
 
 
 def _unpack(file: File, batch: Any, column: str, is_mask: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Return the length of each list of a column, and all values: int64. Raises `DataError` for another type.
-
-    The values of a mask may also be booleans, or floats without a fraction.
-    """
+    """Return the length of each list of a column, and all values as int64; those of a mask may be bools or floats."""
     arrow, compute = import_extra("pyarrow"), import_extra("pyarrow.compute")
     _validate_column(file, column, batch.schema.names)
     lists = batch.column(column)
@@ -343,7 +272,7 @@ def _unpack(file: File, batch: Any, column: str, is_mask: bool = False) -> tuple
     return lengths, found
 
 
-def _convert(file: File, columns: TableColumns, size: TableSize, reader: Reader) -> Iterator[bytes]:
+def _convert(file: File, columns: TableColumns, size: _TableSize, reader: Reader) -> Iterator[bytes]:
     """Yield the content of the converted file."""
     lengths, marks = [np.zeros(1, np.int64)], []
     num_tokens = num_rows = 0
@@ -357,17 +286,17 @@ def _convert(file: File, columns: TableColumns, size: TableSize, reader: Reader)
         # A bit for each id, until the ids are written.
         marks.append((len(ids), np.packbits(batch_marks)))
         num_tokens, num_rows = num_tokens + len(ids), num_rows + len(row_lengths)
-        yield ids.astype(ID_DTYPE).tobytes()
+        yield ids.astype(_ID_DTYPE).tobytes()
     if num_rows != size.num_rows or num_tokens > size.num_values:
         raise DataError(f"{file}: holds {num_rows:,} rows, its own counts say {size.num_rows:,}: it is damaged")
     (_, num_id_bytes), (_, num_mark_bytes), _ = size.list_parts(columns.mask is not None)
-    yield from _make_zeros(num_id_bytes - num_tokens * ID_DTYPE.itemsize)
+    yield from _make_zeros(num_id_bytes - num_tokens * _ID_DTYPE.itemsize)
     if columns.mask is not None:
         for count, packed in marks:
             yield np.unpackbits(packed, count=count).astype(COMPLETION_DTYPE).tobytes()
         yield from _make_zeros(num_mark_bytes - num_tokens)
     reader.check([file])  # a file that was replaced meanwhile may have been read in parts of both
-    yield np.cumsum(np.concatenate(lengths)).astype(BOUNDS_DTYPE).tobytes()
+    yield np.cumsum(np.concatenate(lengths)).astype(_BOUNDS_DTYPE).tobytes()
 
 
 def _make_zeros(num_bytes: int) -> Iterator[bytes]:
@@ -396,12 +325,12 @@ def _read_rows(
             )
         return values
 
-    validate((ids >= 0) & (ids <= np.iinfo(ID_DTYPE).max), "{} is no token id")
+    validate((ids >= 0) & (ids <= np.iinfo(_ID_DTYPE).max), "{} is no token id")
     marks = np.ones(len(ids), bool)
     if columns.mask is not None:
         values = read_beside(columns.mask)
         if columns.mask == "labels":
-            marks = values != NO_TARGET
+            marks = values != _NO_TARGET
             validate(
                 ~marks | (values == ids),
                 "its label is another id than {}; labels must be the ids themselves, not shifted, or -100",

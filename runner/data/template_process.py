@@ -41,7 +41,6 @@ class _Generation(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012 - as the library declares it
 
     def parse(self, parser: Any) -> Any:
-        """Wrap the output of the block in marks."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         self.environment.has_generation = True  # type: ignore[attr-defined]
@@ -78,13 +77,6 @@ def _compile(source: str) -> tuple[jinja2.Template, bool]:
     sandbox.filters["tojson"] = _to_json
     sandbox.globals["raise_exception"] = _raise_exception
     return sandbox.from_string(source), sandbox.has_generation
-
-
-def _limit_resources(memory_bytes: int) -> None:
-    """Limit the memory of this process and forbid it to open files, from now on."""
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 @contextlib.contextmanager
@@ -184,7 +176,9 @@ def main() -> None:
         return {"has_generation": compiled[0][1]}
 
     # Everything is imported by now; from here on no file can be opened, not even by a bug of the sandbox.
-    _limit_resources(first["memory_bytes"])
+    resource.setrlimit(resource.RLIMIT_AS, (first["memory_bytes"], first["memory_bytes"]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     print(json.dumps(_respond(compile_template, seconds)), flush=True)
     for line in sys.stdin if compiled else ():
         act = functools.partial(_render_dialogue, *compiled[0], names, json.loads(line))

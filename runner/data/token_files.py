@@ -2,19 +2,19 @@
 
 - `TokenFile`: one file or object of ids. `DocumentFile` also has document boundaries; a `RecordFile` has other bytes
   between the documents.
-- `TokenSequence`: several files or arrays, read as if they were concatenated.
+- `TokenSequence`: several files or arrays, read as if they were concatenated. A `CompletionMask` is such a sequence.
 - `TokenFiles`, `DocumentFiles`: a sequence of files as a `Source`.
 
-`open_token_files` opens `.bin` and `.npy` files, whose kinds `token_headers` lists. The modules `megatron`, `mds` and
-`array_record` open files of other tools and return `DocumentFiles`.
+`.bin` and `.npy` files, whose kinds `token_headers` lists, are opened by `open_token_files`. Files of other tools are
+opened by a `TokenReader`, see `megatron`, `mds`, `array_record` and `tables`.
 """
 
 import bisect
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple, Self
 
@@ -25,30 +25,30 @@ from runner.data.readers import (
     Reader,
     cache_key,
     fill_from_file,
+    load_record,
     make_changed_error,
-    read_record,
     run_in_parallel,
-    warn_unwritable,
-    write_record,
 )
 from runner.data.remote import CacheSettings, open_reader
 from runner.data.source import Source, find_invalid_id
 from runner.data.source_files import BucketFile, BucketFiles, File, SourceFile, SourceFiles
 from runner.data.token_headers import HEAD_BYTES, parse_head
 from runner.errors import DataError
+from runner.storage import LocalStore
 
+LOSS_WEIGHT = "loss_weight"
 ID_DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 SCAN_CHUNK_TOKENS = 1 << 22
 SCANNED_TOKENS_MAX = 1 << 28  # takes a second or two to scan; more are scanned only if the spec names no vocabulary
-PROBE_BLOCKS = 1024
-PROBE_BLOCK_BYTES = 4096
+_PROBE_BLOCKS = 1024
+_PROBE_BLOCK_BYTES = 4096
 # If ids below a million are read as ids of half the width, every other one is an upper half and below 16.
-HALVES_BELOW = 16
+_HALVES_BELOW = 16
 VOCABULARY_MAX = 1 << 22  # no published vocabulary is as large; two ids read as one are larger
-HALVES_BLOCKS = 16
-HALVES_BLOCK_TOKENS = 2048
-HALVES_PAIRS_MIN = 64
-HALVES_OBJECTS = 16  # number of objects that are sampled if a bucket holds more
+_HALVES_BLOCKS = 16
+_HALVES_BLOCK_TOKENS = 2048
+_HALVES_PAIRS_MIN = 64
+_HALVES_OBJECTS = 16  # number of objects that are sampled if a bucket holds more
 
 
 def parse_dtype(name: str) -> np.dtype:
@@ -60,12 +60,7 @@ def parse_dtype(name: str) -> np.dtype:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """File or object of ids, which follow each other from the byte `offset_bytes` on. Read through `reader`.
-
-    Attributes:
-        is_contiguous: True if there are no other bytes between the first and the last id.
-        has_byte_ranges: True if a range of ids can be read as a range of bytes.
-    """
+    """File or object of ids, which follow each other from the byte `offset_bytes` on. Read through `reader`."""
 
     file: File
     dtype: np.dtype
@@ -73,8 +68,8 @@ class TokenFile:
     offset_bytes: int
     reader: Reader
 
-    is_contiguous: ClassVar[bool] = True
-    has_byte_ranges: ClassVar[bool] = True
+    is_contiguous: ClassVar[bool] = True  # True if there are no other bytes between the first and the last id
+    has_byte_ranges: ClassVar[bool] = True  # True if a range of ids can be read as a range of bytes
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -123,14 +118,13 @@ class TokenFile:
 
 @dataclass(frozen=True, eq=False)
 class DocumentFile(TokenFile):
-    """File of ids with document boundaries.
+    """File of ids with document boundaries."""
 
-    Attributes:
-        bounds: ascending integers from 0 to `num_tokens`; document i holds the tokens `bounds[i] .. bounds[i + 1]`.
-            Two neighbours are equal where a document is empty.
-    """
-
+    # Ascending integers from 0 to `num_tokens`; document i holds the tokens `bounds[i] .. bounds[i + 1]`. Two
+    # neighbours are equal where a document is empty.
     bounds: np.ndarray
+    # A byte for each id, 1 if it counts in the loss; None if all count.
+    marks: TokenFile | None = field(default=None, kw_only=True)
 
     def find_documents(self, start: int, stop: int) -> tuple[int, int]:
         """Return the first document that has one of the tokens `start .. stop`, and the one after the last."""
@@ -151,10 +145,13 @@ class RecordFile(DocumentFile):
         return -(-self.file.size_bytes // self.num_tokens) if isinstance(self.file, BucketFile) else 0
 
 
-TokenPart = TokenFile | np.ndarray
+# Opens files of another tool: called with the files, their `Reader`, and the keys of `data.options` as keywords. Raises
+# `DataError`, with one line that names the file, if one is damaged or the options do not fit.
+TokenReader = Callable[..., Sequence[DocumentFile]]
+_TokenPart = TokenFile | np.ndarray
 
 
-class IdSlice(NamedTuple):
+class _IdSlice(NamedTuple):
     """Ids of a part from `offset` on, and the array to read them into."""
 
     part: int
@@ -173,18 +170,13 @@ class IdRange:
 
 
 class TokenSequence:
-    """Parts read as if they were concatenated. A range may cross parts, and nothing is copied before it is read.
+    """Parts read as if they were concatenated, without a copy. All files among them have the same reader."""
 
-    All files among the parts have the same reader.
-
-    Attributes:
-        id_limit: number that every id must be below, checked by `read`, `read_many` and `read_ranges` together with
-            the sign; None if the ids are known to be valid.
-    """
-
+    # Number that every id must be below, checked by `read`, `read_many` and `read_ranges` together with the sign; None
+    # if the ids are known to be valid.
     id_limit: int | None = None
 
-    def __init__(self, parts: Sequence[TokenPart]) -> None:
+    def __init__(self, parts: Sequence[_TokenPart]) -> None:
         self.parts = [part for part in parts if len(part)]
         self._ends = list(itertools.accumulate(map(len, self.parts)))
         self._bounds = np.array([0, *self._ends])
@@ -218,16 +210,13 @@ class TokenSequence:
         return found
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """Return the ids of several ranges; from a bucket all of them are requested at the same time.
-
-        Raises DataError naming the place of an invalid id.
-        """
+        """Return the ids of several ranges, from a bucket all at the same time. Raises DataError for an invalid id."""
         assert all(start >= 0 and stop <= len(self) for start, stop in ranges)
         if len(self.parts) == 1 and isinstance(self.parts[0], np.ndarray):
             found = [self.parts[0][start:stop] for start, stop in ranges]
         else:
             found = [np.empty(stop - start, self._dtype) for start, stop in ranges]
-            pieces: list[IdSlice] = []
+            pieces: list[_IdSlice] = []
             for (start, _), out in zip(ranges, found, strict=True):
                 part = bisect.bisect_right(self._ends, start)
                 pieces += self._split(part, start - int(self._bounds[part]), out)
@@ -249,21 +238,21 @@ class TokenSequence:
         out = np.empty((len(starts), length), self._dtype)
         parts = np.searchsorted(self._bounds, starts, side="right") - 1
         is_within_part = starts + length <= self._bounds[parts + 1]
-        pieces: list[IdSlice] = []
+        pieces: list[_IdSlice] = []
         offsets = (starts - self._bounds[parts]).tolist()
         for part, offset, is_whole, target in zip(parts.tolist(), offsets, is_within_part.tolist(), out, strict=True):
-            pieces += [IdSlice(part, offset, target)] if is_whole else self._split(part, offset, target)
+            pieces += [_IdSlice(part, offset, target)] if is_whole else self._split(part, offset, target)
         self._fill(pieces)
         return out
 
-    def _split(self, part: int, offset: int, out: np.ndarray) -> Iterator[IdSlice]:
+    def _split(self, part: int, offset: int, out: np.ndarray) -> Iterator[_IdSlice]:
         """Split a range that may cross the ends of parts."""
         while len(out):
             size = min(len(out), len(self.parts[part]) - offset)
-            yield IdSlice(part, offset, out[:size])
+            yield _IdSlice(part, offset, out[:size])
             out, part, offset = out[size:], part + 1, 0
 
-    def _fill(self, pieces: Sequence[IdSlice]) -> None:
+    def _fill(self, pieces: Sequence[_IdSlice]) -> None:
         """Read every piece into its array.
 
         Contiguous ids on a disk go straight to their place. The bytes of all other pieces are requested in one call, so
@@ -322,7 +311,6 @@ class TokenSequence:
         return ends[np.diff(ends, prepend=start) > 0]  # without the repeated ends of empty documents
 
     def _make_id_error(self, token: int, position: int, limit: int) -> DataError:
-        """Return the error for an id that is negative, or not below `limit`."""
         place = self.describe_position(position)
         if token < 0:
             return DataError(f"token id {token} at {place} is negative")
@@ -365,10 +353,7 @@ class TokenSequence:
         self._files = [part for part in self.parts if isinstance(part, TokenFile)]
 
     def find_changed(self, replaced: Mapping[int, TokenFile]) -> File | None:
-        """Return a file whose content has changed, None if none has. `replaced` has possibly replaced files by part.
-
-        Compares the sample of `probe`, if one was taken.
-        """
+        """Return a file whose content has changed by `probe`, if that was taken; `replaced` has candidates by part."""
         if self._start_probe is None:
             return None
         present = TokenSequence([replaced.get(index, part) for index, part in enumerate(self.parts)])
@@ -390,8 +375,8 @@ class TokenSequence:
         digest = hashlib.sha256()
         for part in self.parts:
             digest.update(f"{part.dtype.newbyteorder('<').str} {len(part)}\n".encode())
-        block_tokens = min(PROBE_BLOCK_BYTES // max(part.dtype.itemsize for part in self.parts), len(self))
-        num_blocks = min(PROBE_BLOCKS, -(-len(self) // block_tokens))
+        block_tokens = min(_PROBE_BLOCK_BYTES // max(part.dtype.itemsize for part in self.parts), len(self))
+        num_blocks = min(_PROBE_BLOCKS, -(-len(self) // block_tokens))
         starts = [(len(self) - block_tokens) * i // max(num_blocks - 1, 1) for i in range(num_blocks)]
         # The digest is computed before the ids are checked, because it must not depend on a vocabulary.
         digest.update(self._gather(np.array(starts, np.int64), block_tokens).astype("<i8").data)
@@ -400,7 +385,7 @@ class TokenSequence:
     def scan(self) -> IdRange:
         """Read every id once, several chunks at a time, and return the smallest and the largest."""
 
-        def scan_chunk(part: TokenPart, begin: int, offset: int) -> IdRange:
+        def scan_chunk(part: _TokenPart, begin: int, offset: int) -> IdRange:
             chunk = part[offset : offset + SCAN_CHUNK_TOKENS]
             low, high = int(chunk.argmin()), int(chunk.argmax())
             return IdRange(int(chunk[low]), begin + offset + low, int(chunk[high]), begin + offset + high)
@@ -417,7 +402,66 @@ class TokenSequence:
         return IdRange(low.smallest, low.smallest_position, high.largest, high.largest_position)
 
 
-class TokenFiles(TokenSequence, Source):
+def has_digest(file: File, digest: str | None) -> bool:
+    """Return True if a file on a disk has this CRC-32C, or if none is known."""
+    assert isinstance(file, SourceFile), "objects of a bucket have versions"
+    return digest is None or LocalStore(file.path.parent).compute_digest(file.path.name) == digest
+
+
+class CompletionMask(TokenSequence):
+    """Marks beside the ids of a source: 1 for a token that counts in the loss as a target, else 0. Thread-safe."""
+
+    def __init__(self, parts: Sequence[TokenFile], digests: Sequence[str | None] = ()) -> None:
+        """Make the mask of these files; `digests` are their CRC-32C on a disk, where known."""
+        super().__init__(parts)
+        pairs = zip(parts, digests or [None] * len(parts), strict=True)
+        self._digests = [digest for part, digest in pairs if len(part)]
+
+    def read_weights(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return the loss weights of several ranges of tokens, float32. Raises DataError for a mark but 0 and 1."""
+        found = self.read_ranges(ranges)
+        for (start, _), marks in zip(ranges, found, strict=True):
+            if len(marks) and marks.max() > 1:
+                index = int((marks > 1).argmax())
+                raise DataError(
+                    f"{self.describe_position(start + index)} is {marks[index]}, needs 1 (completion) or 0: "
+                    "the file is not the one that the corpus was written with"
+                )
+        return [marks.astype(np.float32) for marks in found]
+
+    def find_changed(self, replaced: Mapping[int, TokenFile]) -> File | None:
+        """Compare the files whole with their digests."""
+        return next((part.file for i, part in replaced.items() if not has_digest(part.file, self._digests[i])), None)
+
+
+class WeightedTokens(TokenSequence, Source):
+    """Base of files of ids as a source. With a completion mask each token has a loss weight."""
+
+    def __init__(self, parts: Sequence[TokenFile], completion_mask: CompletionMask | None = None) -> None:
+        super().__init__(parts)
+        self._completion_mask = completion_mask
+        if completion_mask is not None:
+            self.fields = {LOSS_WEIGHT: np.float32}
+            self.bytes_fetched_per_token += completion_mask.bytes_fetched_per_token
+
+    def read_field_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return the loss weights of several ranges; from a bucket all are requested at the same time."""
+        assert name == LOSS_WEIGHT
+        assert self._completion_mask is not None
+        return self._completion_mask.read_weights(ranges)
+
+    def read_field(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Return the loss weights of one range."""
+        return self.read_field_ranges(name, [(start, stop)])[0]
+
+    def check(self) -> None:
+        """Check the files of the ids and of the completion mask."""
+        super().check()
+        if self._completion_mask is not None:
+            self._completion_mask.check()
+
+
+class TokenFiles(WeightedTokens):
     """Files of ids as a source. The range of the ids is found by reading all of them once.
 
     For many ids, and for ids in a bucket, that would take too long. The vocabulary in the spec is then trusted, and
@@ -425,10 +469,12 @@ class TokenFiles(TokenSequence, Source):
     """
 
     def __init__(
-        self, parts: Sequence[TokenFile], cache_directory: Path, trusted_vocabulary_size: int | None = None
+        self,
+        parts: Sequence[TokenFile],
+        trusted_vocabulary_size: int | None = None,
+        completion_mask: CompletionMask | None = None,
     ) -> None:
-        super().__init__(parts)
-        self._cache_directory = cache_directory
+        super().__init__(parts, completion_mask)
         self._is_in_bucket = any(part.reader.is_remote for part in self._files)
         self._given_range: IdRange | None = None
         # A scan is cheap for few ids on a disk, and finds an invalid id before the first step.
@@ -456,7 +502,7 @@ class TokenFiles(TokenSequence, Source):
                 f"{len(self):,} ids in a bucket are not read to find the largest; name the vocabulary's size in the "
                 "spec (config.model.vocabulary_size)"
             )
-        found = scan_cached(self, self._cache_directory)
+        found = scan_cached(self, self._files[0].reader.directory)
         if found.smallest < 0:
             raise self._make_id_error(found.smallest, found.smallest_position, 0)
         return found
@@ -481,10 +527,9 @@ class DocumentFiles(TokenFiles):
 
     has_documents = True
 
-    def __init__(
-        self, parts: Sequence[DocumentFile], cache_directory: Path, trusted_vocabulary_size: int | None = None
-    ) -> None:
-        super().__init__(parts, cache_directory, trusted_vocabulary_size)
+    def __init__(self, parts: Sequence[DocumentFile], trusted_vocabulary_size: int | None = None) -> None:
+        marks = [part.marks for part in parts if part.marks is not None]
+        super().__init__(parts, trusted_vocabulary_size, CompletionMask(marks) if marks else None)
         self._document_files = [part for part in parts if len(part)]
 
     def read_part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
@@ -493,34 +538,30 @@ class DocumentFiles(TokenFiles):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Digest of sizes, dtypes, a sample of the ids, and the end of each document."""
+        """Digest of sizes, dtypes, samples of the ids and of the marks, and the end of each document."""
         digest = hashlib.sha256(super().fingerprint.encode())
         for file in self._document_files:
             # Empty documents are left out, because they do not affect examples.
             ends = file.bounds[1:][np.diff(file.bounds) > 0].astype("<i8")
             digest.update(f"{len(ends)}\n".encode())
             digest.update(ends.data)
-        return digest.hexdigest()
+        if self._completion_mask is None:
+            return digest.hexdigest()
+        return hashlib.sha256(f"{digest.hexdigest()} {self._completion_mask.probe()}".encode()).hexdigest()
 
 
 def open_token_files(
     source: SourceFiles | BucketFiles,
-    cache_directory: Path,
+    cache: CacheSettings,
     dtype: Literal["uint16", "uint32"] | None = None,
     trusted_vocabulary_size: int | None = None,
-    cache: CacheSettings | None = None,
 ) -> TokenFiles:
-    """Open `.bin` and `.npy` files. Raises DataError on any other content.
+    """Open `.bin` and `.npy` files, in order. Raises DataError on any other content.
 
-    Args:
-        source: files to open, in order.
-        cache_directory: directory of derived records.
-        dtype: type of the little-endian ids in files without a header. Without it those in `.bin` files are uint16, and
-            refused if they look like halves of wider ids.
-        trusted_vocabulary_size: vocabulary that the spec names, if it does.
-        cache: cache of ranges of objects.
+    `dtype` is the type of the little-endian ids in files without a header. Without it those in `.bin` files are uint16,
+    and refused if they look like halves of wider ids.
     """
-    reader = open_reader(source, cache or CacheSettings(cache_directory, 0, 1))
+    reader = open_reader(source, cache)
     sources: Sequence[File] = source.files
     heads = reader.read([ByteRange(file, 0, min(file.size_bytes, HEAD_BYTES)) for file in sources])
     layouts = [parse_head(file, head, dtype) for file, head in zip(sources, heads, strict=True)]
@@ -533,9 +574,9 @@ def open_token_files(
     raw = [file for file, layout in zip(files, layouts, strict=True) if layout.is_raw]
     if dtype is not None and all(str(file).endswith(".npy") for file in sources) and not raw:
         raise DataError(f"data.dtype={dtype}: nothing reads it, .npy files say their own; leave it out")
-    for sampled in raw[:: max(1, -(-len(raw) // HALVES_OBJECTS))] if reader.is_remote else raw:
+    for sampled in raw[:: max(1, -(-len(raw) // _HALVES_OBJECTS))] if reader.is_remote else raw:
         _validate_width(sampled, dtype, trusted_vocabulary_size)
-    return TokenFiles(files, cache_directory, trusted_vocabulary_size)
+    return TokenFiles(files, trusted_vocabulary_size)
 
 
 def _validate_width(file: TokenFile, dtype: str | None, vocabulary_size: int | None) -> None:
@@ -544,14 +585,14 @@ def _validate_width(file: TokenFile, dtype: str | None, vocabulary_size: int | N
     Such ids are alternately lower and upper halves, or each is two ids in one. The `dtype` or the vocabulary in the
     spec overrides the check.
     """
-    if len(file) < 2 * HALVES_PAIRS_MIN:
+    if len(file) < 2 * _HALVES_PAIRS_MIN:
         return
-    block = min(len(file), HALVES_BLOCK_TOKENS) // 2 * 2
+    block = min(len(file), _HALVES_BLOCK_TOKENS) // 2 * 2
     # The blocks begin at even positions, so that low and high halves stay apart.
-    starts = {(len(file) - block) * i // (HALVES_BLOCKS - 1) // 2 * 2 for i in range(HALVES_BLOCKS)}
+    starts = {(len(file) - block) * i // (_HALVES_BLOCKS - 1) // 2 * 2 for i in range(_HALVES_BLOCKS)}
     pairs = TokenSequence([file]).read_many(sorted(starts), block).reshape(-1, 2)
     low, high = map(int, pairs.max(axis=0))
-    if dtype is None and (high < HALVES_BELOW <= low or high == 0 < low):
+    if dtype is None and (high < _HALVES_BELOW <= low or high == 0 < low):
         raise DataError(
             f"{file.file}: looks like uint32 ids read as uint16 (every other one is tiny); say which: data.dtype: "
             "uint32, or uint16"
@@ -572,12 +613,4 @@ def scan_cached(tokens: TokenSequence, cache_directory: Path) -> IdRange:
     # The encoding is part of the key: a file read with another id type has another range.
     files = [part for part in tokens.parts if not isinstance(part, np.ndarray)]
     key = cache_key("-".join(["ids", *sorted({part.encoding for part in files})]), [part.file for part in files])
-    record = read_record(cache_directory, key)
-    if record is not None:
-        return IdRange(**record)
-    id_range = tokens.scan()
-    try:
-        write_record(cache_directory, key, asdict(id_range))
-    except OSError as error:
-        warn_unwritable(cache_directory, error)
-    return id_range
+    return IdRange(**load_record(cache_directory, key, lambda: asdict(tokens.scan())))

@@ -22,8 +22,8 @@ from runner.data.source_files import File
 from runner.errors import DataError
 
 HEAD_BYTES = 1 << 12  # bytes of each file that are read for its recognition; no header of NumPy is longer
-NPY_MAGIC = b"\x93NUMPY"
-TEXT_BYTES_MIN = 64  # fewer bytes may look like text by chance
+_NPY_MAGIC = b"\x93NUMPY"
+_TEXT_BYTES_MIN = 64  # fewer bytes may look like text by chance
 
 _HEADER = np.dtype("<i4"), 256
 _HEADER_BYTES = _HEADER[0].itemsize * _HEADER[1]
@@ -73,35 +73,23 @@ _CONTROL_CHARACTERS = re.compile(rb"[^\t\n\x0b\x0c\r\x1b\x20-\x7e\x80-\xff]")
 
 
 class TokenLayout(NamedTuple):
-    """Place of the ids in a file.
-
-    Attributes:
-        dtype: type of the ids.
-        num_tokens: number of ids.
-        offset_bytes: first byte of the ids.
-        is_raw: True if the file does not say the type of its ids.
-    """
+    """Place of the ids in a file."""
 
     dtype: np.dtype
     num_tokens: int
-    offset_bytes: int
-    is_raw: bool
+    offset_bytes: int  # first byte of the ids
+    is_raw: bool  # True if the file does not say the type of its ids
 
 
 def parse_head(file: File, head: bytes, dtype: str | None) -> TokenLayout:
-    """Return the layout of the ids in a `.bin` or `.npy` file.
+    """Return the layout of the ids in a `.bin` or `.npy` file, of which `head` are the first `HEAD_BYTES`.
 
-    Args:
-        file: the file.
-        head: its first `HEAD_BYTES`.
-        dtype: type that the spec gives to ids without a header; None for uint16 in `.bin` files.
-
-    Raises:
-        DataError: the file holds something else, is cut, or contradicts `dtype`.
+    `dtype` is the type that the spec gives to ids without a header; None for uint16 in `.bin` files. Raises DataError
+    if the file holds something else, is cut, or contradicts `dtype`.
     """
     _refuse_foreign(file, head)
     is_npy = str(file).endswith(".npy")
-    if head.startswith(NPY_MAGIC):
+    if head.startswith(_NPY_MAGIC):
         if not is_npy:
             raise DataError(f"{file}: is an array of NumPy, with a header; name it .npy")
         return _parse_npy(file, head)
@@ -144,7 +132,7 @@ def _refuse_foreign(file: File, head: bytes) -> None:
             raise DataError(
                 f"{file}: is a chunk of litdata or a shard of MDS, not token ids; name an MDS data set by its directory"
             )
-    if len(head) >= TEXT_BYTES_MIN and _is_text(head):
+    if len(head) >= _TEXT_BYTES_MIN and _is_text(head):
         raise DataError(f"{file}: is text, not token ids; name it .txt")
 
 
@@ -160,7 +148,6 @@ def _is_text(head: bytes) -> bool:
 
 
 def _parse_npy(file: File, head: bytes) -> TokenLayout:
-    """Return the layout of the ids in a `.npy` file with a header. Raises DataError."""
     stream = io.BytesIO(head)
     try:
         version = np.lib.format.read_magic(stream)

@@ -26,16 +26,11 @@ from runner.storage import JsonObject, Store
 
 
 class Tokenizer(Protocol):
-    """Mapping between text and token ids.
-
-    Attributes:
-        characters: sorted vocabulary of a character tokenizer; None for any other.
-        dtype: type of the ids.
-    """
+    """Mapping between text and token ids."""
 
     name: str
     vocabulary_size: int
-    characters: str | None
+    characters: str | None  # sorted vocabulary of a character tokenizer; None for any other
     dtype: np.dtype
 
     def encode(self, text: str) -> np.ndarray:
@@ -97,7 +92,7 @@ class CharacterTokenizer:
 
     def encode_file(self, raw: bytes) -> np.ndarray:
         """Return the ids of a file's text."""
-        return self.encode(decode_file(raw))
+        return self.encode(_decode_file(raw))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of the ids."""
@@ -109,13 +104,13 @@ def collect_characters(files: Iterable[bytes]) -> tuple[str, int]:
     characters: set[str] = set()
     num_characters = 0
     for raw in files:
-        text = decode_file(raw)
+        text = _decode_file(raw)
         characters.update(text)
         num_characters += len(text)
     return "".join(sorted(characters)), num_characters
 
 
-def decode_file(raw: bytes) -> str:
+def _decode_file(raw: bytes) -> str:
     """Return the text of a file; bytes that are not UTF-8 become replacement characters."""
     return raw.decode(errors="replace")
 
@@ -129,10 +124,7 @@ TOKENIZER_FILES = {"hf": "tokenizer.json", "sentencepiece": "tokenizer.model", "
 
 
 class BatchTokenizer(ABC):
-    """`Tokenizer` that takes many documents at once, on all cores.
-
-    Thread-safe. Documents are UTF-8; other bytes become replacement characters.
-    """
+    """`Tokenizer` that takes many documents at once, on all cores. Thread-safe. Replaces bytes that are not UTF-8."""
 
     name: str
     vocabulary_size: int
@@ -146,20 +138,13 @@ class BatchTokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Return the ids of each document, of `dtype`, without added tokens at either end.
-
-        Raises:
-            EncodeError: a document has no ids, or the library fails on it.
-        """
+        """Return the ids of each document, of `dtype`, without added tokens at either end. Raises EncodeError."""
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return the ids of each text and the span of characters of each id, of shape (number of ids, 2).
 
-        If a character has several ids, each of them has the span of the whole character.
-
-        Raises:
-            DataError: this kind of tokenizer does not provide spans.
-            EncodeError: the library fails on a text.
+        If a character has several ids, each of them has the span of the whole character. Raises DataError if this kind
+        of tokenizer provides no spans, EncodeError if the library fails on a text.
         """
         raise DataError(
             f"a tokenizer of kind {self.name} does not tell which characters a token is of; use hf or bytes"
@@ -235,13 +220,11 @@ class _TextTokenizer(BatchTokenizer):
         """Return the text of ids."""
 
     def encode_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Return the ids of each document."""
         texts = [document.decode(errors="replace") for document in documents]
         with _convert_encode_errors():
             return [np.array(ids, self.dtype) for ids in self._encode(texts)]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of ids."""
         return self._decode([int(i) for i in ids])
 
 
@@ -361,11 +344,7 @@ KINDS_WITH_SPANS = (ByteBatchTokenizer.name, HuggingFaceTokenizer.name)  # kinds
 
 
 def make_tokenizer(record: JsonObject, content: bytes | None) -> BatchTokenizer:
-    """Make the tokenizer of a record from the content of its file, which is None for bytes.
-
-    Raises:
-        DataError: the kind is unknown, or the file is damaged.
-    """
+    """Make the tokenizer of a record from the content of its file, which is None for bytes. Raises DataError."""
     kind = record["kind"]
     if kind not in _KINDS:
         raise DataError(f"a tokenizer of kind {kind!r} is not known; choose from {', '.join(_KINDS)}")

@@ -51,12 +51,8 @@ class Liveness:
     ):
         """Create the detector.
 
-        Args:
-            store: the key-value store of the job.
-            process_id: index of this process.
-            num_processes: number of processes of the job.
-            peer_sockets: connections by process, each of which closes when that process ends. Process 0 has one to
-                every other process, the others have one to process 0.
+        Each of the connections, by process, closes when that process ends. Process 0 has one to every other process,
+        the others have one to process 0.
         """
         self._store, self._peer_sockets = store, peer_sockets
         self._process_id, self._num_processes = process_id, num_processes
@@ -79,11 +75,7 @@ class Liveness:
         return str(min(found, key=lambda address: address.is_loopback, default="127.0.0.1"))
 
     def find_crashed(self) -> list[int]:
-        """Return the processes that have disconnected without announcing it. Does not wait for them. Any thread.
-
-        Raises:
-            PeerLostError: the coordinator cannot be reached.
-        """
+        """Return the processes that have disconnected without announcing it. Waits for none of them. Any thread."""
         departures = key_value.DEPARTURES
         return [
             process
@@ -92,11 +84,7 @@ class Liveness:
         ]
 
     def read_departures(self) -> dict[int, int]:
-        """Return the exit code of each process that has announced its exit. Does not wait for them. Any thread.
-
-        Raises:
-            PeerLostError: the coordinator cannot be reached.
-        """
+        """Return the exit code of each process that has announced its exit. Waits for none of them. Any thread."""
         return self._store.list_values(key_value.DEPARTURES)
 
     def leave(self, code: int) -> None:
@@ -163,12 +151,7 @@ def install_abort_handler() -> None:
 class Hosts:
     """This process and its peers: broadcasts, gathers and barriers. One per process, made by `rendezvous.join_job`.
 
-    Attributes:
-        process_id: this process; 0 decides and writes.
-        num_processes: processes of the job.
-        store: the key-value store, for the threads that watch the job only.
-        liveness: detection of lost peers.
-        num_missing: further processes that an elastic job would have, and that did not join in time.
+    `store` is for the threads that watch the job only. `num_missing` processes of an elastic job did not join in time.
     """
 
     def __init__(
@@ -203,10 +186,8 @@ class Hosts:
         """Broadcast `value` (JSON) of process 0 to every process; the values of the others are ignored.
 
         Called on every process, by the training thread. Blocks the others until process 0 calls it. Blocks process 0
-        only in every `MAX_DECISIONS`-th call in a row, until all processes call it.
-
-        Raises:
-            PeerLostError: the deadline passed.
+        only in every `MAX_DECISIONS`-th call in a row, until all processes call it. Raises PeerLostError at the
+        deadline.
         """
         if self.num_processes == 1:
             return value
@@ -223,10 +204,8 @@ class Hosts:
     def gather(self, value: Any, deadline_seconds: float | None = None) -> list[Any]:
         """Return `value` (JSON) of every process, in order of process.
 
-        Called on every process, by the training thread. Blocks until all processes call it.
-
-        Raises:
-            PeerLostError: the deadline passed; the message names the missing processes.
+        Called on every process, by the training thread. Blocks until all processes call it. Raises PeerLostError that
+        names the missing processes at the deadline.
         """
         if self.num_processes == 1:
             return [value]
@@ -243,11 +222,7 @@ class Hosts:
         return values
 
     def barrier(self) -> None:
-        """Block until every process calls this. Called on every process, by the training thread.
-
-        Raises:
-            PeerLostError: the deadline passed; the message names the missing processes.
-        """
+        """Block until every process calls this. Called on every process, by the training thread. Raises as `gather`."""
         if self.num_processes > 1:
             folder = self._meet(None, self._deadline_seconds)
             if self.is_main:
@@ -300,15 +275,8 @@ class Hosts:
         """Gather `value` (JSON) of every process on process 0; return all of them there, and `[value]` on the others.
 
         For background threads, whose calls are not ordered among the processes. Called on every process; blocks only
-        process 0.
-
-        Args:
-            folder: a folder of `key_value`, the same on every process and never used again.
-            value: the value of this process.
-            deadline_seconds: time for the others to write their values.
-
-        Raises:
-            PeerLostError: on process 0, the deadline passed; the message names the missing process.
+        process 0, which raises PeerLostError that names the missing process at the deadline. The `folder` of
+        `key_value` is the same on every process and never used again.
         """
         if not self.is_main:
             self.store.set(process_key(folder, self.process_id), value)
@@ -340,10 +308,8 @@ class Hosts:
     def agree_on_tick(self, tick: int) -> int:
         """Return the highest of the ticks of all processes.
 
-        Called once on every process. Blocks until all processes have called it.
-
-        Raises:
-            PeerLostError: the deadline passed; the message names the missing process.
+        Called once on every process. Blocks until all processes have called it. Raises PeerLostError that names the
+        missing process at the deadline.
         """
         store, deadline_seconds = self.store, self._deadline_seconds
         if self.is_main:

@@ -22,16 +22,10 @@ if TYPE_CHECKING:  # a command line starts its clock before it knows whether it 
 
 
 class TimeCategory(enum.Enum):
-    """Use of a second of wall time, in the order of an attempt's life.
+    """Use of a second of wall time, in the order of an attempt's life. The value is its name in files."""
 
-    Attributes:
-        value: the name in files.
-        meaning: one sentence for the documentation.
-        index: position in `COUNTED_CATEGORIES`, or -1 if the category is not counted by a clock.
-    """
-
-    meaning: str
-    index: int
+    meaning: str  # one sentence for the documentation
+    index: int  # position in `COUNTED_CATEGORIES`, or -1 if the category is not counted by a clock
 
     def __new__(cls, key: str, meaning: str) -> "TimeCategory":
         """Create a member whose value is `key` alone."""
@@ -62,29 +56,22 @@ for _index, _category in enumerate(COUNTED_CATEGORIES):
     _category.index = _index
 
 
-CLOCK_JUMP_SECONDS = 5.0  # smaller differences from the wall clock are those of a clock that is slewed
+_CLOCK_JUMP_SECONDS = 5.0  # smaller differences from the wall clock are those of a clock that is slewed
 
 
 class ClockReading(NamedTuple):
-    """State of a clock at one moment.
+    """State of a clock at one moment."""
 
-    Attributes:
-        time: Unix seconds of the reading: the wall clock at process start plus the elapsed monotonic time, and the time
-            for which the machine was suspended.
-        step: the last completed step.
-        since: start of the current phase, or completion of the last step; measured like `time`.
-        category: the category that is being counted.
-        seconds: seconds by category, as in `COUNTED_CATEGORIES`; they sum to the age of the process at `time`, less
-            the time for which the machine was suspended.
-        code: the exit code of the job, or None while it is running.
-    """
-
+    # Unix seconds of the reading: the wall clock at process start plus the elapsed monotonic time, and the time for
+    # which the machine was suspended.
     time: float
     step: int
-    since: float
+    since: float  # start of the current phase, or completion of the last step; measured like `time`
     category: TimeCategory
+    # Seconds by category, as in `COUNTED_CATEGORIES`; they sum to the age of the process at `time`, less the time for
+    # which the machine was suspended.
     seconds: tuple[float, ...]
-    code: int | None
+    code: int | None  # the exit code of the job, or None while it is running
 
 
 class ClockStore(Protocol):
@@ -98,10 +85,7 @@ class ClockStore(Protocol):
 
 
 class Clock:
-    """Seconds by category of this process.
-
-    There is one clock per process. Its training thread switches the category; any thread may read it.
-    """
+    """Seconds by category of this process. Its training thread switches the category; any thread may read it."""
 
     def __init__(self, age: float = 0.0, category: TimeCategory = TimeCategory.SET_UP) -> None:
         now = time.monotonic()
@@ -136,9 +120,7 @@ class Clock:
     def enter(self, category: TimeCategory, is_stored: bool = True) -> None:
         """Count time in `category` from now on. Training thread only.
 
-        Args:
-            category: the category to switch to.
-            is_stored: if False, the store learns of it with the next reading.
+        If not `is_stored`, the store learns of it with the next reading.
         """
         with self._lock:
             now = self._switch_category(category)
@@ -163,7 +145,6 @@ class Clock:
         return now
 
     def _make_reading(self, now: float) -> ClockReading:
-        """Return the reading at `now`, the monotonic time up to which the categories are counted."""
         origin = self._origin_seconds
         moved = self._moved_seconds + origin
         return ClockReading(now + origin, self._step, moved, self._category, tuple(self._seconds), self._code)
@@ -175,18 +156,15 @@ class Clock:
             store.put(reading)
 
     def send_heartbeat(self) -> bool:
-        """Store a reading as a heartbeat. Any thread.
+        """Store a reading as a heartbeat, and return False if no more are needed. Any thread.
 
         The wall clock of a machine goes on while it is suspended, unlike the monotonic one. Times of readings follow a
         wall clock that jumps ahead, or readers would take the process for stalled; no category counts the jump. They do
         not follow one that is set back, because the newest of the stored readings is the one with the latest time.
-
-        Returns:
-            False if no more heartbeats are needed: there is no store, or the job has an exit code.
         """
         with self._lock:
             jump_seconds = time.time() - (time.monotonic() + self._origin_seconds)
-            if jump_seconds > CLOCK_JUMP_SECONDS:
+            if jump_seconds > _CLOCK_JUMP_SECONDS:
                 self._origin_seconds += jump_seconds
         store, reading = self._store, self.read()
         if store is None or reading.code is not None:
@@ -260,39 +238,25 @@ class LocalFailure(NamedTuple):
     """Failure on this process alone, while it waits to learn whether the other processes failed too.
 
     The others may be inside a collective that needs this process and therefore never returns.
-
-    Attributes:
-        line: the message.
-        is_end: True if the failure ends the job, whatever the others report.
     """
 
     line: str
-    is_end: bool
+    is_end: bool  # True if the failure ends the job, whatever the others report
 
 
 class Progress:
-    """Phase and last completed step of the training thread of this process.
-
-    Attributes:
-        phase: STEP inside the loop, otherwise the activity before, between or after steps.
-        clock: counts the time of each phase.
-        step: the last completed step.
-        since_seconds: monotonic time at which the phase began, or the last step was completed.
-        awaited_step: a step whose completion another thread wants to learn of at once, or None.
-        has_arrived: set when the awaited step is completed.
-        failure: the failure on this process alone, or None.
-        describe_wait: function that returns what this process waits for in a user's code; empty if nothing.
-    """
+    """Phase and last completed step of the training thread of this process."""
 
     def __init__(self, clock: Clock | None = None) -> None:
+        # The phase is STEP inside the loop. It began, or the last step was completed, at this monotonic time.
         self.phase, self.step, self.since_seconds = START, 0, time.monotonic()
         self.clock = Clock() if clock is None else clock
         self.clock.enter(START.category)
         self._step_seconds: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
-        self.awaited_step: int | None = None
-        self.has_arrived = threading.Event()
-        self.failure: LocalFailure | None = None
-        self.describe_wait: Callable[[], str] = str
+        self.awaited_step: int | None = None  # whose completion another thread wants to learn of at once
+        self.has_arrived = threading.Event()  # set when the awaited step is completed
+        self.failure: LocalFailure | None = None  # on this process alone
+        self.describe_wait: Callable[[], str] = str  # what this process waits for in a user's code; empty if nothing
 
     def report_step(self, step: int) -> None:
         """Report that `step` is completed, or that the loop starts after it. Training thread only."""
@@ -325,11 +289,7 @@ class Progress:
         """Report the wait for the other processes after each has called user code, such as an evaluator or a hook.
 
         If the call failed only here, the others may hang in a collective inside it. The watchdog then reports
-        `failure` as the reason. Training thread only.
-
-        Args:
-            phase: the phase to report if the call failed on this process.
-            failure: the failure on this process, or None if the call succeeded.
+        `failure` as the reason, and `phase` as the phase of this process. Training thread only.
         """
         if failure is None:
             yield

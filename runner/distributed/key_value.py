@@ -142,11 +142,7 @@ class KeyValueStore:
             raise _make_unreachable_error(error) from error
 
     def get(self, key: str, deadline_seconds: float, description: str) -> Any:
-        """Block until `key` has a value, and return it.
-
-        Raises:
-            PeerLostError: the deadline passed; the message starts with `description`.
-        """
+        """Block until `key` has a value, and return it. Raises PeerLostError with the description at the deadline."""
         try:
             return json.loads(self._service.blocking_key_value_get(key, int(deadline_seconds * 1000)))
         except jax.errors.JaxRuntimeError as error:
@@ -178,10 +174,7 @@ class KeyValueStore:
             raise _make_unreachable_error(error) from error
 
     def barrier(self, deadline_seconds: float) -> None:
-        """Block until every process calls this: one call to the coordinator, independent of the number of processes.
-
-        Called on every process, always from the same thread. Raises `PeerLostError` after the deadline.
-        """
+        """Block until every process calls this, always from one thread. Raises `PeerLostError` after the deadline."""
         try:
             self._service.wait_at_barrier(_BARRIER, int(deadline_seconds * 1000))
         except jax.errors.JaxRuntimeError as error:

@@ -80,11 +80,7 @@ def end_process(code: int, message: str | None = None) -> NoReturn:
 
 
 class StopNotice:
-    """Stop request of this process, and the tick at which it takes effect. One per process, made by the command.
-
-    Attributes:
-        on_idle_exit: callback of the job; called on a thread of this class before the process exits at tick 0.
-    """
+    """Stop request of this process, and the tick at which it takes effect. One per process, made by the command."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         """Create the notice; `clock` receives the exit code if this class ends the process."""
@@ -99,6 +95,7 @@ class StopNotice:
         # Cleared only while a multi-process job waits for its rendezvous, see `expect_peers`.
         self._joined = threading.Event()
         self._joined.set()
+        # Of the job; called on a thread of this class before the process exits at tick 0.
         self.on_idle_exit: Callable[[], None] | None = None
 
     def install_signal_handlers(self) -> None:

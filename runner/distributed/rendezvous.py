@@ -59,29 +59,21 @@ _FLAGS = "--coordinator HOST:PORT --num-processes N --process-id K"
 
 @dataclass(frozen=True)
 class Placement:
-    """Position of one process in its job.
+    """Position of one process in its job."""
 
-    Attributes:
-        coordinator: HOST:PORT of process 0, the same on every process.
-        num_processes: processes of the job.
-        process_id: this process.
-        local_devices: indices of the GPUs of this process, if its host runs several processes; None for all.
-    """
-
-    coordinator: str
+    coordinator: str  # HOST:PORT of process 0, the same on every process
     num_processes: int
     process_id: int
+    # Indices of the GPUs of this process, if its host runs several processes; None for all.
     local_devices: tuple[int, ...] | None = None
 
 
 def detect_placement(deadline_seconds: float) -> Placement | None:
     """Return the placement from the launch environment, or None for a single-process job.
 
-    Called on every process, before any other use of JAX.
-
-    Raises:
-        InvalidError: the environment states that there are other processes, but not where, or it contradicts itself.
-        RetryableError: the name of process 0 cannot be resolved within the deadline.
+    Called on every process, before any other use of JAX. Raises InvalidError if the environment states that there are
+    other processes, but not where, or contradicts itself; RetryableError if the name of process 0 is not resolved in
+    time.
     """
     environment = os.environ
     try:
@@ -160,13 +152,9 @@ Connections = dict[int, socket.socket]  # by process
 
 
 class Members(Protocol):
-    """Membership of an elastic job as its directory shows it. Implemented by `runner.run.membership`.
+    """Membership of an elastic job as its directory shows it. Implemented by `runner.run.membership`."""
 
-    Attributes:
-        run_id: id of the run in the directory; None while there is none, or it is not known yet.
-    """
-
-    run_id: str | None
+    run_id: str | None  # id of the run in the directory; None while there is none, or it is not known yet
 
     def announce(self, address: str | None) -> None:
         """Publish from now on that this process waits, and the HOST:PORT at which others can join it, if any.
@@ -186,31 +174,20 @@ class Members(Protocol):
 
 @dataclass(frozen=True)
 class RendezvousResult:
-    """Placement of this process among those that joined, and its connections to them.
+    """Placement of this process among those that joined, and its connections to them."""
 
-    Attributes:
-        placement: the placement, renumbered if processes are missing, with the address of its process 0.
-        peer_sockets: by process, a connection that closes when it ends: on process 0 to every other process, on the
-            others to process 0.
-    """
-
-    placement: Placement
+    placement: Placement  # the placement, renumbered if processes are missing, with the address of its process 0
+    # By process, a connection that closes when it ends: on process 0 to every other process, on the others to process
+    # 0.
     peer_sockets: Connections
 
 
 def wait_for_peers(placement: Placement, deadline_seconds: float, members: Members | None = None) -> RendezvousResult:
     """Block until every process has joined. Called on every process, before `jax.distributed.initialize`.
 
-    Args:
-        placement: position of this process.
-        deadline_seconds: time for all processes to join. An elastic job whose processes are missing takes up to
-            `_OBSERVATION_SECONDS` longer.
-        members: membership of an elastic job, which begins with the processes that joined before the deadline; None:
-            all processes must join.
-
-    Raises:
-        RetryableError: processes did not join in time, and the message names them; or process 0 cannot be reached; or
-            the elastic job runs on other hosts.
+    An elastic job, with `members`, begins with the processes that joined before the deadline, and takes up to
+    `_OBSERVATION_SECONDS` longer if some are missing. Otherwise all must join. Raises RetryableError that names the
+    missing processes, or if process 0 cannot be reached, or if the elastic job runs on other hosts.
     """
     end_seconds = time.monotonic() + deadline_seconds
     if placement.process_id == 0:
@@ -220,10 +197,7 @@ def wait_for_peers(placement: Placement, deadline_seconds: float, members: Membe
     else:
         present, connections, address = _join_lower_process(placement, end_seconds, deadline_seconds, members)
     renumbered = replace(
-        placement,
-        coordinator=address,
-        num_processes=len(present),
-        process_id=present.index(placement.process_id),
+        placement, coordinator=address, num_processes=len(present), process_id=present.index(placement.process_id)
     )
     return RendezvousResult(
         renumbered, {present.index(process): connection for process, connection in connections.items()}
@@ -247,11 +221,7 @@ def bypass_proxies(variables: MutableMapping[str, str], address: str) -> None:
     """Add the host of an address to `no_proxy`, if the environment names a proxy, and keep what is there.
 
     gRPC, with which JAX connects to process 0, would ask the proxy for that connection, but a proxy is for hosts
-    outside of the cluster. Call it before JAX starts.
-
-    Args:
-        variables: environment variables, which are changed.
-        address: HOST:PORT of process 0.
+    outside of the cluster. Call it before JAX starts. `address` is HOST:PORT of process 0.
     """
     if not any(name.lower() in _PROXIES and value for name, value in variables.items()):
         return
@@ -271,15 +241,10 @@ _PAUSE_SECONDS = 0.05  # after an accept that failed because this process has to
 
 
 class Greeting(NamedTuple):
-    """Connection that is read no more: it has sent a line, or too long a one, or has ended.
+    """Connection that is read no more: it has sent a line, or too long a one, or has ended."""
 
-    Attributes:
-        connection: the connection, which does not block; its reader closes it.
-        line: what it has sent; it ends with a newline only if it is a whole line.
-    """
-
-    connection: socket.socket
-    line: bytes
+    connection: socket.socket  # the connection, which does not block; its reader closes it
+    line: bytes  # what it has sent; it ends with a newline only if it is a whole line
 
 
 @dataclass
@@ -389,10 +354,7 @@ class Acceptor:
 class _Listener:
     """Listener of process 0, or of a process that may take its role, and the processes that have joined it.
 
-    Raises `RetryableError` if it cannot listen.
-
-    Attributes:
-        address: HOST:PORT on which it listens.
+    Raises `RetryableError` if it cannot listen. `address` is its HOST:PORT.
     """
 
     def __init__(self, placement: Placement, bind_address: str, members: Members | None):
@@ -451,8 +413,7 @@ class _Listener:
     def answer(self, deadline_seconds: float) -> tuple[list[int], Connections]:
         """Answer every process that has joined; return the processes, in order, and their connections.
 
-        Raises:
-            RetryableError: the job cannot begin without the processes that are missing.
+        Raises RetryableError if the job cannot begin without the processes that are missing.
         """
         _drop_closed(self._peers)
         num_processes, own = self._placement.num_processes, self._placement.process_id
@@ -530,8 +491,7 @@ def _join_lower_process(
 ) -> tuple[list[int], Connections, str]:
     """Run the rendezvous on a process other than 0.
 
-    Returns:
-        The processes that joined, in order; the connections; the address of the process that has the role of process 0.
+    Returns the processes that joined, in order; the connections; the address of the process with the role of process 0.
     """
     process_0, listener, reason = placement.coordinator, None, "no answer"
     announce_seconds = time.monotonic() + ANNOUNCE_SECONDS
@@ -592,8 +552,7 @@ def _join_lower_process(
 def _ask_to_join(lines: "_LineReader", process_id: int, members: Members | None, end_seconds: float) -> None:
     """Join the process at the other end, which has the role of process 0 or may take it.
 
-    Raises:
-        ValueError: something else is at the other end. Other errors of sockets and of JSON have the same meaning.
+    Raises ValueError, or another error of sockets and of JSON, if something else is at the other end.
     """
     lines.connection.settimeout(_ANSWER_SECONDS)
     _send(lines.connection, {"process_id": process_id, "run": None if members is None else members.run_id})
@@ -604,9 +563,7 @@ def _ask_to_join(lines: "_LineReader", process_id: int, members: Members | None,
 def _receive_answer(lines: "_LineReader", process_id: int, end_seconds: float) -> list[int]:
     """Return the processes that have joined, once all have or the deadline of the other end has passed.
 
-    Raises:
-        RetryableError: the job does not begin.
-        ValueError: the answer is not one of the rendezvous. Other errors of sockets and of JSON have the same meaning.
+    Raises RetryableError if the job does not begin, and as `_ask_to_join`.
     """
     answer = lines.receive(end_seconds)
     error, present = answer["error"], [int(process) for process in answer["present"]]
@@ -656,12 +613,7 @@ class _LineReader:
             poll.poll(max(end_seconds - time.monotonic(), 0) * 1000)
 
     def receive(self, end_seconds: float) -> JsonObject:
-        """Return the next line.
-
-        Raises:
-            TimeoutError: it has not come before the deadline, by the monotonic clock.
-            ValueError: it is not one of this protocol.
-        """
+        """Return the next line. Raises TimeoutError after the deadline (monotonic), ValueError for another protocol."""
         while b"\n" not in self._buffer:
             left_seconds = end_seconds - time.monotonic()
             if left_seconds <= 0:
@@ -710,16 +662,9 @@ def raise_descriptor_limit(num_connections: int) -> None:
 def join_job(placement: Placement | None, deadlines: Deadlines, members: Members | None = None) -> Hosts:
     """Join the other processes of the job and start `jax.distributed`.
 
-    Called on every process, before any other use of JAX. Blocks until all processes have joined, see `wait_for_peers`.
-
-    Args:
-        placement: position of this process; None for a single-process job.
-        deadlines: deadlines of the spec.
-        members: membership of an elastic job, which begins with the processes that joined in time; else None.
-
-    Raises:
-        InvalidError: the limit of open files is too low.
-        RetryableError: processes did not join in time, and the message names them; or the job runs on other hosts.
+    Called on every process, before any other use of JAX. Blocks until all processes have joined, see `wait_for_peers`,
+    whose errors it raises; and InvalidError if the limit of open files is too low. `placement` is None for a
+    single-process job, `members` for a job that is not elastic.
     """
     is_main = placement is not None and placement.process_id == 0
     # Process 0 has a connection of the watchdog and one of the coordination service to every other one.

@@ -50,8 +50,8 @@ from runner.spec import Deadlines
 # A heartbeat is sent and read once a second, so a frozen process is noticed at most three seconds later: within the
 # 30 s of README.md.
 LOST_SECONDS = 27.0
-SUSPECTED_LOST_SECONDS = 5.0  # instead of LOST_SECONDS once a collective has failed on any process
-UNREACHABLE_SECONDS = 5.0  # of the coordinator
+_SUSPECTED_LOST_SECONDS = 5.0  # instead of LOST_SECONDS once a collective has failed on any process
+_UNREACHABLE_SECONDS = 5.0  # of the coordinator
 _POLL_SECONDS = 1.0
 _ARRIVAL_POLL_SECONDS = 0.02
 _CALLBACK_SECONDS = 5.0  # for a callback
@@ -74,31 +74,18 @@ _STRAGGLING_STEPS = 0.1
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Report of one process, sent every second.
+    """Report of one process, sent every second."""
 
-    Attributes:
-        number: grows by one each second. A process whose number stays the same is frozen or disconnected.
-        host: name of its machine.
-        phase: phase of its training thread.
-        step: last completed step of its training thread.
-        seconds: time since that thread entered the phase, or completed the step.
-        is_overdue: True if that is longer than the deadline of the phase or step.
-        suspects_peer: True if a collective has failed there.
-        failure: message of a failure there alone, while it waits for the others; empty if there is none.
-        is_end: True if that failure ends the job.
-        waits_for: call of a user's code that has not returned yet; empty if there is none.
-    """
-
-    number: int
-    host: str
-    phase: str
-    step: int
-    seconds: float
-    is_overdue: bool
-    suspects_peer: bool
-    failure: str = ""
-    is_end: bool = False
-    waits_for: str = ""
+    number: int  # grows by one each second. A process whose number stays the same is frozen or disconnected.
+    host: str  # name of its machine
+    phase: str  # phase of its training thread
+    step: int  # last completed step of its training thread
+    seconds: float  # time since that thread entered the phase, or completed the step
+    is_overdue: bool  # True if that is longer than the deadline of the phase or step
+    suspects_peer: bool  # True if a collective has failed there
+    failure: str = ""  # message of a failure there alone, while it waits for the others; empty if there is none
+    is_end: bool = False  # True if that failure ends the job
+    waits_for: str = ""  # call of a user's code that has not returned yet; empty if there is none
 
 
 class Diagnosis(NamedTuple):
@@ -137,11 +124,6 @@ def has_overdue(beats: Collection[Heartbeat], seconds_since_data: float, step_de
     """Return True if a process is overdue for another reason than a wait for data.
 
     While one process waits for data, and for the duration of a step after that, every process is late.
-
-    Args:
-        beats: the heartbeats of all processes.
-        seconds_since_data: time since a process was last seen waiting for data.
-        step_deadline_seconds: longest permitted duration of a step.
     """
     is_data_ready = seconds_since_data > step_deadline_seconds
     return any(beat.is_overdue and (is_data_ready or beat.phase != STEP.name) for beat in beats)
@@ -152,11 +134,8 @@ def find_unresponsive(
 ) -> dict[int, str]:
     """Return the processes that are gone or frozen, each with a description.
 
-    Args:
-        quiet_seconds: by process, the time since its last new heartbeat.
-        limit_seconds: a process that is quiet for longer is unresponsive.
-        departures: exit codes of the processes that exited cleanly. The others get the same time to follow them.
-        crashed: processes that disconnected without leaving.
+    These are processes without a new heartbeat for `limit_seconds`, and those that disconnected without leaving.
+    Processes that exited cleanly left their exit codes; the others get the same time to follow them.
     """
     silent = {process: seconds for process, seconds in quiet_seconds.items() if seconds > limit_seconds}
     found = {process: f"has not responded for {seconds:.0f} s" for process, seconds in silent.items()}
@@ -205,17 +184,11 @@ def _format_phase(beat: Heartbeat) -> str:
 
 @dataclass(frozen=True)
 class StragglerReport:
-    """Change in the set of straggling processes.
+    """Change in the set of straggling processes."""
 
-    Attributes:
-        step: the step at which arrivals were measured.
-        processes: the processes that straggled in two consecutive rounds; empty if all are on time again.
-        after_seconds: arrival of every process at `step`, after the first one.
-    """
-
-    step: int
-    processes: list[int]
-    after_seconds: list[float]
+    step: int  # the step at which arrivals were measured
+    processes: list[int]  # the processes that straggled in two consecutive rounds; empty if all are on time again
+    after_seconds: list[float]  # arrival of every process at `step`, after the first one
 
 
 class StragglerDetector:
@@ -291,12 +264,7 @@ class StragglerDetector:
 
 
 def find_stragglers(after_seconds: Sequence[float], step_seconds: float) -> list[int]:
-    """Return the processes whose arrival is significantly later than the median.
-
-    Args:
-        after_seconds: arrival of every process, after the first one.
-        step_seconds: usual duration of a step.
-    """
+    """Return the processes whose arrival, after that of the first one, is significantly later than the median."""
     limit_seconds = statistics.median_low(after_seconds) + max(_STRAGGLING_SECONDS, _STRAGGLING_STEPS * step_seconds)
     return [process for process, seconds in enumerate(after_seconds) if seconds > limit_seconds]
 
@@ -305,10 +273,7 @@ def find_stragglers(after_seconds: Sequence[float], step_seconds: float) -> list
 
 
 class Watchdog:
-    """Watchdog of one process, and on process 0 of the whole job.
-
-    Made on every process; active inside its context, which returns the `Progress` to report to.
-    """
+    """Watchdog of one process, and on process 0 of the job: a context that returns the `Progress` to report to."""
 
     def __init__(
         self,
@@ -321,14 +286,9 @@ class Watchdog:
     ):
         """Create the watchdog. The callbacks run on other threads, because the directory may hang, and may be left out.
 
-        Args:
-            hosts: this process and its peers.
-            deadlines: deadlines of the spec.
-            clock: clock of this process.
-            on_diagnosis: receives the line and exit code of the diagnosis on every process, before it ends; may return
-                others to end with.
-            on_straggler: receives a change in the set of stragglers, on process 0.
-            on_progress: receives the last completed step on process 0, from time to time, if it has changed.
+        `on_diagnosis` receives the line and exit code of the diagnosis on every process, before it ends, and may return
+        others to end with. On process 0, `on_straggler` receives a change in the set of stragglers, and `on_progress`
+        the last completed step, from time to time, if it has changed.
         """
         self.progress = Progress(clock)
         self._hosts, self._deadlines = hosts, deadlines
@@ -415,7 +375,7 @@ class Watchdog:
                     if report is not None:
                         self._report(self._on_straggler, report)
             except PeerLostError:
-                if time.monotonic() - self._reached_seconds > UNREACHABLE_SECONDS and not self._is_over.is_set():
+                if time.monotonic() - self._reached_seconds > _UNREACHABLE_SECONDS and not self._is_over.is_set():
                     self._decide_alone()
 
     def watch_coordinator(self) -> None:
@@ -423,7 +383,7 @@ class Watchdog:
         self._reached_seconds = checked_seconds = time.monotonic()
         while not self._is_over.wait(_POLL_SECONDS):
             now, previous, checked_seconds = time.monotonic(), checked_seconds, time.monotonic()
-            if now - previous > UNREACHABLE_SECONDS:
+            if now - previous > _UNREACHABLE_SECONDS:
                 # This process itself was stopped, see `_poll`.
                 self._reached_seconds = now
             if now - self._reached_seconds > LOST_SECONDS:
@@ -433,7 +393,7 @@ class Watchdog:
         """Do the work of one second: check this process, exchange heartbeats and the diagnosis."""
         now, previous = time.monotonic(), self._polled_seconds
         self._polled_seconds = now
-        if now - previous > UNREACHABLE_SECONDS:
+        if now - previous > _UNREACHABLE_SECONDS:
             # This process itself was stopped for a while (SIGSTOP, a suspended VM): neither its phase nor the
             # heartbeats of the others may be judged by the time that passed.
             self._last_beats.clear()
@@ -511,7 +471,7 @@ class Watchdog:
             if process not in self._last_beats or self._last_beats[process][0] != number:
                 self._last_beats[process] = (number, now)
         is_suspected = any(beat.suspects_peer for beat in beats.values())
-        limit_seconds = SUSPECTED_LOST_SECONDS if is_suspected else LOST_SECONDS
+        limit_seconds = _SUSPECTED_LOST_SECONDS if is_suspected else LOST_SECONDS
         quiet_seconds = {process: now - seen_seconds for process, (_, seen_seconds) in self._last_beats.items()}
         departures = self._hosts.liveness.read_departures()
         unresponsive = find_unresponsive(quiet_seconds, limit_seconds, departures, crashed)

@@ -54,38 +54,23 @@ _DECODED_TOKENS = 1 << 20  # decoded at a time, so that memory stays bounded
 
 @dataclass(frozen=True)
 class MultipleChoiceTask:
-    """Questions and the name of their metrics.
-
-    Attributes:
-        name: name of the task.
-        questions: its questions.
-        every_steps: steps between two evaluations; None: `eval.every_steps`.
-        sequences_per_device: sequences that a device scores at a time; None: those of the context.
-    """
+    """Questions and the name of their metrics."""
 
     name: str
     questions: Sequence[Question]
-    every_steps: int | None
-    sequences_per_device: int | None = None
+    every_steps: int | None  # steps between two evaluations; None: `eval.every_steps`
+    sequences_per_device: int | None = None  # sequences that a device scores at a time; None: those of the context
 
 
 @dataclass(frozen=True)
 class EvaluationContext:
-    """Model and devices of an evaluation.
-
-    Attributes:
-        model: Flax module.
-        mesh: device mesh on which its weights are placed.
-        sequences_per_device: sequences of a batch on each device.
-        vocabulary_size: vocabulary size of the model.
-        is_stopping: function that returns True if the job was asked to stop.
-    """
+    """Model and devices of an evaluation."""
 
     model: nn.Module
-    mesh: Mesh
-    sequences_per_device: int
+    mesh: Mesh  # device mesh on which its weights are placed
+    sequences_per_device: int  # sequences of a batch on each device
     vocabulary_size: int
-    is_stopping: Callable[[], bool]
+    is_stopping: Callable[[], bool]  # function that returns True if the job was asked to stop
 
 
 class MultipleChoice:
@@ -117,19 +102,12 @@ class MultipleChoice:
 
 @dataclass(frozen=True)
 class EvaluationTasks:
-    """Tasks and prompts of a spec. Made by `read_evaluation_tasks` on every host.
-
-    Attributes:
-        config: config of the trainer.
-        codec: codec of the data; None if unknown or not needed.
-        tasks: multiple-choice tasks.
-        prompts: text and ids of each prompt.
-    """
+    """Tasks and prompts of a spec. Made by `read_evaluation_tasks` on every host."""
 
     config: TrainerConfig[Any]
-    codec: TextCodec | None
+    codec: TextCodec | None  # codec of the data; None if unknown or not needed
     tasks: Sequence[MultipleChoiceTask]
-    prompts: Sequence[tuple[str, list[int]]]
+    prompts: Sequence[tuple[str, list[int]]]  # text and ids of each prompt
 
     @property
     def digest(self) -> str:
@@ -179,10 +157,7 @@ class EvaluationTasks:
 
 
 def read_evaluation_tasks(document: Document, config: TrainerConfig[Any], vocabulary_size: int) -> EvaluationTasks:
-    """Read the files that `config.eval` names.
-
-    Raises `SpecError` for a file that is invalid, or if questions have no tokenizer.
-    """
+    """Read the files that `config.eval` names. Raises `SpecError` if one is invalid, or questions lack a tokenizer."""
     samples, multiple_choice = config.eval.samples, config.eval.multiple_choice
     if not multiple_choice and samples is None:
         return EvaluationTasks(config, None, (), ())
@@ -210,7 +185,7 @@ def read_evaluation_tasks(document: Document, config: TrainerConfig[Any], vocabu
 
 
 @dataclass(frozen=True)
-class LeadingExamples:
+class _LeadingExamples:
     """First examples of a validation set: those that the run itself evaluates. Implements `Examples`."""
 
     examples: Examples
@@ -219,29 +194,21 @@ class LeadingExamples:
 
     @property
     def fields(self) -> Fields:
-        """Arrays of an example by name."""
         return self.examples.fields
 
     def read(self, numbers: np.ndarray) -> Sequences:
-        """Read the examples with these indices."""
         return self.examples.read(numbers)
 
     def make_order(self, seed: int, batch_examples: Fraction) -> Sequence[int]:
-        """Return the order of the examples."""
         return self.examples.make_order(seed, batch_examples)
 
 
 @dataclass(frozen=True, eq=False)
 class EvaluationData:
-    """Validation sets to evaluate.
+    """Validation sets to evaluate."""
 
-    Attributes:
-        dataset: data set with these validation sets.
-        codecs: codec of each set by name, or the reason why it is unknown.
-    """
-
-    dataset: Dataset
-    codecs: Mapping[str, TextCodec | str]
+    dataset: Dataset  # data set with these validation sets
+    codecs: Mapping[str, TextCodec | str]  # codec of each set by name, or the reason why it is unknown
 
     def measure(self, name: str) -> ValidationSize:
         """Read a set once more, and count its targets and the bytes of their text.
@@ -272,14 +239,11 @@ class EvaluationData:
         return ValidationSize(num_targets, num_bytes)
 
 
-def select_run_examples(dataset: Dataset, config: TrainerConfig[Any]) -> Dataset:
-    """Return a dataset with as many examples of each validation set as a run evaluates.
-
-    Their number does not depend on the size of a validation batch, so that the metrics do not either.
-    """
+def _select_run_examples(dataset: Dataset, config: TrainerConfig[Any]) -> Dataset:
+    """Return a dataset with as many examples of each validation set as a run evaluates, whatever its batches."""
     limit = config.eval.batches * config.train.global_batch_examples
     sets = {
-        name: LeadingExamples(examples, min(limit, examples.num_examples))
+        name: _LeadingExamples(examples, min(limit, examples.num_examples))
         for name, examples in dataset.validation.items()
     }
     return replace(dataset, validation=sets)
@@ -288,7 +252,7 @@ def select_run_examples(dataset: Dataset, config: TrainerConfig[Any]) -> Dataset
 def select_run_data(dataset: Dataset, config: TrainerConfig[Any]) -> EvaluationData:
     """Return a run's own validation sets, each with as many examples as the run evaluates."""
     # The same examples as in the run, so that the loss is the one of its rows.
-    data, sets = config.data, select_run_examples(dataset, config).validation
+    data, sets = config.data, _select_run_examples(dataset, config).validation
     sources: dict[str, TokenSource] = {source.name: source for source in data.sources} | dict(data.validation)
     codecs = {name: load_codec_or_reason(sources.get(name, data.sources[0]), data) for name in sets}
     return EvaluationData(replace(dataset, validation=sets), codecs)
@@ -308,11 +272,7 @@ def list_returned(returned: Any) -> list[Evaluator]:
 
 
 class BuiltinEvaluators:
-    """Built-in evaluators of one job, in iteration order. Made and called on every host, after compilation.
-
-    Attributes:
-        validation: evaluator of the loss; iteration yields it only if there is a validation set.
-    """
+    """Built-in evaluators of one job, in iteration order. Made and called on every host, after compilation."""
 
     def __init__(
         self,
@@ -324,16 +284,9 @@ class BuiltinEvaluators:
         stop: StopNotice,
         val_step: Future[jax.stages.Compiled] | None = None,
     ):
-        """Prepare the evaluators.
+        """Prepare the evaluators of a training job on its devices.
 
-        Args:
-            setup_builder: training job without devices.
-            train_setup: training job on its devices.
-            layout: split of the global batch.
-            tasks: tasks of `config.eval`.
-            batch: function that makes a batch by set and index.
-            stop: notice that the job was asked to stop.
-            val_step: compiled validation step, if it is compiled already.
+        `batch` makes a batch by set and index, and `val_step` is the validation step, if it is compiled already.
         """
         config, dataset = setup_builder.config, setup_builder.dataset
         self._tasks = tasks
@@ -346,7 +299,7 @@ class BuiltinEvaluators:
         )
         # `validation` exists without validation sets too, but then has nothing to evaluate.
         self._has_sets = bool(dataset.validation)
-        own_data, val_layout = select_run_examples(dataset, config), make_val_layout(config, layout)
+        own_data, val_layout = _select_run_examples(dataset, config), make_val_layout(config, layout)
         if val_layout != layout:
             batch = partial(val_layout.batch, own_data)
         self.validation = Validation(

@@ -44,13 +44,13 @@ from runner.train.evaluators import EvaluationMetrics
 # Tokens before new ones that are decoded again with them: a tokenizer may write a token by the one before it.
 _CONTEXT_TOKENS = 5
 _REPLACEMENT = "\ufffd"
-CHUNK_TOKENS = 256  # tokens of a prompt that are read at a time, so that their logits need little memory
-SAMPLE = "val/sample"
+_CHUNK_TOKENS = 256  # tokens of a prompt that are read at a time, so that their logits need little memory
+_SAMPLE = "val/sample"
 
 # (logits_V, index of the token in the text) -> id
 TokenChooser = Callable[[jax.Array, int], jax.Array]
 # (window, number of its last tokens that are new) -> float32 logits_V of the token after it
-NextTokenLogits = Callable[[Sequence[int], int], jax.Array]
+_NextTokenLogits = Callable[[Sequence[int], int], jax.Array]
 
 
 # Codecs.
@@ -58,19 +58,12 @@ NextTokenLogits = Callable[[Sequence[int], int], jax.Array]
 
 @dataclass(frozen=True)
 class TextCodec:
-    """Meaning of the tokens of a source.
+    """Meaning of the tokens of a source."""
 
-    Attributes:
-        tokenizer: tokenizer that made the tokens.
-        separator: id that ends a document, if any.
-        kind: record that identifies the tokenizer; sources with the same ids have the same.
-        begin: id that begins a document, if any.
-    """
-
-    tokenizer: Tokenizer | BatchTokenizer
-    separator: int | None
-    kind: JsonObject
-    begin: int | None = None
+    tokenizer: Tokenizer | BatchTokenizer  # tokenizer that made the tokens
+    separator: int | None  # id that ends a document, if any
+    kind: JsonObject  # record that identifies the tokenizer; sources with the same ids have the same
+    begin: int | None = None  # id that begins a document, if any
 
     @property
     def is_of_bytes(self) -> bool:
@@ -79,10 +72,7 @@ class TextCodec:
 
 
 def load_source_codec(source: TokenSource, data: DataConfig) -> TextCodec:
-    """Return the codec of one source of `data`. Reads the index of a corpus, and text only for its characters.
-
-    Raises `DataError` if the tokenizer is unknown, or `OSError` if a bucket does not answer.
-    """
+    """Return the codec of a source of `data`; text is read only for its characters. Raises DataError or OSError."""
     name = f"data.source={source.source}"
     if is_class_path(source.source):
         raise DataError(f"{name}: is a class, which brings ids and no tokenizer")
@@ -99,10 +89,8 @@ def load_source_codec(source: TokenSource, data: DataConfig) -> TextCodec:
     separator = SEPARATORS[data.document_separator]
     tokenizer: Tokenizer = ByteTokenizer()
     if data.tokenizer == "characters":
-        cache = default_cache_directory()
-        tokenizer = load_text(
-            files, data.tokenizer, cache, separator, CacheSettings(cache, data.cache_bytes, 1)
-        ).tokenizer
+        cache = CacheSettings(default_cache_directory(), data.cache_bytes)
+        tokenizer = load_text(files, data.tokenizer, cache, separator).tokenizer
     kind = {"kind": data.tokenizer} | ({} if tokenizer.characters is None else {"characters": tokenizer.characters})
     try:
         separator_id = next(iter(tokenizer.encode_file(separator).tolist()), None)
@@ -137,10 +125,7 @@ def find_start_token(codec: TextCodec, data: DataConfig) -> int:
 
 
 def encode_prompt(codec: TextCodec, prompt: str) -> list[int]:
-    """Return the ids of a prompt, with the token that begins documents, if there is one, before them.
-
-    The prompt may contain bytes of the command line that are not valid UTF-8. Raises `DataError`.
-    """
+    """Return the ids of a prompt, which need not be UTF-8, after the token that begins documents. Raises DataError."""
     ids = [int(token) for token in codec.tokenizer.encode_file(os.fsencode(prompt))]
     return ids if codec.begin is None or ids[:1] in ([], [codec.begin]) else [codec.begin, *ids]
 
@@ -190,17 +175,11 @@ def stream_output(tokens: Iterable[int], prompt: Sequence[int], text: str, codec
 
 @dataclass(frozen=True)
 class Sampler:
-    """Settings of sampling.
+    """Settings of sampling."""
 
-    Attributes:
-        temperature: divisor of the logits; 0: the most probable token.
-        top_p: the fewest most probable tokens whose probabilities add up to this are sampled from; 1: all.
-        seed: seed of the random keys; that of token i is `fold_in(key(seed), i)`.
-    """
-
-    temperature: float = 0.8
-    top_p: float = 1.0
-    seed: int = 0
+    temperature: float = 0.8  # divisor of the logits; 0: the most probable token
+    top_p: float = 1.0  # the fewest most probable tokens whose probabilities add up to this are sampled from; 1: all
+    seed: int = 0  # seed of the random keys; that of token i is `fold_in(key(seed), i)`
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -238,7 +217,7 @@ def filter_top_p(logits_V: jax.Array, top_p: float) -> jax.Array:
 
 
 def generate(
-    read: NextTokenLogits, choose: TokenChooser, prompt: Sequence[int], num_tokens: int, length: int
+    read: _NextTokenLogits, choose: TokenChooser, prompt: Sequence[int], num_tokens: int, length: int
 ) -> Iterator[int]:
     """Yield `num_tokens` ids after `prompt`, which has at least one; the window has `length` tokens."""
     window = list(prompt[-length:])
@@ -266,10 +245,10 @@ def make_decoder(
 
 
 class CachedDecoder:
-    """`NextTokenLogits` that reads new tokens only, and keeps the keys and values of earlier ones."""
+    """`_NextTokenLogits` that reads new tokens only, and keeps the keys and values of earlier ones."""
 
     def __init__(self, model: Any, weights: Any, length: int, dtype: DTypeLike, mesh: Mesh):
-        self._mesh, self._chunk = mesh, min(CHUNK_TOKENS, length)
+        self._mesh, self._chunk = mesh, min(_CHUNK_TOKENS, length)
         # Whole chunks: the last one may be padded, and no token attends to the padding that it writes after the window.
         num_positions = -(-length // self._chunk) * self._chunk
         # One sequence per batch shard, because a smaller batch cannot be sharded.
@@ -293,7 +272,7 @@ class CachedDecoder:
         self._cache = None if weights is None else self._make_cache()
 
     def __call__(self, window: Sequence[int], num_new: int) -> jax.Array:
-        """Return the logits of the next token, as `NextTokenLogits` says."""
+        """Return the logits of the next token, as `_NextTokenLogits` says."""
         # Two compiled shapes: one new token, or a chunk of a prompt.
         T = 1 if num_new == 1 else self._chunk
         logits_V = None
@@ -307,7 +286,7 @@ class CachedDecoder:
 
 
 class RecomputingDecoder:
-    """`NextTokenLogits` that reads the whole window for each token."""
+    """`_NextTokenLogits` that reads the whole window for each token."""
 
     def __init__(self, model: nn.Module, weights: Any, length: int, mesh: Mesh):
         self._weights, self._length, self._mesh = weights, length, mesh
@@ -324,7 +303,7 @@ class RecomputingDecoder:
         self._weights = weights
 
     def __call__(self, window: Sequence[int], num_new: int) -> jax.Array:
-        """Return the logits of the next token, as `NextTokenLogits` says."""
+        """Return the logits of the next token, as `_NextTokenLogits` says."""
         with use_sharding_rules(self._mesh):
             return self._step(self._weights, _make_batch(window, self._length, self._mesh), np.int32(len(window) - 1))
 
@@ -350,10 +329,7 @@ def make_variables(weights: Any) -> Any:
 
 
 def infer_vocabulary_size(model: nn.Module, weights: Any, length: int) -> int:
-    """Return V from the abstract logits of one sequence; `weights` may be abstract.
-
-    Raises `InvalidError` if the model returns no logits.
-    """
+    """Return V from the abstract logits of one sequence. Raises `InvalidError` if the model returns no logits."""
     tokens_BxT = jax.ShapeDtypeStruct((1, length), jnp.int32)
     returned: Any = jax.eval_shape(
         lambda weights, tokens: model.apply(weights, tokens, deterministic=True), weights, tokens_BxT
@@ -387,17 +363,10 @@ class SampleEvaluator:
         is_stopping: Callable[[], bool],
         every_steps: int | None = None,
     ):
-        """Prepare the evaluator.
+        """Prepare the evaluator of text and ids of prompts. Without a codec it shows ids instead of text.
 
-        Args:
-            prompts: text and ids of each prompt.
-            codec: codec of the tokens, or None for ids instead of text.
-            make_decoder: function from variables to a decoder, called at the first evaluation.
-            choose: choice of the next token.
-            num_tokens: tokens generated per prompt.
-            length: tokens of the window.
-            is_stopping: function that returns True if the job was asked to stop.
-            every_steps: steps between two evaluations; None: `eval.every_steps`.
+        `make_decoder` makes a decoder from variables, at the first evaluation. `length` is the number of tokens of the
+        window, and `every_steps` those between two evaluations; None: `eval.every_steps`.
         """
         self.every_steps = every_steps
         self._prompts, self._codec, self._make_decoder, self._choose = prompts, codec, make_decoder, choose
@@ -409,7 +378,7 @@ class SampleEvaluator:
         texts = self.write(weights)
         if texts is None:
             return None
-        return {f"{SAMPLE}/{number}": text[:TEXT_MAX_CHARACTERS] for number, text in enumerate(texts)}
+        return {f"{_SAMPLE}/{number}": text[:TEXT_MAX_CHARACTERS] for number, text in enumerate(texts)}
 
     def write(self, weights: Any) -> list[str] | None:
         """Return each prompt with its continuation; None if the job was asked to stop. Called on every host."""

@@ -37,7 +37,7 @@ from runner.evaluation.generation import make_variables, replicate
 from runner.parallel.mesh import BATCH_AXES, count_batch_shards, use_sharding_rules
 from runner.storage import open_store
 
-DELIMITER = " "  # between a question and a choice
+_DELIMITER = " "  # between a question and a choice
 _CONTEXTS = ("question", "context", "query", "ctx")
 _CHOICES = ("choices", "options", "endings")
 _ANSWERS = ("answer", "label", "gold", "answerKey")
@@ -72,23 +72,12 @@ def encode_pair(encode: Callable[[str], Sequence[int]], first: int, context: str
 
 
 class LikelihoodScorer:
-    """Scorer of texts by the weights of a model on `mesh`, with one compiled program.
-
-    Made and called on every host, with the same pairs.
-    """
+    """Scorer of texts by the weights of a model, with one compiled program. Made and called alike on every host."""
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, length: int, sequences_per_device: int, is_stopping: Callable[[], bool]
     ):
-        """Prepare the scorer.
-
-        Args:
-            model: Flax module.
-            mesh: device mesh of the weights.
-            length: tokens of a sequence.
-            sequences_per_device: sequences that each device reads at the same time.
-            is_stopping: function that returns True if the job was asked to stop, called between batches.
-        """
+        """Prepare the scorer for sequences of `length` tokens; `is_stopping` is called between batches."""
         self._mesh, self._length, self._is_stopping = mesh, length, is_stopping
         self._batch_size = sequences_per_device * count_batch_shards(mesh)
 
@@ -137,17 +126,11 @@ class LikelihoodScorer:
 
 @dataclass(frozen=True)
 class Question:
-    """Multiple-choice question.
+    """Multiple-choice question."""
 
-    Attributes:
-        context: text before a choice.
-        choices: texts that may follow.
-        answer: index of the correct choice.
-    """
-
-    context: str
-    choices: tuple[str, ...]
-    answer: int
+    context: str  # text before a choice
+    choices: tuple[str, ...]  # texts that may follow
+    answer: int  # index of the correct choice
 
 
 def read_questions(path: str, limit: int | None = None) -> list[Question]:
@@ -214,7 +197,7 @@ def compute_questions_digest(questions: Sequence[Question]) -> str:
 def make_pairs(questions: Sequence[Question], encode: Callable[[str], Sequence[int]], first: int) -> list[TextPair]:
     """Return a pair for each choice of each question, in order."""
     return [
-        encode_pair(encode, first, question.context, DELIMITER + choice)
+        encode_pair(encode, first, question.context, _DELIMITER + choice)
         for question in questions
         for choice in question.choices
     ]

@@ -72,17 +72,15 @@ def call_hook(listed: ListedHook, method: str, moment: Moment) -> tuple[JsonObje
     """Call a method of a hook on this host.
 
     Infrastructure failures inside of a hook are raised, because they are not errors of the hook; other code reports
-    them to the other hosts.
-
-    Returns:
-        (return value for JSON, None), or (neutral value, reason why the run cannot continue).
+    them to the other hosts. Returns (return value for JSON, None), or (neutral value, reason why the run cannot
+    continue).
     """
     try:
         return _encode_returned(listed, method, getattr(listed.hook, method)(moment)), None
     except (RetryableError, FencedError):
         raise
     except KeyboardInterrupt:
-        raise  # a stop, see `HookCaller`
+        raise  # a stop, see `_HookCaller`
     except BaseException as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and moment.hosts.num_processes > 1:
             raise  # a collective broken by a lost peer, which the watchdog reports
@@ -122,11 +120,8 @@ class HookInterruptedError(Exception):
 
 
 @dataclass
-class HookCaller:
-    """Caller of the hooks of one attempt, which synchronizes the hosts after each call.
-
-    Made and called on every host, by the training thread.
-    """
+class _HookCaller:
+    """Caller of the hooks of one attempt, which synchronizes the hosts after each call. Training thread only."""
 
     attempt: Attempt
     _warned: set[tuple[str, str]] = field(default_factory=set)  # hook and subject of each warning
@@ -211,18 +206,13 @@ class HookStop:
 
 
 class HookDispatcher:
-    """Dispatcher of the hooks of one attempt. Made and called on every host, by the training thread.
-
-    Attributes:
-        stop: stop of the run by a hook; None while no hook has stopped it.
-        save_step: last step that a hook has requested to save.
-    """
+    """Dispatcher of the hooks of one attempt. Made and called on every host, by the training thread."""
 
     def __init__(
         self, hooks: HookList, attempt: Attempt, report: Report, get_weights: Callable[[TrainState], Any]
     ) -> None:
         self._hooks, self._attempt, self._report, self._get_weights = hooks, attempt, report, get_weights
-        self._caller = HookCaller(attempt)
+        self._caller = _HookCaller(attempt)
         self._seen = FiredCalls()  # calls of observers, which the train state does not record
         self._at_end: HookState | None = None  # with the calls that are made only because the run ends
         self._result: JsonObject = {}
@@ -231,10 +221,7 @@ class HookDispatcher:
         self.save_step = 0
 
     def start(self, state: TrainState, step: int) -> TrainState:
-        """Restore a stop by a hook in an earlier attempt, and call `on_start`. Called before the first step.
-
-        Raises `InvalidError` if a hook has `on_evaluation` and the job has no evaluators.
-        """
+        """Restore a stop by a hook in an earlier attempt, and call `on_start`. Called before the first step."""
         if not self._hooks.listed:
             return state
         waiting = self._hooks.list_implementing("on_evaluation")

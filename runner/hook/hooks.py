@@ -47,13 +47,7 @@ class HookConfig(JobConfig):
 
 
 class SeenJob(Protocol):
-    """Read-only view of the job for hooks.
-
-    Attributes:
-        spec: spec of the run.
-        config: config of the trainer.
-        store: directory of the run.
-    """
+    """Read-only view of the job for hooks: its spec, its config, and the store of its directory."""
 
     spec: ExecutionSpec
     config: TrainerConfig[Any]

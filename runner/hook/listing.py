@@ -22,8 +22,8 @@ from runner.spec import Document, HookEntry, Trajectory, hash_record, list_forme
 from runner.train.auxiliary import AuxiliaryState
 from runner.train.state import TrainState
 
-FIRED = "fired"
-COUNTERS_MAX_BYTES = 64 * 1024  # per hook, since process 0 sends its counters to all processes by the coordinator
+_FIRED = "fired"
+_COUNTERS_MAX_BYTES = 64 * 1024  # per hook, since process 0 sends its counters to all processes by the coordinator
 _KINDS = "biuf"  # numpy kinds: bool, int, unsigned, float
 _MAX_ITEM_BYTES = 4
 STATE_NAME = "hooks"  # of the auxiliary state; also the key in the spec and in the trajectory
@@ -34,38 +34,27 @@ class FiredCalls:
     """Last calls that the counters include. All values but the last are steps; 0: none yet.
 
     The field names are leaf names in checkpoints (`riders.hooks.fired.<field>`).
-
-    Attributes:
-        row: last step for which `on_row` was called.
-        evaluation: last step for which `on_evaluation` was called.
-        asked: last step for which a hook requested an evaluation.
-        stopped: `digest` of the hook that has ended the run; 0: none has.
     """
 
-    row: int = 0
-    evaluation: int = 0
-    asked: int = 0
-    stopped: int = 0
+    row: int = 0  # last step for which `on_row` was called
+    evaluation: int = 0  # last step for which `on_evaluation` was called
+    asked: int = 0  # last step for which a hook requested an evaluation
+    stopped: int = 0  # `digest` of the hook that has ended the run; 0: none has
 
 
 @dataclass(frozen=True)
 class HookState:
-    """Hook state on the host.
+    """Hook state on the host."""
 
-    Attributes:
-        fired: record of the calls that the counters include.
-        counters: counters by hook name, of the hooks that have some.
-    """
-
-    fired: FiredCalls
-    counters: Mapping[str, Any]
+    fired: FiredCalls  # record of the calls that the counters include
+    counters: Mapping[str, Any]  # counters by hook name, of the hooks that have some
 
     @classmethod
     def from_arrays(cls, arrays: Any) -> "HookState":
         """Return a copy of the arrays of a train state, whose memory the next step overwrites. Waits for the device."""
         # Copied, because device_get may return views of device memory on CPUs.
         copies = jax.tree.map(np.array, jax.device_get(arrays))
-        fired = FiredCalls(**{name: int(value) for name, value in copies.pop(FIRED).items()})
+        fired = FiredCalls(**{name: int(value) for name, value in copies.pop(_FIRED).items()})
         return cls(fired, copies)
 
     def to_arrays(self) -> Mapping[str, Any]:
@@ -73,7 +62,7 @@ class HookState:
         # Types are part of the checkpoint format.
         types = {"stopped": np.uint32}
         fired = {name: np.array(value, types.get(name, np.int32)) for name, value in asdict(self.fired).items()}
-        return {FIRED: fired, **self.counters}
+        return {_FIRED: fired, **self.counters}
 
     def replace_in(self, state: TrainState, name: str) -> TrainState:
         """Return the train state with this hook state as its auxiliary state `name`, on the same devices."""
@@ -95,8 +84,8 @@ def make_first_counters(counters: Any) -> Any:
                 "np.int32(0)"
             )
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(arrays))
-    if num_bytes > COUNTERS_MAX_BYTES:
-        raise InvalidError(f"init returns {num_bytes:,} bytes of counters; a hook may have {COUNTERS_MAX_BYTES:,}")
+    if num_bytes > _COUNTERS_MAX_BYTES:
+        raise InvalidError(f"init returns {num_bytes:,} bytes of counters; a hook may have {_COUNTERS_MAX_BYTES:,}")
     return arrays
 
 
@@ -134,17 +123,11 @@ def _compute_digest(entry: HookEntry) -> int:
 
 @dataclass(frozen=True)
 class ListedHook:
-    """One hook of the spec.
-
-    Attributes:
-        hook: the hook.
-        entry: entry of the spec with every default of the hook's config.
-        counters: counters before the first step; None for an observer.
-    """
+    """One hook of the spec."""
 
     hook: Hook
-    entry: HookEntry
-    counters: Any
+    entry: HookEntry  # entry of the spec with every default of the hook's config
+    counters: Any  # counters before the first step; None for an observer
 
     @property
     def name(self) -> str:
@@ -230,8 +213,8 @@ def load_hooks(document: Document, entries: Sequence[HookEntry], job: SeenJob) -
     listed: list[ListedHook] = []
     for place, entry in enumerate(entries):
         with document.errors_at(f"{STATE_NAME}.{place}"):
-            # Names are keys in the train state, and `FIRED` is another key there.
-            if entry.effective_name in (FIRED, *(each.name for each in listed)):
+            # Names are keys in the train state, and `_FIRED` is another key there.
+            if entry.effective_name in (_FIRED, *(each.name for each in listed)):
                 raise InvalidError(f"a hook is called {entry.effective_name} already; give this one a name of its own")
             # The class is imported before its config is validated, because it declares the config's keys.
             document.validate_trust(entry.hook)

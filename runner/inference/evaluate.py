@@ -40,36 +40,24 @@ from runner.run.layout import read_result
 from runner.spec import PARAMS, Document, SpecLocation, validate_config
 from runner.spec.document import parse_yaml
 from runner.storage import JsonObject
-from runner.train.evaluators import (
-    Evaluator,
-    Validation,
-    ValidationSet,
-    ValidationSize,
-    ValidationSums,
-)
+from runner.train.evaluators import Evaluator, Validation, ValidationSet, ValidationSize, ValidationSums
 from runner.train.layout import BatchLayout
 from runner.train.lora import copy_containers
 from runner.trainer import BaseTrainer
 
 DATA_SET = "data"  # name of the set that the command line gives
-FOLLOW_SECONDS = 10.0
+_FOLLOW_SECONDS = 10.0
 _LARGEST_EXPONENT = 700.0  # exp of slightly more overflows a double
 _STRETCH_BATCHES = 64  # batches whose losses are added in float32, as for a row; these sums are added in float64
 
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """Request for the score of checkpoints.
+    """Request for the score of checkpoints."""
 
-    Attributes:
-        data: source to score on; None for the run's own validation sets.
-        step: number of a step, `newest` or `best`; None for all steps.
-        weights: `params`, or an average such as `ema_0.999`.
-    """
-
-    data: TokenSource | None = None
-    step: str | None = NEWEST
-    weights: str = PARAMS
+    data: TokenSource | None = None  # source to score on; None for the run's own validation sets
+    step: str | None = NEWEST  # number of a step, `newest` or `best`; None for all steps
+    weights: str = PARAMS  # `params`, or an average such as `ema_0.999`
 
 
 def parse_source(text: str) -> TokenSource:
@@ -84,11 +72,8 @@ def parse_source(text: str) -> TokenSource:
 def load_evaluation_data(run: ReadOnlyRun, token_source: TokenSource | None) -> EvaluationData:
     """Load a whole source, or as many examples of the run's own validation sets as the run evaluates.
 
-    Called on every host.
-
-    Raises:
-        InvalidError: the run has no validation set.
-        DataError: the ids of the source are known to be of another tokenizer than the run's.
+    Called on every host. Raises InvalidError if the run has no validation set, DataError if the ids of the source are
+    known to be of another tokenizer than the run's.
     """
     job = run.job
     data = job.config.data
@@ -115,23 +100,16 @@ def load_evaluation_data(run: ReadOnlyRun, token_source: TokenSource | None) -> 
 
 @dataclass(frozen=True)
 class Score:
-    """Score of one step's weights.
-
-    Attributes:
-        sums: summed loss and number of tokens, and meta of the job's own `forward`, by validation set.
-        tasks: metrics of tasks, by name.
-    """
+    """Score of one step's weights."""
 
     step: int
+    # Summed loss and number of tokens, and meta of the job's own `forward`, by validation set.
     sums: Mapping[str, ValidationSums]
-    tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # metrics of tasks, by name
 
 
 class Scorer:
-    """Scorer of checkpoints of `run` on all validation sets of `dataset`. Made and called on every host.
-
-    With `has_tasks` the questions of the run's `eval.multiple_choice` are answered, too.
-    """
+    """Scorer of checkpoints on all validation sets of `dataset`, and on questions. Made and called on every host."""
 
     def __init__(self, run: ReadOnlyRun, dataset: Dataset, has_tasks: bool = False):
         self._dataset, job = dataset, run.job
@@ -203,10 +181,7 @@ def _make_mesh(run: ReadOnlyRun) -> Mesh:
 
 
 def _make_batch_layout(run: ReadOnlyRun, mesh: Mesh, fields: Fields) -> BatchLayout:
-    """Return the run's validation batch, or the next larger one that these devices divide.
-
-    Micro-batches are no larger than the run's.
-    """
+    """Return the run's validation batch, or the next larger one; its micro-batches are no larger than the run's."""
     train, own, num_shards = run.job.config.train, run.job.config.eval, count_batch_shards(mesh)
     train_share, shard_examples = (
         -(-size // num_shards)
@@ -282,15 +257,10 @@ def format_record(record: JsonObject) -> list[str]:
 
 
 class CheckpointEvaluator(Protocol):
-    """Evaluation of weights, one checkpoint after the other. Made and called on every host.
+    """Evaluation of weights, one checkpoint after the other. Made and called on every host."""
 
-    Attributes:
-        abstract: abstract weights, with their shardings.
-        weights: `params`, or an average.
-    """
-
-    abstract: Any
-    weights: str
+    abstract: Any  # abstract weights, with their shardings
+    weights: str  # `params`, or an average
 
     def evaluate(self, step: int, weights: Any) -> JsonObject | None:
         """Return the record of one step; None on processes other than 0."""
@@ -355,15 +325,8 @@ def evaluate(
     A checkpoint that the run deletes meanwhile is left out with a warning if all are requested. `newest` and `best` are
     looked for again.
 
-    Args:
-        run: the run.
-        request: data, steps and weights.
-        hosts: hosts of the command.
-        make_evaluator: function that makes the evaluator for a run with the config of one stage; None: on the request's
-            data.
-
-    Raises:
-        InvalidError: there is no such checkpoint, or it cannot be scored.
+    `make_evaluator` makes the evaluator for a run with the config of one stage; None: on the request's data. Raises
+    InvalidError if there is no such checkpoint, or it cannot be scored.
     """
     get_evaluator = _cache_evaluators(
         run, make_evaluator or (lambda own: LossEvaluator(own, request.data, hosts, request.weights))
@@ -401,20 +364,14 @@ def follow(
     data: TokenSource | None,
     hosts: Hosts,
     is_known: Callable[[int], bool] = lambda step: False,
-    wait: Callable[[], None] = lambda: time.sleep(FOLLOW_SECONDS),
+    wait: Callable[[], None] = lambda: time.sleep(_FOLLOW_SECONDS),
     weights: str = PARAMS,
     make_evaluator: Callable[[ReadOnlyRun], CheckpointEvaluator] | None = None,
 ) -> Iterator[JsonObject]:
     """Yield the record of each step that a run commits, until the run is done; otherwise like `evaluate`.
 
-    Args:
-        run: live run.
-        data: source to score on; None for the run's own validation sets.
-        hosts: hosts of the command.
-        is_known: function that returns True for a step that needs no record.
-        wait: called while there is no new step.
-        weights: `params`, or an average.
-        make_evaluator: as for `evaluate`.
+    `data` is the source to score on, None for the run's own validation sets. `is_known` returns True for a step that
+    needs no record, and `wait` is called while there is no new step.
     """
     get_evaluator = _cache_evaluators(run, make_evaluator or (lambda own: LossEvaluator(own, data, hosts, weights)))
     seen = set[int]()

@@ -37,7 +37,7 @@ from runner.storage import JsonObject
 _DEFAULT_NUM_TOKENS = 256  # of a generated text, if the task sets no limit
 
 
-class HarnessModel(LM):
+class _HarnessModel(LM):
     """Model for the harness: log-likelihoods and greedy texts."""
 
     def __init__(self, run: ReadOnlyRun):
@@ -133,15 +133,11 @@ class HarnessEvaluator:
 
     def __init__(self, run: ReadOnlyRun, hosts: Hosts, tasks: HarnessTasks):
         self._hosts, self._tasks = hosts, tasks
-        self.model = HarnessModel(run)
+        self.model = _HarnessModel(run)
         self.abstract = self.model.abstract
 
     def evaluate(self, step: int, weights: Any) -> JsonObject | None:
-        """Return the harness's metrics by task; None on processes other than 0.
-
-        Raises:
-            InvalidError: the data of a task cannot be loaded.
-        """
+        """Return the harness's metrics by task; None on processes but 0. Raises InvalidError if a task has no data."""
         self.model.set_weights(weights)
         try:
             found: Any = simple_evaluate(

@@ -57,10 +57,7 @@ class ReadOnlyRun:
     job: BaseTrainer
 
     def prepare_process(self) -> None:
-        """Configure this process to compile the run's programs and to leave GPU memory to the run.
-
-        Must be called before JAX is initialised.
-        """
+        """Configure this process, before JAX starts, to compile the run's programs and leave GPU memory to the run."""
         if self.job.topology.deterministic:
             add_deterministic_flags(os.environ)
         add_cpu_threads(os.environ, jax.config.values["jax_num_cpu_devices"])
@@ -84,11 +81,7 @@ class ReadOnlyRun:
         return parse_step(checkpoint) in read_committed(self.store)
 
     def find_checkpoint(self, step: str) -> str:
-        """Return the checkpoint that `newest`, `best` or a number names, for `load_weights`. Called on one host.
-
-        Raises:
-            InvalidError: there is no such checkpoint; the message lists the committed steps.
-        """
+        """Return the checkpoint that `newest`, `best` or a number names. Called on one host. Raises InvalidError."""
         steps = self.list_steps()
         if step in (NEWEST, BEST):
             return find_checkpoint(self.directory, step)[0]
@@ -109,16 +102,8 @@ class ReadOnlyRun:
         A run may delete old checkpoints while this process compiles or reads. `newest` and `best` are then resolved
         again.
 
-        Args:
-            step: the step, as for `find_checkpoint`.
-            abstract: abstract weights, as for `load_weights`.
-            weights: weights, as for `load_weights`.
-            hosts: hosts of the command.
-            found: checkpoint to try first; by default it is looked for.
-
-        Raises:
-            InvalidError: as `find_checkpoint` and `load_weights` do.
-            StorageError: the run deletes its checkpoints faster than they can be read.
+        The arguments are those of `find_checkpoint` and `load_weights`, whose errors it raises; `found` is the
+        checkpoint to try first. Raises StorageError if the run deletes its checkpoints faster than they can be read.
         """
         for _ in range(MAX_LISTINGS):
             # Every host has the same `found`.
@@ -154,13 +139,9 @@ class ReadOnlyRun:
     def load_weights(self, checkpoint: str, abstract: Any, weights: str = PARAMS) -> Any:
         """Load the weights of a checkpoint with the shapes, dtypes and shardings of `abstract`. Called on every host.
 
-        Args:
-            checkpoint: path or URL from `find_checkpoint` or `get_checkpoint`.
-            abstract: abstract weights of the job.
-            weights: `params`, or an average such as `ema_0.999`, which is cast to the types of the parameters.
-
-        Raises:
-            InvalidError: the checkpoint is damaged, is of another model, or has no such weights.
+        `checkpoint` is a path or URL from `find_checkpoint` or `get_checkpoint`. `weights` is `params`, or an average
+        such as `ema_0.999`, which is cast to the types of the parameters. Raises InvalidError if the checkpoint is
+        damaged, is of another model, or has no such weights.
         """
         try:
             if weights == PARAMS:
@@ -185,12 +166,8 @@ def parse_step(checkpoint: str) -> int:
 def open_run(directory: str, trust: Sequence[str] = ()) -> ReadOnlyRun:
     """Open the run in a directory or at a URL. Reads `spec.yaml` and claims no attempt.
 
-    Args:
-        directory: directory or URL of the run.
-        trust: modules, with their submodules, whose classes the run may name besides those of this project.
-
-    Raises:
-        InvalidError: no run has begun there, its job is not a trainer, or its spec names a class of another module.
+    `trust` lists modules, with their submodules, whose classes the run may name besides those of this project. Raises
+    InvalidError if no run has begun there, its job is not a trainer, or its spec names a class of another module.
     """
     store = open_store(directory)
     document = read_document(store, Trust(tuple(trust)))
@@ -211,21 +188,14 @@ def open_run(directory: str, trust: Sequence[str] = ()) -> ReadOnlyRun:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Request for `num_tokens` tokens after `prompt`.
-
-    Attributes:
-        step: number of a step, `newest` or `best`.
-        sampling: temperature, top-p and seed.
-        weights: `params`, or an average such as `ema_0.999`.
-        is_chat: `prompt` is the message of a user, which the model answers by the chat template of the run.
-    """
+    """Request for `num_tokens` tokens after `prompt`."""
 
     prompt: str = ""
-    step: str = NEWEST
+    step: str = NEWEST  # number of a step, `newest` or `best`
     num_tokens: int = 200
-    sampling: Sampler = field(default_factory=Sampler)
-    weights: str = PARAMS
-    is_chat: bool = False
+    sampling: Sampler = field(default_factory=Sampler)  # temperature, top-p and seed
+    weights: str = PARAMS  # `params`, or an average such as `ema_0.999`
+    is_chat: bool = False  # `prompt` is the message of a user, which the model answers by the chat template of the run
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1:
@@ -253,10 +223,8 @@ def _render_chat_prompt(run: ReadOnlyRun, assets: ExportAssets, message: str) ->
 def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
     """Return an iterator over the prompt and the text of each token; ids between spaces if no tokenizer is known.
 
-    With `is_chat` it yields only the answer, which ends before the token that ends the turn.
-
-    Raises:
-        InvalidError: the request does not fit the run; raised before the first piece.
+    With `is_chat` it yields only the answer, which ends before the token that ends the turn. Raises InvalidError,
+    before the first piece, if the request does not fit the run.
     """
     # The checkpoint is found before the model is built, so that a wrong step is reported at once.
     checkpoint = run.find_checkpoint(request.step)

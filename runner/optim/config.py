@@ -8,14 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from runner.spec import FrozenModel
 from runner.spec.policy import Policy
@@ -23,17 +16,13 @@ from runner.spec.policy import Policy
 
 @dataclass(frozen=True)
 class LibraryEntry:
-    """Entry of the library: an optimizer or a schedule.
-
-    Attributes:
-        source: publication or formula.
-        defaults: keys that this entry uses, but not every entry of the table, with their published defaults.
-        is_elementwise: True if an optimizer updates each element from that element alone, so that the result does not
-            depend on how devices share a matrix.
-    """
+    """Entry of the library: an optimizer or a schedule."""
 
     source: str
+    # Keys that this entry uses, but not every entry of the table, with their published defaults.
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    # True if an optimizer updates each element from that element alone, so that the result does not depend on how
+    # devices share a matrix.
     is_elementwise: bool = True
 
 
@@ -161,8 +150,7 @@ class OptimizerConfig(FrozenModel):
         default="adamw", description="Name of the optimizer in the library."
     )
     learning_rate: Annotated[PositiveFloat | None, Policy.STAGE] = Field(
-        default=None,
-        description="Peak learning rate. Required unless the job brings its own optimizer or schedule.",
+        default=None, description="Peak learning rate. Required unless the job brings its own optimizer or schedule."
     )
     b1: Annotated[float, Policy.STAGE] = Field(
         default=0.9,

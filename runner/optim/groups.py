@@ -24,7 +24,7 @@ from runner.checkpoint.fingerprint import format_leaf_name
 from runner.errors import InvalidError
 from runner.optim.config import OptimizerConfig, ParameterGroup
 
-STACK_AXES = ("layers", "expert")  # axes along which a parameter stacks several matrices or vectors
+_STACK_AXES = ("layers", "expert")  # axes along which a parameter stacks several matrices or vectors
 _TABLE_AXES = ("vocab", "positions")  # axes of tables whose rows are looked up one by one
 _EMBEDDING = "embedding"  # name of the table of flax's `nn.Embed`
 _NAMES_SHOWN = 12  # in an error: the matrices of a layer, and the embeddings
@@ -32,18 +32,12 @@ _NAMES_SHOWN = 12  # in an error: the matrices of a layer, and the embeddings
 
 @dataclass(frozen=True)
 class Parameter:
-    """Name, shape and axes of one parameter; a leaf of a tree like that of the parameters.
-
-    Attributes:
-        name: dotted name.
-        shape: shape of the array.
-        axes: logical axes, None for an axis without a name.
-        rate_multiplier: learning-rate multiplier that the model sets; that of the parameter's group comes on top of it.
-    """
+    """Name, shape and axes of one parameter; a leaf of a tree like that of the parameters."""
 
     name: str
     shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
+    axes: tuple[str | None, ...]  # logical axes, None for an axis without a name
+    # Learning-rate multiplier that the model sets; that of the parameter's group comes on top of it.
     rate_multiplier: float = 1.0
 
     @property
@@ -54,12 +48,12 @@ class Parameter:
     @property
     def holds_matrices(self) -> bool:
         """True if the last two axes are those of a matrix, and all axes before them stack layers or experts."""
-        return len(self.shape) >= 2 and all(axis in STACK_AXES for axis in self.axes[:-2])
+        return len(self.shape) >= 2 and all(axis in _STACK_AXES for axis in self.axes[:-2])
 
     @property
     def num_stack_axes(self) -> int:
         """Number of leading axes that stack layers or experts."""
-        return next((n for n, axis in enumerate(self.axes) if axis not in STACK_AXES), len(self.axes))
+        return next((n for n, axis in enumerate(self.axes) if axis not in _STACK_AXES), len(self.axes))
 
     @property
     def is_table(self) -> bool:
@@ -111,22 +105,15 @@ class ParameterSettings:
     """Per-parameter optimizer settings, as trees like that of the parameters.
 
     Frozen parameters are `optax.MaskedNode` in `parameters`, and absent from all other trees.
-
-    Attributes:
-        parameters: the trained parameters.
-        decays: weight decay of each.
-        rates: learning-rate multiplier of each; None if all are 1.
-        clips: pairs of a norm and a tree of bools that selects the parameters clipped together to that norm.
-        weight_decay: weight decay of all matrices; None if groups differ in it.
-        frozen: dotted names of the frozen parameters.
     """
 
     parameters: Any
-    decays: Any
-    rates: Any | None
+    decays: Any  # weight decay of each
+    rates: Any | None  # learning-rate multiplier of each; None if all are 1
+    # Pairs of a norm and a tree of bools that selects the parameters clipped together to that norm.
     clips: list[tuple[float, Any]]
-    weight_decay: float | None
-    frozen: frozenset[str]
+    weight_decay: float | None  # weight decay of all matrices; None if groups differ in it
+    frozen: frozenset[str]  # dotted names of the frozen parameters
 
     def add_weight_decay(self) -> optax.GradientTransformation:
         """Return a stateless transformation that adds weight decay times parameter to each update."""
@@ -167,11 +154,7 @@ class ParameterSettings:
 
 
 def make_parameter_settings(config: OptimizerConfig, parameters: Any) -> ParameterSettings:
-    """Return the settings of `parameters`, a tree of `Parameter`.
-
-    Raises:
-        InvalidError: A group matches no parameter, matches that of another group, or sets a key without effect.
-    """
+    """Return the settings of a tree of `Parameter`. Raises InvalidError for a group without a match or an effect."""
     group_by_name = _match_groups(config.groups, jax.tree.leaves(parameters))
     # Parameters without a group have the settings of the optimizer.
     default = ParameterGroup(pattern="*")
@@ -211,7 +194,6 @@ def make_parameter_settings(config: OptimizerConfig, parameters: Any) -> Paramet
 
 
 def _match_groups(groups: Sequence[ParameterGroup], parameters: Sequence[Parameter]) -> dict[str, ParameterGroup]:
-    """Return the group of each parameter that has one, by name."""
     matched: dict[str, ParameterGroup] = {}
     for group in groups:
         fitting = [p for p in parameters if fnmatchcase(p.name, group.pattern)]
@@ -233,16 +215,7 @@ def _match_groups(groups: Sequence[ParameterGroup], parameters: Sequence[Paramet
 
 
 def match_patterns(patterns: Sequence[str], parameters: Any, key: str) -> Any:
-    """Return a tree of bools that are True for the parameters that a pattern matches.
-
-    Args:
-        patterns: globs of dotted names.
-        parameters: tree of `Parameter`.
-        key: spec key that holds the patterns, for the error.
-
-    Raises:
-        InvalidError: A pattern matches no parameter.
-    """
+    """Return a tree of bools for the parameters that a glob matches. Raises InvalidError for a glob without a match."""
     # A pattern without effect is most likely a typo, so it is an error as for groups.
     leaves = jax.tree.leaves(parameters)
     for pattern in patterns:
@@ -289,10 +262,7 @@ def freeze_parameters(optimizer: optax.GradientTransformation, frozen: frozenset
 
 
 def split_frozen(params: Any, opt_state: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Return the trained parameters and a function that puts the frozen ones back. Called in the train step.
-
-    The trained parameters are a tree like `params` with None in place of the frozen ones.
-    """
+    """Return the trained parameters, with None for frozen ones, and a function that puts those back. Traceable."""
     if not isinstance(opt_state, FrozenParametersState):
         return params, lambda trained: trained
     frozen = opt_state.names

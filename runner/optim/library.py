@@ -13,13 +13,7 @@ import optax
 
 from runner.errors import InvalidError
 from runner.optim.config import OptimizerConfig, ScheduleConfig
-from runner.optim.groups import (
-    Parameter,
-    ParameterSettings,
-    freeze_parameters,
-    make_parameter_settings,
-    match_patterns,
-)
+from runner.optim.groups import Parameter, ParameterSettings, freeze_parameters, make_parameter_settings, match_patterns
 from runner.optim.transforms import average_schedule_free, orthogonalise, project_low_rank
 
 
@@ -55,14 +49,10 @@ def make_schedule(name: str, config: ScheduleConfig, peak: float, total_steps: i
 
 
 class SchedulePiece(NamedTuple):
-    """Part of a schedule, from one step until the next piece.
+    """Part of a schedule, from one step until the next piece."""
 
-    Attributes:
-        start: completed steps before it, from which its form counts.
-        form: shape and its parameters; pieces of equal start and form have equal rates. None: the rate is constant.
-    """
-
-    start: int
+    start: int  # completed steps before it, from which its form counts
+    # Shape and its parameters; pieces of equal start and form have equal rates. None: the rate is constant.
     form: tuple[str | float, ...] | None
 
 
@@ -111,17 +101,7 @@ _Maker = Callable[[OptimizerConfig, ParameterSettings, optax.Schedule], Any]
 
 
 def make_optimizer(name: str, config: OptimizerConfig, schedule: optax.Schedule, parameters: Any) -> Any:
-    """Return the optimizer `name` with gradient clipping and frozen parameters.
-
-    Args:
-        name: name in the library.
-        config: its settings.
-        schedule: learning rate by completed steps.
-        parameters: tree of `Parameter`.
-
-    Raises:
-        InvalidError: Groups or patterns do not fit the parameters.
-    """
+    """Return the optimizer `name` with gradient clipping and frozen parameters. Raises as `make_parameter_settings`."""
     settings = make_parameter_settings(config, parameters)
     return freeze_parameters(settings.add_clipping(_MAKERS[name](config, settings, schedule)), settings.frozen)
 

@@ -65,16 +65,10 @@ def _orthogonalise_matrices(matrices_MxN: jax.Array) -> jax.Array:
 
 @struct.dataclass
 class GaLoreState:
-    """State of `project_low_rank`.
-
-    Attributes:
-        count: number of updates so far.
-        projector: tree with an array (..., S, R) for each projected parameter, and `optax.MaskedNode` for the others.
-        inner: state of the inner optimizer.
-    """
+    """State of `project_low_rank`."""
 
     count: jax.Array
-    projector: Any
+    projector: Any  # tree with an array (..., S, R) for each projected parameter, and `optax.MaskedNode` for the others
     inner: Any
 
 
@@ -85,14 +79,8 @@ def project_low_rank(
 
     The first R left or right singular vectors of the gradient become the projector in the first step and every
     `every_steps` steps; moments are kept. `inner` sees gradients (..., R, N) where M <= N, else (..., M, R), and no
-    parameters. Its update is projected back and multiplied by `scale`.
-
-    Args:
-        inner: optimizer of the projected gradients.
-        is_projected: tree of bools. Gradients of parameters with False are passed to `inner` unchanged.
-        rank: R.
-        every_steps: steps between two updates of the projector.
-        scale: factor on the update of projected parameters.
+    parameters. Its update is projected back and multiplied by `scale`. Gradients of parameters that are False in
+    `is_projected` are passed to `inner` unchanged.
     """
 
     def map_projected(function: Any, *trees: Any) -> Any:
@@ -148,23 +136,14 @@ def _project_back(update: jax.Array, projector_SxR: jax.Array, shape: tuple[int,
 
 @struct.dataclass
 class ScheduleFreeState:
-    """State of `average_schedule_free`.
-
-    Attributes:
-        count: number of updates so far.
-        weight_sum: sum of the weights of all steps so far.
-        max_rate: highest learning rate so far.
-        fast: the iterates that the inner optimizer updates, in float32.
-        inner: state of the inner optimizer.
-        b1: weight of the average in the point where the gradient is taken.
-    """
+    """State of `average_schedule_free`."""
 
     count: jax.Array
-    weight_sum: jax.Array
-    max_rate: jax.Array
-    fast: Any
+    weight_sum: jax.Array  # sum of the weights of all steps so far
+    max_rate: jax.Array  # highest learning rate so far
+    fast: Any  # the iterates that the inner optimizer updates, in float32
     inner: Any
-    b1: float = struct.field(pytree_node=False)
+    b1: float = struct.field(pytree_node=False)  # weight of the average in the point where the gradient is taken
 
 
 def average_schedule_free(

@@ -91,12 +91,9 @@ class _JaxprBuilder:
         self._slices: dict[Atom, Sequence[Atom]] = {}
 
     def inline(self, jaxpr: Jaxpr, inputs: Sequence[Atom], names: Any) -> list[Atom]:
-        """Add the equations of `jaxpr` and return the atoms of its outputs.
+        """Add the equations of `jaxpr`, whose constants and inputs are given, and return the atoms of its results.
 
-        Args:
-            jaxpr: jaxpr to add.
-            inputs: atoms of its constants and inputs.
-            names: name stack of the call, which becomes the prefix of each operation's name; None at the top.
+        `names`, the name stack of the call, becomes the prefix of each operation's name; it is None at the top.
         """
         environment: dict[Var, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
 

@@ -59,11 +59,7 @@ LOGICAL_AXIS_RULES: tuple[LogicalAxisRule, ...] = (
 
 
 def resolve_mesh_sizes(mesh: MeshSpec, num_devices: int) -> dict[str, int]:
-    """Return the axis sizes with `auto` filled in.
-
-    Raises:
-        InvalidError: The mesh does not use exactly `num_devices` devices.
-    """
+    """Return the axis sizes with `auto` filled in. Raises InvalidError if they do not use exactly `num_devices`."""
     given = {axis: getattr(mesh, axis) for axis in AXES}
     fixed = math.prod(size for size in given.values() if size != "auto")
     auto = [axis for axis, size in given.items() if size == "auto"]
@@ -86,15 +82,7 @@ def format_mesh(sizes: Mapping[str, int | str]) -> str:
 
 
 def build_logical_axis_rules(own: Sequence[LogicalAxisRule], owner: str) -> tuple[LogicalAxisRule, ...]:
-    """Return the rules of a job: its own rules first, then `LOGICAL_AXIS_RULES`.
-
-    Args:
-        own: `logical_axis_rules` of the job's class.
-        owner: name of the class, for the error.
-
-    Raises:
-        InvalidError: A rule names an axis that the mesh does not have.
-    """
+    """Return a job's own rules, then `LOGICAL_AXIS_RULES`. Raises InvalidError for an axis that no mesh has."""
     for name, axes in own:
         for axis in list_axes(axes):
             if axis not in AXES:
@@ -117,10 +105,7 @@ def list_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def select_dividing_axes(size: int, entry: str | tuple[str, ...] | None, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes of `entry`, in order, over which an array axis of `size` elements divides evenly.
-
-    An axis is left out if `size` does not divide over it together with the axes kept before it.
-    """
+    """Return the mesh axes of `entry`, in order, over which an axis of `size` divides together with those before."""
     kept: tuple[str, ...] = ()
     for axis in list_axes(entry):
         if size % math.prod(sizes[name] for name in (*kept, axis)) == 0:
@@ -143,12 +128,8 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     Slices, which are joined only by a slow network, are separated along the first axes that divide their number, which
     is `data` where possible.
 
-    Args:
-        sizes: devices by axis. Axes that it does not name have size 1.
-        devices: devices of the mesh; `jax.devices()` by default.
-
-    Raises:
-        InvalidError: The axes do not divide over the slices.
+    `sizes` has the devices by axis, 1 for axes that it does not name. Raises InvalidError if the axes do not divide
+    over the slices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = dict.fromkeys(AXES, 1) | dict(sizes)
@@ -165,11 +146,7 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
 
 
 def split_axes_over_slices(sizes: Mapping[str, int], num_slices: int) -> list[int]:
-    """Return the factor of each axis that lies across slices, in the order of `AXES`.
-
-    Raises:
-        InvalidError: No factors of the axes multiply to `num_slices`.
-    """
+    """Return the factor of each axis that lies across slices, in the order of `AXES`. Raises InvalidError for none."""
     left, outer = num_slices, []
     # The first axes take the factors, because `data` has the least traffic.
     for axis in AXES:
@@ -183,10 +160,7 @@ def split_axes_over_slices(sizes: Mapping[str, int], num_slices: int) -> list[in
 
 
 def make_batch_sharding(mesh: Mesh, has_sequences: bool = True) -> NamedSharding:
-    """Return the sharding of (S, B, T) batches: B over data x fsdp x expert, T over sequence.
-
-    Without sequences, in batches of arrays (S, B, ...), only B is sharded.
-    """
+    """Return the sharding of (S, B, T): B over data x fsdp x expert, T over sequence; without sequences of B alone."""
     return NamedSharding(mesh, PartitionSpec(None, BATCH_AXES, *(["sequence"] if has_sequences else [])))
 
 
@@ -211,13 +185,8 @@ def validate_sequence_sharding(mesh: Mesh, sequence_length: int | None, chunk_po
     Each device's part of a sequence must consist of two equal halves, because zigzag context parallelism moves one of
     them to another device.
 
-    Args:
-        mesh: mesh of the job.
-        sequence_length: `config.data.sequence_length`; None if the data are arrays, which have no sequences.
-        chunk_positions: `config.memory.loss_chunk_positions`; None for a loss that is not chunked.
-
-    Raises:
-        InvalidError: They do not divide.
+    `sequence_length` is None if the data are arrays, and `chunk_positions` (`config.memory.loss_chunk_positions`) for a
+    loss that is not chunked. Raises InvalidError if they do not divide.
     """
     number = int(mesh.shape["sequence"])
     if sequence_length is None:
@@ -245,11 +214,7 @@ def validate_sequence_sharding(mesh: Mesh, sequence_length: int | None, chunk_po
 
 
 def validate_same_bits_mesh(mesh: Mesh, same_bits_devices: int) -> None:
-    """Validate that a mesh can reduce gradients in the order that `train.same_bits_devices` fixes.
-
-    Raises:
-        InvalidError: The mesh has an axis besides data and fsdp, or its devices do not divide the number.
-    """
+    """Validate that a mesh can keep the order of `train.same_bits_devices`. Raises InvalidError."""
     for axis in AXES:
         if axis not in ("data", "fsdp") and mesh.shape[axis] > 1:
             raise InvalidError(
@@ -270,14 +235,8 @@ def list_micro_batch_sizes(
 ) -> list[int]:
     """Return the possible numbers of examples in the micro-batch of a device, largest first.
 
-    Args:
-        global_batch_examples: examples in the batch of a step.
-        micro_batch_examples: examples in the micro-batch of a device, or `auto` for all divisors of a device's share.
-        num_shards: devices over which examples are sharded.
-        axes: the axes of these devices, for the error.
-
-    Raises:
-        InvalidError: The division leaves a remainder. The error names the nearest valid numbers.
+    `micro_batch_examples` is a number, or `auto` for all divisors of a device's share. Examples are sharded over
+    `num_shards` devices along `axes`. Raises InvalidError, with the nearest valid numbers, if a remainder is left.
     """
     share, rest = divmod(global_batch_examples, num_shards)
     if rest:
@@ -312,10 +271,7 @@ def has_host_memory(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def read_device_memory_bytes() -> int:
-    """Return the memory of one device.
-
-    It is the limit that the backend reports, and for CPU devices their share of the memory of the machine or container.
-    """
+    """Return the memory of one device: the backend's limit, or for a CPU its share of the machine's or container's."""
     # All devices of a process are assumed to have the same memory.
     device = jax.local_devices()[0]
     stats = device.memory_stats()
@@ -326,11 +282,9 @@ def read_device_memory_bytes() -> int:
 
 @contextlib.contextmanager
 def use_sharding_rules(mesh: Mesh, rules: Sequence[LogicalAxisRule] | None = None) -> Iterator[None]:
-    """Make `mesh` current, so that logical axis names in a model refer to its axes.
+    """Make `mesh`, inside a trace that of the trace, current, so that logical axis names in a model refer to its axes.
 
-    Args:
-        mesh: mesh to use. Inside a trace, it must be the mesh of that trace.
-        rules: rules by which names are resolved; by default the active ones, else `LOGICAL_AXIS_RULES`.
+    Names are resolved by `rules`; by default the active ones, else `LOGICAL_AXIS_RULES`.
     """
     context: contextlib.AbstractContextManager[object]
     if jax.sharding.get_abstract_mesh() == mesh.abstract_mesh:
@@ -361,12 +315,7 @@ def list_manual_axes(axes: tuple[str, ...]) -> set[str]:
 
 @contextlib.contextmanager
 def enter_shard_map(axes: tuple[str, ...], outside: AbstractMesh) -> Iterator[None]:
-    """Set mesh and rules for the body of a `jax.shard_map` over `list_manual_axes(axes)`.
-
-    Args:
-        axes: axes along which each device computes by itself.
-        outside: mesh under which `jax.shard_map` was called.
-    """
+    """Set mesh and rules for the body of a `jax.shard_map`, called under the mesh `outside`, over manual `axes`."""
     if _has_no_other_axes(outside, axes):
         # An empty mesh makes this trace the program of a single device.
         no_mesh = AbstractMesh((), (), abstract_device=outside.abstract_device)

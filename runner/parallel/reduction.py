@@ -74,14 +74,9 @@ def run_per_data_shard(
     """Call `function(whole, batch)` on each shard along `data`, and all-reduce the first value that it returns.
 
     Inside `function` no sharding may name `data`. Without a deferred all-reduce there is one shard: the whole batch.
-
-    Args:
-        function: function of `whole` and a shard of `batch` that returns (sums, last, own).
-        whole: pytree that is replicated along `data`.
-        batch: pytree of (S, B, ...) arrays; B is sharded over `data`.
-
-    Returns:
-        The sums over all shards, `last` of the last shard, and `own` of all shards, stacked along a new first axis.
+    `whole` is replicated along `data`, and B of the batch (S, B, ...) is sharded over it. The function returns (sums,
+    last, own). The result is the sum over all shards, `last` of the last shard, and `own` of all shards, stacked along
+    a new first axis.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not has_deferred_all_reduce(mesh.shape, is_tpu=is_tpu_mesh(mesh)):
@@ -108,12 +103,8 @@ def run_per_data_shard(
 def list_gradient_shards(mesh: jax.sharding.AbstractMesh, is_ordered: bool) -> list[list[int]]:
     """Return the devices that compute the gradients of each shard of a batch, before any sum over shards.
 
-    Args:
-        mesh: mesh of the step.
-        is_ordered: True if the sums have an order independent of the number of devices.
-
-    Returns:
-        A list for each shard, of indices into the flat array of the devices of the mesh.
+    They are indices into the flat array of the devices of the mesh. With `is_ordered` the order of the sums does not
+    depend on the number of devices.
     """
     is_split = is_ordered or has_deferred_all_reduce(mesh.shape, is_tpu=is_tpu_mesh(mesh))
     axes = (BATCH_AXES if is_ordered else (_DATA,)) if is_split else ()
@@ -145,18 +136,12 @@ Node = tuple[int, int]  # (level, index)
 
 
 class ReductionSchedule(NamedTuple):
-    """Order in which a device sums consecutive groups with a stack of subtrees.
+    """Order in which a device sums consecutive groups with a stack of subtrees."""
 
-    Attributes:
-        slots: for each group, the slot of the stack that holds the subtree ending with it.
-        merges: for each group, the number of subtrees, from that slot on, that are added to it first, the last one
-            first.
-        nodes: the subtrees in the stack at the end.
-    """
-
-    slots: tuple[int, ...]
+    slots: tuple[int, ...]  # for each group, the slot of the stack that holds the subtree ending with it
+    # For each group, the number of subtrees, from that slot on, that are added to it first, the last one first.
     merges: tuple[int, ...]
-    nodes: tuple[Node, ...]
+    nodes: tuple[Node, ...]  # the subtrees in the stack at the end
 
 
 def get_root_node(num_groups: int) -> Node:
@@ -166,13 +151,7 @@ def get_root_node(num_groups: int) -> Node:
 
 @functools.cache
 def make_reduction_schedule(start: int, stop: int, is_alone: bool = False) -> ReductionSchedule:
-    """Return the schedule for groups `start` to `stop` - 1.
-
-    Args:
-        start: first group of the device.
-        stop: one past the last group of the device.
-        is_alone: True if these are all groups, so that the device sums up to the root of the tree.
-    """
+    """Return the schedule for groups `start` to `stop` - 1; with `is_alone` these are all groups, up to the root."""
     slots, merges, stack = [], [], list[Node]()
     for group in range(start, stop):
         node, num_merged = (0, group), 0
@@ -212,11 +191,7 @@ def count_subtrees(num_groups: int, num_devices: int) -> int:
 def compute_held_bytes(num_parameters: int, gathered_itemsize: int, num_groups: int, num_devices: int) -> int:
     """Return the bytes of whole parameters and gradients that a device holds during an order-deterministic step.
 
-    Args:
-        num_parameters: number of parameters.
-        gathered_itemsize: bytes of an element of the gathered parameters; 0 if parameters are whole anyway.
-        num_groups: G.
-        num_devices: n.
+    `gathered_itemsize` is 0 if parameters are whole anyway, G `num_groups` and n `num_devices`.
     """
     return num_parameters * (gathered_itemsize + 4 * (2 + compute_stack_depth(num_groups, num_devices)))
 
@@ -250,12 +225,7 @@ def run_per_batch_shard(function: Callable[..., Any], whole: Any, batch: Any) ->
     """Call `function(whole, batch)` on every device with all of `whole` and the device's shard of `batch`.
 
     All other axes of the mesh have size 1, so logical axis names have no effect inside. Without a mesh there is one
-    device.
-
-    Args:
-        function: function whose results are the same on all devices.
-        whole: pytree that every device gets whole.
-        batch: pytree of arrays that are sharded along their first axis.
+    device. Results are the same on all devices, and the arrays of the batch are sharded along their first axis.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -284,16 +254,9 @@ def sum_gradients(
 ) -> tuple[Any, Any]:
     """Sum the gradients of all groups in an order that does not depend on n. Call it inside `run_per_batch_shard`.
 
-    Args:
-        add_group: function of the micro-batches (c, ...) of a group. It returns the sum of their gradients, a pytree
-            like `zeros`, and other values (c, ...).
-        batch: micro-batches of this device, (S / n, ...).
-        zeros: pytree with shapes and types of the gradients.
-        num_groups: G.
-        num_devices: n.
-
-    Returns:
-        The sum of the gradients of all groups, and the other values of all micro-batches, (S, ...).
+    `add_group` takes the micro-batches (c, ...) of a group, and returns the sum of their gradients, a pytree like
+    `zeros`, and other values (c, ...). Of the batch each device has (S / n, ...), where n is `num_devices`. The result
+    is the sum of all `num_groups` groups, and the other values of all micro-batches, (S, ...).
     """
     own, schedules = num_groups // num_devices, make_device_schedules(num_groups, num_devices)
     device = lax.axis_index(BATCH_AXES) if num_devices > 1 else 0

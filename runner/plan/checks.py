@@ -76,10 +76,7 @@ def open_job(document: Document, findings: Findings) -> RestoreableJob | None:
 def check_directory(job: RestoreableJob, can_compare: bool, findings: Findings) -> Section:
     """Check that the directory is writable and belongs to this job, and report what a start would resume.
 
-    Args:
-        job: job of the directory.
-        can_compare: True if everything that defines the trajectory is known, including the data.
-        findings: collects the problems.
+    `can_compare` is True if everything that defines the trajectory is known, including the data.
     """
     section = Section("directory")
     section.add("url", job.store.url, "text", "counted")
@@ -171,13 +168,9 @@ def check_text(job: BaseTrainer, findings: Findings) -> list[str]:
 
 @dataclass(frozen=True)
 class DataCheck:
-    """Result of checking the data of a job.
+    """Result of checking the data of a job: whether they can be read, and whether the train step can be built.
 
-    Attributes:
-        section: section of the plan.
-        is_found: True if the data can be read.
-        can_build_step: True if the train step can be built; False if it needs the vocabulary size of data that are
-            missing.
+    The step cannot be built if it needs the vocabulary size of data that are missing.
     """
 
     section: Section
@@ -186,13 +179,11 @@ class DataCheck:
 
 
 def load_data(setup_builder: TrainSetupBuilder, findings: Findings) -> tuple[Dataset | None, bool]:
-    """Load the data as the job would.
+    """Load the data as the job would, and return (data set, True if the step can be built).
 
-    A total in epochs is converted to steps too, and data that are too few for it count as a problem.
-
-    Returns:
-        (data set, True if the step can be built). The data set is None if it cannot be loaded; the step can then be
-        built only if it does not depend on the data. Otherwise it can be built if the vocabulary fits.
+    A total in epochs is converted to steps too, and data that are too few for it count as a problem. The data set is
+    None if it cannot be loaded. The step can then be built only if it does not depend on the data, otherwise if the
+    vocabulary fits.
     """
     with findings.collect():
         dataset, _ = setup_builder.dataset, setup_builder.config_in_steps

@@ -33,23 +33,14 @@ _PROGRESS_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Figure:
-    """Named value of a plan.
+    """Named value of a plan."""
 
-    Attributes:
-        name: key in the JSON form, which scripts rely on.
-        value: number, or text for the unit `text`.
-        unit: unit of the value.
-        basis: origin of the value, see `Basis`.
-        note: derivation of the value, or its assumptions.
-        label: name in the table, if it differs from the key.
-    """
-
-    name: str
-    value: float | int | str
+    name: str  # key in the JSON form, which scripts rely on
+    value: float | int | str  # number, or text for the unit `text`
     unit: Unit
-    basis: Basis
-    note: str = ""
-    label: str = ""
+    basis: Basis  # origin of the value, see `Basis`
+    note: str = ""  # derivation of the value, or its assumptions
+    label: str = ""  # name in the table, if it differs from the key
 
     @property
     def title(self) -> str:
@@ -126,10 +117,7 @@ def sections_to_json(sections: Iterable[Section]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def report_progress(activity: str) -> Iterator[None]:
-    """Print on standard error that an activity begins, and repeatedly how long it has taken.
-
-    The compiler releases the interpreter lock, so a thread can print meanwhile.
-    """
+    """Print on standard error that an activity begins and, from a thread, repeatedly how long it has taken."""
     began, is_over = time.monotonic(), threading.Event()
 
     def print_elapsed() -> None:

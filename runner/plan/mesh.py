@@ -48,10 +48,10 @@ def iter_meshes(num_devices: int, sequence_length: int, num_experts: int) -> Ite
     """Yield every mesh over `num_devices` that sequences of this length and the experts of a layer (1: none) allow."""
     for tensor in _list_divisors(num_devices, _MAX_TENSOR):
         for expert in _list_divisors(num_devices // tensor):
-            if not allows_axis_sizes({"expert": expert}, sequence_length, num_experts):
+            if not _allows_axis_sizes({"expert": expert}, sequence_length, num_experts):
                 continue
             for sequence in _list_divisors(num_devices // (tensor * expert)):
-                if not allows_axis_sizes({"sequence": sequence}, sequence_length, num_experts):
+                if not _allows_axis_sizes({"sequence": sequence}, sequence_length, num_experts):
                     continue
                 left = num_devices // (tensor * expert * sequence)
                 for fsdp in _list_divisors(left):
@@ -68,13 +68,13 @@ def list_near_meshes(sizes: Mapping[str, int], sequence_length: int, num_experts
             for taker in (axis for axis in AXES if axis != giver):
                 near = {**sizes, giver: sizes[giver] // factor, taker: sizes[taker] * factor}
                 changed = {taker: near[taker]}
-                is_allowed = taker in ("data", "fsdp") or allows_axis_sizes(changed, sequence_length, num_experts)
+                is_allowed = taker in ("data", "fsdp") or _allows_axis_sizes(changed, sequence_length, num_experts)
                 if is_allowed and near["tensor"] <= max(_MAX_TENSOR, sizes["tensor"]):
                     meshes.append(order_sizes(near))
     return meshes
 
 
-def allows_axis_sizes(sizes: Mapping[str, int], sequence_length: int, num_experts: int) -> bool:
+def _allows_axis_sizes(sizes: Mapping[str, int], sequence_length: int, num_experts: int) -> bool:
     """Return True if sequences and experts can be sharded so, and sequences are long enough for it."""
     sequence, expert = sizes.get("sequence", 1), sizes.get("expert", 1)
     # A device takes the first and the last chunk of a sequence, the next device the second and the second to last
@@ -92,15 +92,7 @@ def _list_divisors(number: int, most: int | None = None) -> list[int]:
 
 @dataclass(frozen=True)
 class SmallShard:
-    """Parameter whose shards are smaller than a tile.
-
-    Attributes:
-        name: parameter.
-        shape: its shape.
-        axis: sharded axis that is too short.
-        rows: size of a shard along that axis.
-        tile_rows: rows of a tile of its type.
-    """
+    """Parameter whose shards, along an axis, have fewer rows than a tile of its type."""
 
     name: str
     shape: tuple[int, ...]
@@ -117,9 +109,7 @@ class SmallShard:
 def find_small_shards(parameters: Mapping[str, Any], itemsize: int) -> list[SmallShard]:
     """Return the parameters with shards below the tile, largest first; none if they are a negligible share of all.
 
-    Args:
-        parameters: abstract parameters with shardings, by name.
-        itemsize: bytes of an element in the type in which parameters are sent.
+    `parameters` are abstract, with shardings, and are sent in a type of `itemsize` bytes.
     """
     tile_rows = _TILE_BYTES // itemsize
     found = []
@@ -144,30 +134,17 @@ def compute_small_share(shards: Iterable[SmallShard], parameters: Mapping[str, A
 
 @dataclass(frozen=True)
 class MeshWarning:
-    """Warning about an inefficient mesh.
+    """Warning about an inefficient mesh."""
 
-    Attributes:
-        text: message for the user.
-        excess_bytes: bytes that a device sends in a step unnecessarily.
-        names: parameters that it is about, largest first.
-        is_avoidable: True if another mesh could avoid it.
-    """
-
-    text: str
-    excess_bytes: float
-    names: tuple[str, ...]
-    is_avoidable: bool = True
+    text: str  # message for the user
+    excess_bytes: float  # bytes that a device sends in a step unnecessarily
+    names: tuple[str, ...]  # parameters that it is about, largest first
+    is_avoidable: bool = True  # True if another mesh could avoid it
 
 
 @dataclass(frozen=True)
 class ParameterPasses:
-    """Number of times that a step needs each parameter whole.
-
-    Attributes:
-        accumulate_steps: micro-batches of a step.
-        layers: passes over a layer's parameters in a micro-batch.
-        logits: passes over the output embedding in a micro-batch.
-    """
+    """Number of times that a step of `accumulate_steps` micro-batches needs each parameter whole, in a micro-batch."""
 
     accumulate_steps: int
     layers: int
@@ -175,14 +152,7 @@ class ParameterPasses:
 
 
 def make_small_shard_warning(shards: list[SmallShard], mesh: str, dtype: str, sent_bytes: float) -> MeshWarning:
-    """Return the warning that shards are below the tile.
-
-    Args:
-        shards: small shards, largest first.
-        mesh: the mesh, for the user.
-        dtype: type in which parameters are sent.
-        sent_bytes: bytes that a device then sends in a step, by arithmetic.
-    """
+    """Return the warning that shards, the largest of them first, are below the tile of the type that is sent."""
     first = shards[0]
     others = f" (and those of {len(shards) - 1} more parameters)" if len(shards) > 1 else ""
     text = (
@@ -207,7 +177,6 @@ class _MovedArray:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a device sends in a step for this array."""
         elements = sum(math.prod(shape) for shape in self.collective.shapes)
         sent = self.collective.count * self.collective.sent_bytes_per_device
         return sent * math.prod(self.shape) / elements
@@ -216,14 +185,7 @@ class _MovedArray:
 def find_mesh_warnings(
     collectives: Iterable[Collective], parameters: Mapping[str, Any], passes: ParameterPasses, sharded_axes: set[str]
 ) -> list[MeshWarning]:
-    """Return the warnings about the collectives of a compiled step.
-
-    Args:
-        collectives: collectives of the step.
-        parameters: abstract parameters with shardings, by name.
-        passes: passes that the step needs.
-        sharded_axes: state axes of more than one device.
-    """
+    """Return the warnings about the collectives of a compiled step whose passes and sharded state axes are these."""
     # Elements of a parameter as a matmul needs it -> names, each with the number of such matrices that it stacks. That
     # is whole, except along axes that are not state axes, and for experts, of which a device has its own.
     names_by_size: dict[int, list[tuple[str, int]]] = defaultdict(list)

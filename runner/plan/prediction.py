@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from runner.accelerator import Accelerator, PeakRates
 from runner.checkpoint.leaves import flatten_with_names
+from runner.config import TrainerConfig
 from runner.errors import InvalidError
 from runner.parallel import reduction
 from runner.parallel.mesh import (
@@ -60,36 +61,23 @@ _AWAITED_AXES = (("sequence",), ("expert",), ("tensor",))  # of collectives that
 
 @dataclass(frozen=True)
 class PredictedCollective:
-    """Collectives of one kind in a step.
+    """Collectives of one kind in a step."""
 
-    Attributes:
-        axes: mesh axes that they span.
-        factor: number of times that a ring passes the payload on, over the whole step.
-        payload: bytes of the whole array of a group.
-        is_reduction: True for an all-reduce or a reduce-scatter, with which libtpu overlaps nothing.
-    """
-
-    axes: tuple[str, ...]
-    factor: float
-    payload: float
-    is_reduction: bool = False
+    axes: tuple[str, ...]  # mesh axes that they span
+    factor: float  # number of times that a ring passes the payload on, over the whole step
+    payload: float  # bytes of the whole array of a group
+    is_reduction: bool = False  # True for an all-reduce or a reduce-scatter, with which libtpu overlaps nothing
 
 
 @dataclass(frozen=True)
 class ParameterPayload:
-    """Parameters in the type in which they are sent, in bytes, on one part of `tensor`.
+    """Parameters in the type in which they are sent, in bytes, on one part of `tensor`."""
 
-    Attributes:
-        shared: bytes of all parameters but the experts' own.
-        of_experts: bytes of the experts' own parameters.
-        whole_share: share that the compiler gathers and reduces by all-reduce, since their shards are too small.
-        itemsize: bytes of an element in that type.
-    """
-
-    shared: float
-    of_experts: float
+    shared: float  # bytes of all parameters but the experts' own
+    of_experts: float  # bytes of the experts' own parameters
+    # Share that the compiler gathers and reduces by all-reduce, since their shards are too small.
     whole_share: float = 0.0
-    itemsize: int = 4
+    itemsize: int = 4  # bytes of an element in that type
 
 
 def predict_collectives(
@@ -104,14 +92,9 @@ def predict_collectives(
 ) -> list[PredictedCollective]:
     """Return the collectives of a step.
 
-    Args:
-        sizes: axis -> size of the mesh.
-        weights: parameters as they are sent.
-        sizing: sizes that the model declares.
-        tokens: tokens of a device in a step: its examples, times its part of a sequence.
-        passes: passes over the parameters in a micro-batch: forward, backward and recomputation.
-        accumulate_steps: micro-batches of a step.
-        waits: True if gradients are reduced over `data` once, at the end of the step.
+    A device computes `tokens` in a step: its examples, times its part of a sequence. The `passes` over the parameters
+    in a micro-batch are forward, backward and recomputation. The gradients wait if they are reduced over `data` once,
+    at the end of the step.
     """
     num_shards = math.prod(sizes[axis] for axis in STATE_AXES)
     # One gather per pass and one scatter of the gradients; an all-reduce in their place sends twice as much.
@@ -166,45 +149,28 @@ def sum_sent_bytes(
 
 @dataclass(frozen=True)
 class StateSize:
-    """Size of the state on one device.
+    """Size of the state on one device."""
 
-    Attributes:
-        state_bytes: whole state, without what is offloaded to the host.
-        parameter_bytes: parameters, in the type in which they are stored.
-        num_parameters: parameters of the whole model.
-        whole_share: see `ParameterPayload`.
-        offloaded_bytes: optimizer state in host memory.
-    """
-
-    state_bytes: float
-    parameter_bytes: float
+    state_bytes: float  # whole state, without what is offloaded to the host
+    parameter_bytes: float  # parameters, in the type in which they are stored
     num_parameters: int
-    whole_share: float = 0.0
-    offloaded_bytes: float = 0.0
+    whole_share: float = 0.0  # see `ParameterPayload`
+    offloaded_bytes: float = 0.0  # optimizer state in host memory
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted cost of a step on one mesh with one micro-batch.
+    """Predicted cost of a step on one mesh with one micro-batch."""
 
-    Attributes:
-        micro_batch_examples: examples of a device in a micro-batch.
-        state_bytes: state on a device.
-        working_bytes: gradients and activations on a device, by formula.
-        sent_bytes: bytes that a device sends in a step.
-        times: roofline of the step.
-        exposed_seconds: time of the collectives that nothing overlaps with: those over `tensor`, `sequence` and
-            `expert`, which a layer waits for, and on a TPU all reductions.
-        is_lower_bound: True if the job does not state its activations, so that more memory is needed.
-    """
-
-    micro_batch_examples: int
+    micro_batch_examples: int  # examples of a device in a micro-batch
     state_bytes: float
-    working_bytes: float
-    sent_bytes: float
+    working_bytes: float  # gradients and activations on a device, by formula
+    sent_bytes: float  # bytes that a device sends in a step
     times: Roofline
+    # Time of the collectives that nothing overlaps with: those over `tensor`, `sequence` and `expert`, which a layer
+    # waits for, and on a TPU all reductions.
     exposed_seconds: float = 0.0
-    is_lower_bound: bool = False
+    is_lower_bound: bool = False  # True if the job does not state its activations, so that more memory is needed
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -267,10 +233,7 @@ class Predictor:
         )
 
     def list_micro_batches(self, sizes: Mapping[str, int]) -> list[int]:
-        """Return the micro-batch sizes that a search may choose from, largest first; none if the mesh does not fit.
-
-        The mesh does not fit if it cannot split the batch or its sequences.
-        """
+        """Return the micro-batch sizes to choose from, largest first; none for a mesh that cannot split the batch."""
         config = self.job.config
         shards = math.prod(sizes[axis] for axis in BATCH_AXES)
         try:
@@ -295,7 +258,7 @@ class Predictor:
         sizing = self.job.sizing(sizes)
         shards = math.prod(sizes[axis] for axis in BATCH_AXES)
         accumulate_steps = config.train.global_batch_examples // (micro_batch * shards)
-        passes = 3 if config.memory.remat == "layers" else 2
+        passes = count_passes(config)
 
         # Parameters as they are gathered.
         element_bytes = self.sent_itemsize / sizes["tensor"]
@@ -353,6 +316,12 @@ class Predictor:
             is_lower_bound=is_lower_bound,
         )
 
+    def predict_allowed(self, sizes: MeshSizes, abstract_state: Any) -> list[Prediction]:
+        """Return the prediction for every micro-batch that the spec allows, largest first, whether it fits or not."""
+        state, allowed = self.measure_state(abstract_state), self.job.config.train.micro_batch_examples
+        micro_batches = [size for size in self.list_micro_batches(dict(sizes)) if allowed in ("auto", size)]
+        return [self.predict(dict(sizes), size, state) for size in micro_batches]
+
     def iter_fitting(self, sizes: Mapping[str, int], state: StateSize, limit_bytes: float) -> Iterator[Prediction]:
         """Yield the predictions of every micro-batch that fits, largest first."""
         for micro_batch in self.list_micro_batches(sizes):
@@ -360,6 +329,11 @@ class Predictor:
             # Smaller micro-batches may fit where larger ones do not, so all are tried.
             if found.needed_bytes <= limit_bytes:
                 yield found
+
+
+def count_passes(config: TrainerConfig) -> int:
+    """Return the passes over the parameters in a micro-batch: forward, backward and recomputation."""
+    return 3 if config.memory.remat == "layers" else 2
 
 
 def build_abstract(setup_builder: TrainSetupBuilder, sizes: MeshSizes) -> TrainSetup:

@@ -36,7 +36,7 @@ from runner.plan.search import CompiledCandidate, Search, find_smallest_slice
 from runner.spec import Document, load_document
 from runner.spec.document import dump_yaml
 from runner.train.checks import find_unmeasured_saves
-from runner.train.compile import MEMORY_SHARE, StepTooLargeError
+from runner.train.compile import StepTooLargeError
 from runner.train.program import Program
 from runner.train.setup import TrainSetup, TrainSetupBuilder
 from runner.train.stages import format_rounded_starts
@@ -48,29 +48,17 @@ _NUM_SHOWN = 3  # candidates that are shown before they are compiled
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Options of the command line.
+    """Options of the command line."""
 
-    Attributes:
-        spec: path of the spec.
-        overrides: values of `--set`.
-        as_json: True to print JSON instead of a table.
-        is_search: True to rank meshes, micro-batches and the job's own settings.
-        hours: time in which the run must end, to choose the chips too.
-        minutes: time after which a search ends, once a candidate fits.
-        is_profile: True to add the forecast of the step, op by op.
-        trace: file for the schedule, for Perfetto.
-        against: directory of a run to compare the forecast with.
-    """
-
-    spec: str
-    overrides: tuple[str, ...] = ()
-    as_json: bool = False
-    is_search: bool = False
-    hours: float | None = None
-    minutes: float = math.inf
-    is_profile: bool = False
-    trace: Path | None = None
-    against: str | None = None
+    spec: str  # path of the spec
+    overrides: tuple[str, ...] = ()  # values of `--set`
+    as_json: bool = False  # True to print JSON instead of a table
+    is_search: bool = False  # True to rank meshes, micro-batches and the job's own settings
+    hours: float | None = None  # time in which the run must end, to choose the chips too
+    minutes: float = math.inf  # time after which a search ends, once a candidate fits
+    is_profile: bool = False  # True to add the forecast of the step, op by op
+    trace: Path | None = None  # file for the schedule, for Perfetto
+    against: str | None = None  # directory of a run to compare the forecast with
 
 
 def plan(request: PlanRequest) -> int:
@@ -89,11 +77,7 @@ def plan(request: PlanRequest) -> int:
     job = checks.open_job(document, findings)
     sections = [] if job is None else _make_sections(job, machine, findings, request)
     if request.as_json:
-        content = {
-            "problems": findings.problems,
-            "warnings": findings.warnings,
-            "plan": sections_to_json(sections),
-        }
+        content = {"problems": findings.problems, "warnings": findings.warnings, "plan": sections_to_json(sections)}
         write_text(json.dumps(content, indent=2) + "\n")
     else:
         # Problems come last, next to the verdict, where a terminal shows them.
@@ -300,8 +284,8 @@ def check_memory_by_arithmetic(
     job: BaseTrainer, first: Prediction | None, machine: TargetMachine, findings: Findings
 ) -> None:
     """Add a problem if the step does not fit by arithmetic, for a chip whose compiler is not available."""
-    there = f"{format_amount(machine.hbm_bytes * MEMORY_SHARE, 'bytes')} are there"
-    is_too_large = first is not None and first.needed_bytes > machine.hbm_bytes * MEMORY_SHARE
+    there = f"{format_amount(machine.usable_bytes, 'bytes')} are there"
+    is_too_large = first is not None and first.needed_bytes > machine.usable_bytes
     if first is None or (first.is_lower_bound and not is_too_large):
         findings.warnings.append(
             f"whether a step fits in memory is unknown: {machine.compiler} stands in for the compiler of "
@@ -320,7 +304,6 @@ def check_memory_by_arithmetic(
 def _add_mesh_warnings(
     job: BaseTrainer, estimate: EarlyEstimate, warnings: list[MeshWarning], findings: Findings
 ) -> None:
-    """Add warnings about the mesh, each with a better mesh if there is one near it."""
     for warning in warnings:
         text = warning.text + estimate.suggest_mesh(warning)
         findings.warnings.append(job.document.format_problem(("topology", "mesh"), text))

@@ -55,13 +55,9 @@ def forecast_program(program: CompiledProgram, machine: TargetMachine) -> Foreca
 def make_profile_sections(
     forecast: Forecast, program: CompiledProgram, machine: TargetMachine, model_flops_per_step: float | None
 ) -> list[Section]:
-    """Return the sections of a forecast.
+    """Return the sections of the forecast of `program`, whose chip must have known peak figures.
 
-    Args:
-        forecast: forecast of `program`.
-        program: compiled step.
-        machine: machine that it was compiled for; its chip's peak figures must be known.
-        model_flops_per_step: FLOPs of the model, those in 8 bits converted to bfloat16; None to leave MFU out.
+    The FLOPs of the model count those in 8 bits as bfloat16; None leaves MFU out.
     """
     basis: Basis = "compiled" if forecast.has_estimates else "assumed"
 
@@ -164,16 +160,11 @@ def compute_memory_timeline(forecast: Forecast, number: int) -> list[int]:
 
 
 def _shorten_path(line: str) -> str:
-    """Return `file:line` relative to the current directory, if the file lies below it."""
     return line.removeprefix(os.getcwd() + os.sep)
 
 
 def write_trace(path: Path, forecast: Forecast, name: str) -> None:
-    """Write the schedule as a trace that Perfetto opens.
-
-    Raises:
-        InvalidError: the file cannot be written.
-    """
+    """Write the schedule as a trace that Perfetto opens. Raises InvalidError if the file cannot be written."""
     try:
         path.write_text(json.dumps(build_trace(forecast, name)))
     except OSError as error:
@@ -181,11 +172,7 @@ def write_trace(path: Path, forecast: Forecast, name: str) -> None:
 
 
 def read_timed_rows(url: str) -> tuple[JsonObject, ...]:
-    """Return the rows of a run's metrics that hold its step time.
-
-    Raises:
-        InvalidError: there are none.
-    """
+    """Return the rows of a run's metrics that hold its step time. Raises InvalidError if there are none."""
     try:
         rows = read_sample(open_store(url))
     except (OSError, ValueError) as error:

@@ -86,22 +86,13 @@ TYPICAL_SHARE = 0.5
 
 @dataclass(frozen=True)
 class TargetMachine:
-    """Devices to compile for.
+    """Devices to compile for."""
 
-    Attributes:
-        devices: devices in jax's order.
-        stand_ins: the same number of CPU devices; equal to `devices` if these are simulated.
-        accelerator: accelerator that the devices represent, None for the devices of this machine.
-        compiler: name of the compiler, for the user.
-        is_faked: True if the devices are CPU devices that represent others.
-        hbm_bytes: memory of one device.
-    """
-
-    devices: Sequence[jax.Device]
-    stand_ins: Sequence[jax.Device]
-    accelerator: Accelerator | None
-    compiler: str
-    is_faked: bool
+    devices: Sequence[jax.Device]  # devices in jax's order
+    stand_ins: Sequence[jax.Device]  # the same number of CPU devices; equal to `devices` if these are simulated
+    accelerator: Accelerator | None  # accelerator that the devices represent, None for the devices of this machine
+    compiler: str  # name of the compiler, for the user
+    is_faked: bool  # True if the devices are CPU devices that represent others
     hbm_bytes: int
 
     @property
@@ -110,6 +101,11 @@ class TargetMachine:
         if self.accelerator is None:
             return 1
         return self.accelerator.hosts_per_slice * self.accelerator.num_slices
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory of one device that a step may use."""
+        return self.hbm_bytes * MEMORY_SHARE
 
     @property
     def devices_per_domain(self) -> int:
@@ -127,16 +123,11 @@ def is_libtpu_installed() -> bool:
 
 
 def open_machine(accelerator: Accelerator | None) -> TargetMachine:
-    """Return the devices of an accelerator.
+    """Return the devices of an accelerator; None, or a CPU without a number, stands for the devices of this machine.
 
     Call it before jax starts a backend. A caller that opens several machines must open the largest first, because the
-    number of simulated devices is fixed when the backend starts.
-
-    Args:
-        accelerator: None, or a CPU without a number, for the devices of this machine.
-
-    Raises:
-        InvalidError: there is no such topology, or libtpu cannot compile for it.
+    number of simulated devices is fixed when the backend starts. Raises InvalidError if there is no such topology, or
+    libtpu cannot compile for it.
     """
     if accelerator is None or (accelerator.name == "cpu" and accelerator.num_chips is None):
         local = jax.devices()
@@ -174,7 +165,6 @@ def open_machine(accelerator: Accelerator | None) -> TargetMachine:
 
 
 def _open_libtpu_devices(accelerator: Accelerator, shape: str) -> tuple[Sequence[jax.Device], str]:
-    """Return libtpu's devices for a topology, and the name of the compiler."""
     for name, value in _LIBTPU_VARIABLES.items():
         os.environ.setdefault(name, value)
     chip = accelerator.chip
@@ -208,13 +198,8 @@ def _open_libtpu_devices(accelerator: Accelerator, shape: str) -> tuple[Sequence
 def uses_all_reduce(devices: Sequence[jax.Device], sizes: MeshSizes, leaf: Any, dtype: str) -> bool:
     """Return True if the compiler moves a parameter over `STATE_AXES` by all-reduce instead of gather and scatter.
 
-    Compiles one matmul and its weight gradient. If a parameter stacks layers or experts, one matrix is tried.
-
-    Args:
-        devices: devices to compile for.
-        sizes: mesh over these devices.
-        leaf: abstract parameter with a sharding on that mesh.
-        dtype: type in which the parameter is sent.
+    Compiles one matmul and its weight gradient. If a parameter stacks layers or experts, one matrix is tried. `leaf` is
+    abstract, with a sharding on the mesh over `devices`, and `dtype` the type in which it is sent.
     """
     # T: tokens of all devices, K and N: rows and columns of the matrix.
     mesh = make_mesh(dict(sizes), devices)
@@ -299,14 +284,8 @@ def compute_roofline(work: StepWork, speeds: PeakRates, devices_per_chip: int) -
 def compute_hbm_traffic(state_bytes: float, parameter_bytes: float, passes: int, accumulate_steps: int) -> float:
     """Return the least bytes that one device moves through its HBM in a step, activations left out.
 
-    The optimizer reads and writes the state once. Each pass over the model reads the parameters once in every
-    micro-batch.
-
-    Args:
-        state_bytes: state on the device.
-        parameter_bytes: parameters as a matmul reads them.
-        passes: forward, backward and recomputation.
-        accumulate_steps: micro-batches of a step.
+    The optimizer reads and writes the state once. Each pass over the model (forward, backward and recomputation) reads
+    the parameters once in every micro-batch.
     """
     return 2 * state_bytes + accumulate_steps * passes * parameter_bytes
 
@@ -317,62 +296,37 @@ def split_over_domains(
     """Return the bytes that a device sends inside its domain (a slice, a GPU node) and out of it, for a collective.
 
     The collective runs in two stages, as good implementations do: inside each domain, and then across domains on the
-    part that each device of a domain then holds.
-
-    Args:
-        sizes: axis -> size of the mesh.
-        over_domains: axis -> number of domains along it.
-        axes: axes of the collective.
-        sent_factor: 2 for an all-reduce, 1 for the other kinds.
-        payload: bytes of the whole array of a group.
+    part that each device of a domain then holds. Its `payload` is the whole array of a group, and the factor 2 for an
+    all-reduce, 1 for the other kinds.
     """
     group, across = 1, 1
     for axis in axes:
         group *= sizes[axis]
         across *= over_domains[axis]
     inside = group // across
-    return (
-        sent_factor * payload * (inside - 1) / inside,
-        sent_factor * (payload / inside) * (across - 1) / across,
-    )
+    return (sent_factor * payload * (inside - 1) / inside, sent_factor * (payload / inside) * (across - 1) / across)
 
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """Train step whose schedule and memory the compiler has planned, without machine code and estimates.
-
-    Attributes:
-        layout: split of the global batch.
-        text: scheduled program as HLO text.
-        memory: memory of the program without its code; temporaries are at most those of the statistics.
-    """
+    """Train step whose schedule and memory the compiler has planned, without machine code and estimates."""
 
     layout: BatchLayout
     text: str
-    memory: ProgramMemory
+    memory: ProgramMemory  # memory of the program without its code; temporaries are at most those of the statistics
 
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """Compiled steps of a job on one machine.
-
-    Attributes:
-        train_setup: abstract state and shardings.
-        step: compiled or scheduled train step.
-        collectives: collectives of the train step.
-        compile_seconds: compile time of the train step.
-        val_compile_seconds: compile time of the validation step, None if it was not compiled.
-        interconnect_bytes: bytes that one device sends in a step over the fast interconnect.
-        network_bytes: bytes that one device sends in a step between domains.
-    """
+    """Compiled steps of a job on one machine."""
 
     train_setup: TrainSetup
-    step: CompiledStep | ScheduledStep
+    step: CompiledStep | ScheduledStep  # compiled or scheduled train step
     collectives: tuple[Collective, ...]
     compile_seconds: float
-    val_compile_seconds: float | None
-    interconnect_bytes: float
-    network_bytes: float
+    val_compile_seconds: float | None  # compile time of the validation step, None if it was not compiled
+    interconnect_bytes: float  # bytes that one device sends in a step over the fast interconnect
+    network_bytes: float  # bytes that one device sends in a step between domains
 
 
 def compile_program(
@@ -389,19 +343,12 @@ def compile_program(
     micro-batch that the train step tries first, and again if that does not fit. On fake devices a step does not fit if
     its arguments and outputs alone do not: its temporaries are those of XLA for CPU, and say nothing about the chip.
 
-    Args:
-        setup_builder: builder of the job's steps.
-        train_setup: abstract state and shardings on the machine's devices.
-        machine: devices to compile for.
-        with_val: compile the validation step too.
-        micro_batch: the only micro-batch to try, if the spec allows it.
-
-    Raises:
-        InvalidError: the step does not fit in memory, with the numbers. Its cause is a `StepTooLargeError`.
+    `micro_batch` is the only one to try, if the spec allows it. Raises InvalidError if the step does not fit in memory,
+    with the numbers and a `StepTooLargeError` as its cause.
     """
     # The train step tries the largest micro-batch first.
     first = setup_builder.list_layouts(train_setup, micro_batch)[0]
-    limit_bytes = int(machine.hbm_bytes * MEMORY_SHARE)
+    limit_bytes = int(machine.usable_bytes)
 
     def compile_val(layout: BatchLayout) -> float:
         """Compile the validation step for this split of the batch, and return the seconds that it took."""
@@ -428,7 +375,7 @@ def _make_program(
     compile_seconds: float,
     val_seconds: float | None = None,
 ) -> CompiledProgram:
-    resident_bytes, limit_bytes = 0, int(machine.hbm_bytes * MEMORY_SHARE)
+    resident_bytes, limit_bytes = 0, int(machine.usable_bytes)
     if machine.is_faked:
         # A fake device has no memory of a host, and counts what is offloaded to it among its own arguments.
         offloaded = count_bytes_per_device(train_setup.abstract_state, on_host=True)
@@ -479,7 +426,7 @@ def schedule_program(
         return compilation.result()
 
     started = time.monotonic()
-    limit_bytes = sys.maxsize if machine.is_faked else int(machine.hbm_bytes * MEMORY_SHARE)
+    limit_bytes = sys.maxsize if machine.is_faked else int(machine.usable_bytes)
     step = setup_builder.compile_by(schedule, train_setup, limit_bytes)
     return _make_program(setup_builder, train_setup, step, machine, time.monotonic() - started)
 

@@ -29,7 +29,7 @@ from runner.plan.mesh import (
     make_small_shard_warning,
     order_sizes,
 )
-from runner.plan.prediction import Prediction, Predictor, build_abstract
+from runner.plan.prediction import Prediction, Predictor, build_abstract, count_passes
 from runner.plan.program import (
     DURABLE_BYTES_PER_SECOND,
     STALL_BYTES_PER_SECOND,
@@ -76,18 +76,11 @@ class EarlyEstimate:
     @property
     def first(self) -> Prediction | None:
         """Prediction for the largest micro-batch that fits, or for the smallest if none does."""
-        found = self._predict(self.sizes, self.train_setup.abstract_state)
+        found = self.predictor.predict_allowed(self.sizes, self.train_setup.abstract_state)
         return next((one for one in found if self._fits(one)), found[-1] if found else None)
 
-    def _predict(self, sizes: MeshSizes, abstract_state: Any) -> list[Prediction]:
-        """Return the prediction for every micro-batch that the spec allows, largest first, whether it fits or not."""
-        state = self.predictor.measure_state(abstract_state)
-        allowed = self.predictor.job.config.train.micro_batch_examples
-        micro_batches = [size for size in self.predictor.list_micro_batches(dict(sizes)) if allowed in ("auto", size)]
-        return [self.predictor.predict(dict(sizes), size, state) for size in micro_batches]
-
     def _fits(self, prediction: Prediction) -> bool:
-        return prediction.needed_bytes <= self.machine.hbm_bytes * MEMORY_SHARE
+        return prediction.needed_bytes <= self.machine.usable_bytes
 
     @property
     def line(self) -> str:
@@ -96,7 +89,7 @@ class EarlyEstimate:
         mesh = format_mesh(dict(self.sizes))
         if found is None:
             return f"first estimate: {mesh} cannot hold the batch"
-        available = format_amount(self.machine.hbm_bytes * MEMORY_SHARE, "bytes")
+        available = format_amount(self.machine.usable_bytes, "bytes")
         state, fits = format_amount(found.state_bytes, "bytes"), "so the job fits"
         if not self._fits(found):
             fits = "so the job does not fit"
@@ -131,7 +124,7 @@ class EarlyEstimate:
             return []
         passes = ParameterPasses(
             program.step.layout.micro_batches_per_device,
-            layers=3 if self.predictor.job.config.memory.remat == "layers" else 2,
+            layers=count_passes(self.predictor.job.config),
             logits=3,  # one of them for the lookup, where the table is that of the embedding
         )
         sharded_axes = {axis for axis, size in self.sizes if axis in STATE_AXES and size > 1}
@@ -170,7 +163,7 @@ class EarlyEstimate:
             if not self.predictor.list_micro_batches(dict(sizes)):
                 continue
             abstract_state = self.predictor.shard_state(sizes)
-            fitting = [one for one in self._predict(sizes, abstract_state) if self._fits(one)]
+            fitting = [one for one in self.predictor.predict_allowed(sizes, abstract_state) if self._fits(one)]
             if not fitting or self._find_small_shards(abstract_state):
                 continue
             # Rows or columns of the narrowest shard of a matrix, along an axis that is sharded. Meshes whose shards
@@ -217,7 +210,7 @@ def format_first_estimate(job: BaseTrainer, train_setup: TrainSetup, machine: Ta
     if estimate is not None:
         return estimate.line
     state = format_amount(count_bytes_per_device(train_setup.abstract_state), "bytes")
-    available = format_amount(machine.hbm_bytes * MEMORY_SHARE, "bytes")
+    available = format_amount(machine.usable_bytes, "bytes")
     return (
         f"first estimate, by arithmetic: {format_mesh(train_setup.mesh_sizes)}: the state takes {state} of {available} "
         "per device; the time of a step is unknown for this device"
@@ -225,11 +218,7 @@ def format_first_estimate(job: BaseTrainer, train_setup: TrainSetup, machine: Ta
 
 
 def build_first_setup(job: BaseTrainer, machine: TargetMachine) -> TrainSetup:
-    """Return the setup of a job on a mesh without devices.
-
-    Raises:
-        InvalidError: the mesh does not match the machine.
-    """
+    """Return the setup of a job on a mesh without devices. Raises InvalidError if it does not match the machine."""
     return build_abstract(job.setup_builder, order_sizes(resolve_mesh_sizes(job.topology.mesh, len(machine.devices))))
 
 
@@ -294,13 +283,7 @@ def make_batch_section(config: TrainerConfig, program: CompiledProgram) -> Secti
 
 
 def add_courses(section: Section, stages: Sequence[StagePlan], schedules: Sequence[optax.Schedule] | None) -> None:
-    """Add drawings of the learning rate and of the batch over the whole run.
-
-    Args:
-        section: section of the plan.
-        stages: stages of the run.
-        schedules: learning rate of each stage; None if a job's own schedule or optimizer contains it.
-    """
+    """Add drawings of the batch and, if the schedules of all stages are given, of the learning rate over the run."""
     starts, total = [stage.start for stage in stages], stages[-1].stop
     # The first and the last step, and others at equal distances.
     steps = np.unique(np.linspace(0, total - 1, min(total, _COURSE_COLUMNS)).round().astype(np.int64))
@@ -308,14 +291,14 @@ def add_courses(section: Section, stages: Sequence[StagePlan], schedules: Sequen
         rates = compute_rates(schedules, starts, steps)
         borders = compute_rates(schedules, starts, np.array(starts))
         note = ", ".join(f"{rate:.3g} from step {start:,}" for start, rate in zip(starts, borders, strict=True))
-        section.add("learning rate", draw_course(rates), "text", "counted", f"0 to {rates.max():.3g}: {note}")
+        section.add("learning rate", _draw_course(rates), "text", "counted", f"0 to {rates.max():.3g}: {note}")
     batches = np.array([stage.config.train.global_batch_examples for stage in stages])
     of_steps = batches[np.searchsorted(starts, steps, side="right") - 1]
     sizes = ", ".join(f"{batch:,} from step {start:,}" for start, batch in zip(starts, batches.tolist(), strict=True))
-    section.add("examples in a step", draw_course(of_steps), "text", "counted", sizes)
+    section.add("examples in a step", _draw_course(of_steps), "text", "counted", sizes)
 
 
-def draw_course(values: np.ndarray) -> str:
+def _draw_course(values: np.ndarray) -> str:
     """Return one character for each value, whose height is the share of the largest."""
     heights = np.ceil(values / max(float(values.max()), 1e-30) * len(_COURSE_HEIGHTS)).astype(int)
     return "".join(_COURSE_HEIGHTS[max(height - 1, 0)] for height in heights)
@@ -339,10 +322,7 @@ def add_stage(section: Section, job: BaseTrainer, stage: StagePlan) -> None:
 
 
 def make_memory_section(program: CompiledProgram, machine: TargetMachine, first: Prediction | None) -> Section:
-    """Return the section of a device's memory: the need of a step against the capacity.
-
-    `first` is the need by arithmetic, which is used if the chip's compiler is not available.
-    """
+    """Return the section of a device's memory; the need is by arithmetic (`first`) without the chip's compiler."""
     section, memory = Section("memory of a device"), program.step.memory
     note = "state, batch, and the random key if the model uses one"
     offloaded = count_bytes_per_device(program.train_setup.abstract_state, on_host=True)
@@ -368,9 +348,7 @@ def make_memory_section(program: CompiledProgram, machine: TargetMachine, first:
     section.add("needed", needed, "bytes", basis, note)
     note = f"a step may use {MEMORY_SHARE:.0%} of it"
     section.add("there", machine.hbm_bytes, "bytes", "assumed", note, label="capacity")
-    section.add(
-        "headroom", int(machine.hbm_bytes * MEMORY_SHARE) - needed, "bytes", basis, f"of these {MEMORY_SHARE:.0%}"
-    )
+    section.add("headroom", int(machine.usable_bytes) - needed, "bytes", basis, f"of these {MEMORY_SHARE:.0%}")
     return section
 
 
@@ -409,7 +387,7 @@ def compute_step_work(config: TrainerConfig, flops: Flops, program: CompiledProg
     executed = (flops.per_token + flops.recomputed_per_token) * config.units_per_step
     # Before a matmul the parameters are gathered over every axis but `tensor`.
     gathered = count_elements(abstract.params) / sizes["tensor"]
-    passes = 3 if config.memory.remat == "layers" else 2
+    passes = count_passes(config)
     # Parameters are gathered in the type of the computation.
     compute_bytes = 2 if config.precision.compute == "bfloat16" else 4
     # Offloaded leaves are read and written on the device too.
@@ -422,16 +400,9 @@ def compute_step_work(config: TrainerConfig, flops: Flops, program: CompiledProg
 
 
 def make_roofline_section(
-    config: TrainerConfig,
-    flops: Flops,
-    program: CompiledProgram,
-    machine: TargetMachine,
-    num_steps: int | None = None,
+    config: TrainerConfig, flops: Flops, program: CompiledProgram, machine: TargetMachine, num_steps: int | None = None
 ) -> tuple[Section, Roofline | None]:
-    """Return the section of the lowest possible step and run time, and the roofline; None for an unknown chip.
-
-    `num_steps` is the number of such steps; None: all of the run.
-    """
+    """Return the section of the lowest time of a step and of `num_steps` (None: the run), and the roofline if known."""
     section = Section("roofline of a step")
     speeds = None if machine.accelerator is None else machine.accelerator.chip.speeds
     if machine.accelerator is None or speeds is None:

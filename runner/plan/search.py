@@ -66,7 +66,7 @@ _NUM_FINALISTS = 2  # candidates that are compiled to the end, besides the spec 
 _MAX_PROCESSES, _PROCESS_BYTES = 4, 6 * 2**30
 _POLL_SECONDS = 0.2
 
-Choices = tuple[tuple[str, Any], ...]  # values of the job's own settings by dotted key
+_Choices = tuple[tuple[str, Any], ...]  # values of the job's own settings by dotted key
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Candidate:
     """One way to run the job, with its prediction; `is_spec` marks the spec as it is."""
 
     mesh: MeshSizes
-    choices: Choices
+    choices: _Choices
     prediction: Prediction
     is_spec: bool = False
 
@@ -113,22 +113,16 @@ def _format_override(key: str, value: Any) -> str:
 
 @dataclass(frozen=True)
 class CompiledCandidate:
-    """Candidate that fits when compiled.
-
-    Attributes:
-        candidate: the candidate.
-        times: roofline of the compiled step.
-        needed_bytes: memory that a device needs, as compiled; by arithmetic if the chip's compiler is not available.
-        op_by_op_seconds: step time if each op of the compiled program takes as long as its roofline; None if the chip's
-            compiler is not available.
-        forecast_seconds: step time by the compiler's estimates; None where it has written none, and for a program that
-            was only scheduled.
-    """
+    """Candidate that fits when compiled."""
 
     candidate: Candidate
-    times: Roofline
+    times: Roofline  # roofline of the compiled step
+    # Memory that a device needs, as compiled; by arithmetic if the chip's compiler is not available.
     needed_bytes: float
+    # Step time if each op of the compiled program takes as long as its roofline; None if the chip's compiler is not
+    # available.
     op_by_op_seconds: float | None = None
+    # Step time by the compiler's estimates; None where it has written none, and for a program that was only scheduled.
     forecast_seconds: float | None = None
 
     @property
@@ -165,7 +159,7 @@ class JobVariant:
     """Job under one choice of its own settings, independent of mesh and micro-batch."""
 
     job: BaseTrainer
-    choices: Choices
+    choices: _Choices
     flops: Flops
 
 
@@ -183,11 +177,7 @@ class Search:
         return load_document(self._spec, [*self._overrides, *more])
 
     def open_job(self, more: list[str]) -> BaseTrainer:
-        """Return the job under additional overrides, with the vocabulary that its data or its spec gives.
-
-        Raises:
-            InvalidError: lists all problems.
-        """
+        """Return the job under additional overrides, with its vocabulary. Raises InvalidError with all problems."""
         findings = Findings()
         job = checks.open_job(self.load_document(more), findings)
         if isinstance(job, BaseTrainer):
@@ -244,11 +234,9 @@ class Search:
         except (InvalidError, ValueError):
             return None
         predictor = Predictor(job, flops, accelerator)
-        micro_batches, wanted = predictor.list_micro_batches(dict(mesh)), job.config.train.micro_batch_examples
-        if not micro_batches:
+        if not predictor.list_micro_batches(dict(mesh)):
             return None
-        state = predictor.measure_state(predictor.shard_state(mesh))
-        predictions = [predictor.predict(dict(mesh), size, state) for size in micro_batches if wanted in ("auto", size)]
+        predictions = predictor.predict_allowed(mesh, predictor.shard_state(mesh))
         limit_bytes = hbm_bytes * MEMORY_SHARE
         fitting = [prediction for prediction in predictions if prediction.needed_bytes <= limit_bytes]
         if not predictions:
@@ -264,23 +252,18 @@ class Search:
         start: Candidate | None = None,
         end_seconds: float = inf,
     ) -> tuple[list[CompiledCandidate], list[str]]:
-        """Compile the best few candidates, and print each result as it comes.
+        """Compile the best few candidates, print each result as it comes, and return those that fit, best first.
 
-        Args:
-            candidates: candidates that may fit, best first.
-            machine: machine to compile for.
-            start: the spec as it is, which is compiled first, so that the result is never slower.
-            end_seconds: value of `time.monotonic` at which the search ends, once one candidate fits.
-
-        Returns:
-            Candidates that fit, best first, and a line for each that does not.
+        The second value has a line for each that does not fit. `start` is the spec as it is, which is compiled first,
+        so that the result is never slower. The search ends at `end_seconds` of `time.monotonic`, once one candidate
+        fits.
         """
-        limit_bytes = machine.hbm_bytes * MEMORY_SHARE
+        limit_bytes = machine.usable_bytes
         compiled: dict[Candidate, CompiledCandidate] = {}
         dropped: dict[Candidate, str] = {}
         # Formulas underestimate memory. A candidate that does not fit gives a correction factor for its choices, and
         # candidates that do not fit after this correction are not tried.
-        excess: dict[Choices, float] = {}
+        excess: dict[_Choices, float] = {}
         num_processes = max(1, min(count_cpus(), read_memory_bytes() // _PROCESS_BYTES, _MAX_PROCESSES))
 
         has_left = threading.Event()  # set after an interrupt too
@@ -366,15 +349,8 @@ def run_compilation(
 ) -> CompiledCandidate | tuple[str, float] | None:
     """Compile a candidate in another process, which is killed once the search is over.
 
-    Args:
-        search: search that the candidate belongs to.
-        candidate: candidate to compile.
-        machine: machine to compile for.
-        is_whole: True to compile to the end, for the compiler's estimates; False to schedule the step only.
-        is_over: function that returns True if the search ends without the result.
-
-    Returns:
-        The result; or why the candidate does not fit, and the bytes that it needs; or None if the search is over.
+    With `is_whole` it is compiled to the end, for the compiler's estimates, otherwise scheduled only. Returns the
+    result; or why the candidate does not fit, and the bytes that it needs; or None if the search is over.
     """
     assert machine.accelerator is not None, "a search needs chips with known peak figures"
     # A forked process would share libtpu's threads and locks.
@@ -401,20 +377,11 @@ def run_compilation(
 
 
 def compile_and_send(
-    sender: Connection,
-    search: Search,
-    candidate: Candidate,
-    target: tuple[Accelerator, int],
-    directory: Path | None,
+    sender: Connection, search: Search, candidate: Candidate, target: tuple[Accelerator, int], directory: Path | None
 ) -> None:
     """Compile a candidate, send the result of `run_compilation`, and end this process.
 
-    Args:
-        sender: connection to the process that asked for it.
-        search: search that the candidate belongs to.
-        candidate: candidate to compile.
-        target: accelerator to compile for, and the memory of one of its devices.
-        directory: directory for dumps, to schedule the step only; None to compile to the end.
+    `target` is the accelerator, and the memory of one of its devices; `directory` as in `compile_candidate`.
     """
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # the parent has opened it too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and its end this process
@@ -442,11 +409,7 @@ def compile_and_send(
 def compile_candidate(
     search: Search, candidate: Candidate, machine: TargetMachine, directory: Path | None
 ) -> CompiledCandidate:
-    """Compile a candidate in this process; with a `directory` for dumps schedule it only, as `schedule_program` does.
-
-    Raises:
-        InvalidError: the step does not fit in memory, with the numbers.
-    """
+    """Compile a candidate in this process, or schedule it with dumps in `directory`. Raises InvalidError."""
     job = search.open_job(candidate.overrides)
     train_setup = job.setup_builder.build(machine.devices)
     if directory is None:
@@ -467,10 +430,7 @@ def find_smallest_slice(
 ) -> tuple[Accelerator, list[Candidate]]:
     """Return the smallest slice on which something may fit and the run ends in time, with its candidates.
 
-    `variants` are those of the search. The run is assumed to reach `TYPICAL_SHARE` of the best speed.
-
-    Raises:
-        InvalidError: no slice does.
+    The run is assumed to reach `TYPICAL_SHARE` of the best speed. Raises InvalidError if no slice ends it in time.
     """
     steps = variants[0].job.total_steps
     best = ""

@@ -33,7 +33,7 @@ class FormatCase:
         """Open the source below a directory, or below a URL, for which `cache` is required."""
         kept = cache or Path(root) / "cache"
         settings = CacheSettings(kept, cache_bytes, 9)
-        return open_format(find_source(f"{root}/{self.source}"), self.options, kept, cache=settings)
+        return open_format(find_source(f"{root}/{self.source}"), self.options, settings)
 
     @property
     def ids(self) -> list[int]:

@@ -16,6 +16,7 @@ import pytest
 
 from runner.data import array_record
 from runner.data.open_source import open_format
+from runner.data.remote import CacheSettings
 from runner.data.source_files import find_corpus, find_source, is_available
 from runner.data.token_files import TokenSequence, open_token_files
 from runner.errors import DataError
@@ -91,7 +92,7 @@ def test_each_segment_of_a_packed_sequence_is_one_document(root: Path, name: str
 
 def test_a_nanogpt_file_is_read(root: Path) -> None:
     ids = [token for document in NARROW for token in document]
-    source = open_token_files(find_source(f"{root}/nanogpt/train.bin"), root / "cache")
+    source = open_token_files(find_source(f"{root}/nanogpt/train.bin"), CacheSettings(root / "cache"))
     assert source.read(0, len(source)).tolist() == ids
 
 
@@ -489,7 +490,7 @@ def test_an_mds_index_is_distinguished_from_a_corpus_index(root: Path, content: 
 def test_ids_are_checked_against_a_trusted_vocabulary(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.data.token_files.SCANNED_TOKENS_MAX", 10)
     monkeypatch.delattr(TokenSequence, "scan")
-    source = open_format(find_source(f"{root}/megatron/int32.idx"), {}, root / "cache", 90_000)
+    source = open_format(find_source(f"{root}/megatron/int32.idx"), {}, CacheSettings(root / "cache"), 90_000)
     assert source.vocabulary_size == 90_000
     with pytest.raises(DataError, match=r"token id 9\d,\d+ at position \d+ of .*int32\.bin is beyond"):
         source.read(0, len(source))

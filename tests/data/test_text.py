@@ -8,21 +8,22 @@ import numpy as np
 import pytest
 
 from runner.data.open_source import TokenisedText, load_text
+from runner.data.remote import CacheSettings
 from runner.data.source_files import find_source
 from runner.errors import DataError
 
 
 def load(path: Path, cache: Path) -> TokenisedText:
-    return load_text(find_source(str(path)), "characters", cache)
+    return load_text(find_source(str(path)), "characters", CacheSettings(cache))
 
 
 def test_files_are_concatenated_in_order_and_undecodable_bytes_kept(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"one\xff")
     (tmp_path / "b.txt").write_bytes(b"two")
     source = find_source(f"{tmp_path}/*.txt")
-    text = load_text(source, "bytes", tmp_path / "cache")
+    text = load_text(source, "bytes", CacheSettings(tmp_path / "cache"))
     assert text.ids.tobytes() == b"one\xfftwo"
-    text = load_text(source, "characters", tmp_path / "cache")
+    text = load_text(source, "characters", CacheSettings(tmp_path / "cache"))
     assert text.tokenizer.decode(text.ids) == "one\ufffdtwo"
 
 
@@ -33,9 +34,9 @@ def test_a_separator_is_inserted_only_between_files(tmp_path: Path, name: Litera
     source = find_source(f"{tmp_path}/*.txt")
     for separator in (b"", b"\n", b"\0"):
         for _ in ("tokenised", "from the cache"):
-            text = load_text(source, name, tmp_path / "cache", separator)
+            text = load_text(source, name, CacheSettings(tmp_path / "cache"), separator)
             assert text.tokenizer.decode(text.ids) == (b"one" + separator * 2 + b"two").decode()
-    one = load_text(find_source(f"{tmp_path}/0.txt"), name, tmp_path / "cache", b"\n")
+    one = load_text(find_source(f"{tmp_path}/0.txt"), name, CacheSettings(tmp_path / "cache"), b"\n")
     assert one.tokenizer.decode(one.ids) == "one"
 
 
@@ -96,10 +97,11 @@ def test_processes_racing_for_one_cache_agree_and_leave_no_temporary_files(tmp_p
     program = (
         "import hashlib, sys; from pathlib import Path\n"
         "from runner.data.source_files import find_source; from runner.data.open_source import load_text\n"
+        "from runner.data.remote import CacheSettings\n"
         "print('ready', flush=True); sys.stdin.readline(); kept = []\n"
         "for _ in range(10):\n"
         "    for _ in range(2):  # built, then mapped, while the other process publishes the same array anew\n"
-        "        text = load_text(find_source(sys.argv[1]), 'characters', Path(sys.argv[2]))\n"
+        "        text = load_text(find_source(sys.argv[1]), 'characters', CacheSettings(Path(sys.argv[2])))\n"
         "        kept.append(text.ids)\n"
         "    assert {hashlib.sha256(ids.data).hexdigest() for ids in kept} == {text.sha256}\n"
         "    [path.unlink(missing_ok=True) for path in Path(sys.argv[2]).glob('*.json')]\n"
@@ -124,4 +126,4 @@ def test_an_unreadable_file_is_reported_by_name(tmp_path: Path) -> None:
     source = find_source(f"{tmp_path}/a.txt")
     (tmp_path / "a.txt").unlink()
     with pytest.raises(DataError, match=r"cannot read .*a\.txt: No such file"):
-        load_text(source, "bytes", tmp_path / "cache")
+        load_text(source, "bytes", CacheSettings(tmp_path / "cache"))

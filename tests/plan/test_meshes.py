@@ -15,7 +15,7 @@ from runner.plan import search
 from runner.plan.checks import Findings, open_job
 from runner.plan.mesh import iter_meshes, list_near_meshes, order_sizes
 from runner.plan.prediction import ParameterPayload, Predictor, build_abstract, predict_collectives, sum_sent_bytes
-from runner.plan.program import read_planned_memory
+from runner.plan.program import TargetMachine, read_planned_memory
 from runner.plan.search import CompiledCandidate, JobVariant, Search, run_compilation
 from runner.spec import load_document
 from runner.train.compile import ProgramMemory
@@ -277,7 +277,7 @@ IGNORED_WARNING = "ignore:resource_tracker"
 
 
 def make_target(hbm_bytes=16 * 2**30, *, is_faked=False):
-    return SimpleNamespace(accelerator=ACCELERATOR, hbm_bytes=hbm_bytes, is_faked=is_faked)
+    return TargetMachine((), (), ACCELERATOR, "", is_faked, hbm_bytes)
 
 
 @pytest.mark.parametrize(

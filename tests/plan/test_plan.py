@@ -333,7 +333,7 @@ def test_without_the_chips_compiler_arithmetic_decides(
 ) -> None:
     findings = Findings()
     job: Any = SimpleNamespace(document=Document({}, {(): SpecLocation("x")}))
-    machine: Any = SimpleNamespace(hbm_bytes=100e9, compiler="XLA for 4 fake CPU devices", accelerator="v5p-4")
+    machine: Any = SimpleNamespace(usable_bytes=90e9, compiler="XLA for 4 fake CPU devices", accelerator="v5p-4")
     given = {"needed_bytes": needed_bytes, "micro_batch_examples": 1, "is_lower_bound": is_lower_bound}
     first: Any = None if needed_bytes is None else SimpleNamespace(**given)
     preflight.check_memory_by_arithmetic(job, first, machine, findings)

@@ -14,7 +14,7 @@ from runner.spec import Document, SpecLocation
 from runner.train.compile import ProgramMemory, StepTooLargeError
 
 TEXT = "HloModule m\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n"
-MACHINE: Any = SimpleNamespace(hbm_bytes=100, devices=[0], devices_per_domain=1, is_faked=False)
+MACHINE: Any = SimpleNamespace(usable_bytes=90, devices=[0], devices_per_domain=1, is_faked=False)
 
 MESH = dict.fromkeys(AXES, 1)
 

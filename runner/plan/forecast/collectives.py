@@ -37,30 +37,19 @@ class Collective:
     `bytes` is the larger of one device's input and output: the gathered array of an all-gather, the whole input of a
     reduce-scatter, the array of an all-reduce, a device's own array for the other kinds. It is the sum over all arrays
     where several are combined, without the padding of tiles. A `ragged-all-to-all` counts its whole buffer.
-
-    Attributes:
-        kind: one of `hlo.COLLECTIVE_KINDS`.
-        axes: mesh axes along which the devices of a group differ, in mesh order. A group may span a part of an axis.
-        group_size: devices of the largest group; for a collective-permute, all devices along `axes`.
-        bytes: see above.
-        count: runs in one run of the module.
-        op_name: traced operation that it comes from, "" if the compiler dropped it.
-        is_at_least: `count` is a lower bound, since a loop around the collective has an unknown trip count.
-        is_between_slices: it uses the hosts' network, not the chips' interconnect.
-        shapes: sizes of one device's results.
-        source: `file:line` that it comes from, "" if the compiler dropped it.
     """
 
-    kind: str
+    kind: str  # one of `hlo.COLLECTIVE_KINDS`
+    # Mesh axes along which the devices of a group differ, in mesh order. A group may span a part of an axis.
     axes: tuple[str, ...]
-    group_size: int
+    group_size: int  # devices of the largest group; for a collective-permute, all devices along `axes`
     bytes: int
-    count: int
-    op_name: str
-    is_at_least: bool = False
-    is_between_slices: bool = False
-    shapes: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
-    source: str = field(default="", compare=False)
+    count: int  # runs in one run of the module
+    op_name: str  # traced operation that it comes from, "" if the compiler dropped it
+    is_at_least: bool = False  # `count` is a lower bound, since a loop around the collective has an unknown trip count
+    is_between_slices: bool = False  # it uses the hosts' network, not the chips' interconnect
+    shapes: tuple[tuple[int, ...], ...] = field(default=(), compare=False)  # sizes of one device's results
+    source: str = field(default="", compare=False)  # `file:line` that it comes from, "" if the compiler dropped it
 
     @property
     def rounds(self) -> int:
@@ -78,15 +67,7 @@ class Collective:
 
 
 def find_collectives(text: str, mesh_shape: Mapping[str, int]) -> list[Collective]:
-    """Return all collectives of a module, in the order of the text.
-
-    Args:
-        text: optimised HLO.
-        mesh_shape: axis -> size, in mesh order.
-
-    Raises:
-        ValueError: a group names devices that the mesh does not have.
-    """
+    """Return all collectives of optimised HLO, in order, for a mesh of axis -> size, which must have their devices."""
     return [collective for _, collective in locate_collectives(text, mesh_shape)]
 
 
@@ -134,7 +115,6 @@ def locate_collectives(text: str, mesh_shape: Mapping[str, int]) -> list[tuple[R
 def _find_axes_and_group_size(
     raw: RawCollective, num_partitions: int, mesh_shape: Mapping[str, int]
 ) -> tuple[tuple[str, ...], int]:
-    """Return the mesh axes that the groups of a collective span, and the number of devices in a group."""
     num_devices = math.prod(mesh_shape.values())
     rest = raw.instruction.rest
     num_partitions = num_partitions if 0 < num_partitions < num_devices else num_devices

@@ -84,11 +84,8 @@ class Matmul:
     def count_padded_flops(self, width: int) -> int:
         """Return the FLOPs that matrix units spend, which a small size leaves partly empty.
 
-        One operand is held in the unit, width x width at a time, and the other streams past it. Loading takes as long
-        as `width` rows of the other operand.
-
-        Args:
-            width: width of a matrix unit; 1 for no padding.
+        One operand is held in the unit, `width` x `width` at a time, and the other streams past it. Loading takes as
+        long as `width` rows of the other operand. A width of 1 means no padding.
         """
         if width == 1:
             return self.flops
@@ -179,11 +176,7 @@ def _parse_convolution(module: HloModule, op: Op) -> Matmul:
 def _count_valid_positions(taken: int, size: int, made: int, axis: dict[str, tuple[int, int]]) -> int:
     """Return the number of window positions, over all results along an axis, that fall on a value.
 
-    Args:
-        taken: input size.
-        size: window size.
-        made: output size.
-        axis: attributes of the window along this axis, each as (before, after).
+    The window of `size` values makes `made` results of `taken` inputs; `axis` has its attributes as (before, after).
     """
     stride, before = axis.get("stride", (1, 1))[0], axis.get("pad", (0, 0))[0]
     spread, dilation = axis.get("lhs_dilate", (1, 1))[0], axis.get("rhs_dilate", (1, 1))[0]
@@ -249,14 +242,9 @@ def _count_attention_flops(module: HloModule, op: Op, width: int) -> _AttentionF
 def compute_causal_share(
     length: int, keys: int, block_q: int, block_kv: int, blocks_in_a_row: int | None = None
 ) -> float:
-    """Return the share of all blocks that causal attention computes.
+    """Return the share of all blocks, of `block_q` queries and `block_kv` keys, that causal attention computes.
 
-    Args:
-        length: number of queries.
-        keys: number of keys.
-        block_q: queries of a block.
-        block_kv: keys of a block.
-        blocks_in_a_row: blocks of keys that an attention window leaves to a row of queries, None for no window.
+    An attention window leaves `blocks_in_a_row` blocks of keys to a row of queries; None for no window.
     """
     rows, columns = -(-length // block_q), -(-keys // block_kv)
     most = min(columns, blocks_in_a_row or columns)
@@ -313,7 +301,6 @@ def _count_bytes_read_inside(module: HloModule, value: Op, whole: int) -> int:
 
 
 def _count_written_bytes(module: HloModule, op: Op) -> list[int]:
-    """Return the bytes that an op writes of each of its results."""
     sizes = [array.bytes for array in parse_arrays(op.shape)]
     if op.opcode in _UPDATING_OPCODES:
         update = module.get_operand(op, 1 if op.opcode == "dynamic-update-slice" else 2)
@@ -343,19 +330,15 @@ class DeviceRates:
     """Speeds of one device.
 
     Attributes:
-        flops_per_second: peak of all its matrix units together.
-        hbm_bytes_per_second: bandwidth of its HBM.
-        collective_seconds: function that returns the time of one run of a collective on its links.
-        clock_hertz: clock that turns cycles into seconds, None where it is unknown.
-        matrix_unit_width: sizes of matmuls are padded to it; 1 where it is unknown.
         int8_per_second, float8_per_second: peaks for operands of 8 bits; None where there is none.
     """
 
-    flops_per_second: float
-    hbm_bytes_per_second: float
+    flops_per_second: float  # peak of all its matrix units together
+    hbm_bytes_per_second: float  # bandwidth of its HBM
+    # Function that returns the time of one run of a collective on its links.
     collective_seconds: Callable[[Collective], float]
-    clock_hertz: float | None = None
-    matrix_unit_width: int = 1
+    clock_hertz: float | None = None  # clock that turns cycles into seconds, None where it is unknown
+    matrix_unit_width: int = 1  # sizes of matmuls are padded to it; 1 where it is unknown
     int8_per_second: float | None = None
     float8_per_second: float | None = None
 
@@ -372,22 +355,15 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class OpCost:
-    """Time of one run of an op.
+    """Time of one run of an op."""
 
-    Attributes:
-        low: seconds at the roofline.
-        high: seconds by the compiler's estimate.
-        basis: `estimate` of the compiler; `stated` by a kernel; `shapes` of an attention kernel; `roofline` where
-            nothing else is known; `unknown` for a kernel of which only its arrays are known.
-        flops: FLOPs of its matmuls, without padding.
-        moved_bytes: HBM traffic.
-    """
-
-    low: float
-    high: float
+    low: float  # seconds at the roofline
+    high: float  # seconds by the compiler's estimate
+    # `estimate` of the compiler; `stated` by a kernel; `shapes` of an attention kernel; `roofline` where nothing else
+    # is known; `unknown` for a kernel of which only its arrays are known.
     basis: str
-    flops: int
-    moved_bytes: int
+    flops: int  # FLOPs of its matmuls, without padding
+    moved_bytes: int  # HBM traffic
 
 
 def compute_cost(module: HloModule, op: Op, rates: DeviceRates) -> OpCost | None:

@@ -1,6 +1,6 @@
 """Forecast of a program: range of its step time, breakdown of the time, and live memory over the step.
 
-Each op belongs to one part of the step. `classify_op` decides by the operation of the op and the calls that led to it,
+Each op belongs to one part of the step. `_classify_op` decides by the operation of the op and the calls that led to it,
 in this order: everything called by the optimizer; kernels; ops that only save or read a slice of a stack; ops that only
 change a layout; matmuls; the loss; and the rest.
 
@@ -49,7 +49,7 @@ from runner.plan.forecast.schedule import (
 )
 
 MATMULS, ATTENTION, ELEMENTWISE = "matmuls", "attention", "elementwise and reductions"
-ACTIVATIONS, LAYOUT, GATHERS = "saving and reading slices", "layout changes", "gathers and scatters"
+_ACTIVATIONS, LAYOUT, _GATHERS = "saving and reading slices", "layout changes", "gathers and scatters"
 LOSS, OPTIMIZER, KERNELS = "loss", "optimizer", "other kernels"
 WAITING = "waiting for copies"
 
@@ -95,21 +95,14 @@ class LiveBuffer(NamedTuple):
 
 @dataclass(frozen=True)
 class LiveMemory:
-    """Bytes of live temporaries.
+    """Bytes of live temporaries."""
 
-    Attributes:
-        own_bytes: op -> bytes of its own computation that are alive while it runs.
-        inner_bytes: op that runs other computations -> peak bytes of these.
-        buffers: op -> live buffers, for ops that are the peak of their computation.
-        peak: peak bytes of the whole program.
-        peak_stack: ops that run at the peak, outermost first.
-    """
-
-    own_bytes: dict[OpKey, int]
-    inner_bytes: dict[OpKey, int]
+    own_bytes: dict[OpKey, int]  # op -> bytes of its own computation that are alive while it runs
+    inner_bytes: dict[OpKey, int]  # op that runs other computations -> peak bytes of these
+    # Op -> live buffers, for ops that are the peak of their computation.
     buffers: dict[OpKey, tuple[LiveBuffer, ...]] = field(repr=False, default_factory=dict)
-    peak: int = 0
-    peak_stack: tuple[OpKey, ...] = ()
+    peak: int = 0  # peak bytes of the whole program
+    peak_stack: tuple[OpKey, ...] = ()  # ops that run at the peak, outermost first
 
     def count_bytes(self, stack: tuple[OpKey, ...]) -> int:
         """Return the bytes alive while these nested ops run."""
@@ -152,27 +145,19 @@ def compute_live_memory(module: HloModule) -> LiveMemory:
 
 
 class _BufferAssignment:
-    """Buffers of one computation.
-
-    Attributes:
-        made: array, op and position of each buffer; a buffer's number is its index.
-        values: op -> the buffers that hold its result.
-        names: buffer -> ops whose results it holds.
-        last_uses: buffer -> position of the last op that needs it.
-        results: ops, with the element of a tuple, whose results the computation returns.
-        uses: op -> position of the last op that names it as an operand.
-    """
+    """Buffers of one computation."""
 
     def __init__(self, module: HloModule, computation: str):
         self.ops = list(module.computations.get(computation, {}).values())
         self.module, self.order = module, {op.name: index for index, op in enumerate(self.ops)}
-        self.made: list[tuple[ArrayShape, Op, int]] = []
-        self.values: dict[str, _BufferTree] = {}
-        self.names: dict[int, list[str]] = defaultdict(list)
-        self.last_uses: dict[int, int] = {}
-        # The buffers of results belong to the caller, or to the result of the program.
+        self.made: list[tuple[ArrayShape, Op, int]] = []  # array, op and position of each buffer, by its number
+        self.values: dict[str, _BufferTree] = {}  # op -> the buffers that hold its result
+        self.names: dict[int, list[str]] = defaultdict(list)  # buffer -> ops whose results it holds
+        self.last_uses: dict[int, int] = {}  # buffer -> position of the last op that needs it
+        # Ops, with the element of a tuple, whose results the computation returns. Their buffers belong to the caller,
+        # or to the result of the program.
         self.results = set(self._find_results(module.roots.get(computation, ""), None))
-        self.uses: dict[str, int] = defaultdict(int)
+        self.uses: dict[str, int] = defaultdict(int)  # op -> position of the last op that names it as an operand
         for index, op in enumerate(self.ops):
             for name in op.operands:
                 self.uses[name] = index
@@ -309,14 +294,8 @@ def _iter_leaves(value: _BufferTree) -> Iterator[int]:
 # Step time.
 
 
-def classify_op(module: HloModule, op: Op, calls: tuple[StackFrame, ...]) -> str:
-    """Return the part of a step that an op belongs to.
-
-    Args:
-        module: module of the op.
-        op: an op of the schedule.
-        calls: calls that led to it, innermost first.
-    """
+def _classify_op(module: HloModule, op: Op, calls: tuple[StackFrame, ...]) -> str:
+    """Return the part of a step that an op of the schedule belongs to, by the calls that led to it, innermost first."""
     if any(_OPTIMIZER_FILE.search(frame.file) for frame in calls):
         return OPTIMIZER
     if is_kernel(op):
@@ -329,9 +308,9 @@ def classify_op(module: HloModule, op: Op, calls: tuple[StackFrame, ...]) -> str
     matmuls = find_matmuls(module, op)
     # Scans over layers save activations into stacks in the forward pass and read them in the backward pass.
     if not matmuls and opcodes & _SLICE_OPCODES and opcodes <= _MOVING_OPCODES | _SLICE_OPCODES:
-        return ACTIVATIONS
+        return _ACTIVATIONS
     if not matmuls and "dynamic-update-slice" in _list_result_opcodes(module, op):
-        return ACTIVATIONS
+        return _ACTIVATIONS
     # Copies and transpositions that compute nothing.
     if opcodes & _LAYOUT_OPCODES and opcodes <= _MOVING_OPCODES:
         return LAYOUT
@@ -344,7 +323,7 @@ def classify_op(module: HloModule, op: Op, calls: tuple[StackFrame, ...]) -> str
         return LOSS
     # Embedding lookups, and the dispatch of tokens to experts.
     if opcodes & {"gather", "scatter"}:
-        return GATHERS
+        return _GATHERS
     if _LOSS_OP.search(op.rest):
         return LOSS
     return ATTENTION if own and _ATTENTION_FUNCTION.search(own[0].function) else ELEMENTWISE
@@ -373,35 +352,20 @@ def _list_result_opcodes(module: HloModule, op: Op) -> list[str]:
 
 @dataclass(frozen=True)
 class OpTime:
-    """Time of one op over all its runs in a step, in seconds.
-
-    Attributes:
-        name: name in the module.
-        opcode: HLO opcode.
-        shape: shape of its result.
-        op_name: traced operation.
-        part: part of the step; of a collective, its kind and axes.
-        line: `file:line` of the experiment's own source, or the nearest call to it.
-        runs: number of runs.
-        low: seconds at its roofline; of a transfer, the exposed time while all other ops are at theirs.
-        high: seconds by the compiler's estimate; of a transfer, the exposed time then.
-        transfer: of a transfer, its whole time, exposed and hidden.
-        basis: `OpCost.basis`; of a transfer `copy` or `links`.
-        num_ops: number of ops that this is the sum of (`Forecast.sum_similar_ops`).
-    """
+    """Time of one op over all its runs in a step, in seconds."""
 
     name: str
     opcode: str
     shape: str
     op_name: str
-    part: str
-    line: str
+    part: str  # part of the step; of a collective, its kind and axes
+    line: str  # `file:line` of the experiment's own source, or the nearest call to it
     runs: float
-    low: float
-    high: float
-    transfer: float = 0.0
-    basis: str = "estimate"
-    num_ops: int = 1
+    low: float  # seconds at its roofline; of a transfer, the exposed time while all other ops are at theirs
+    high: float  # seconds by the compiler's estimate; of a transfer, the exposed time then
+    transfer: float = 0.0  # of a transfer, its whole time, exposed and hidden
+    basis: str = "estimate"  # `OpCost.basis`; of a transfer `copy` or `links`
+    num_ops: int = 1  # number of ops that this is the sum of (`Forecast.sum_similar_ops`)
 
     @property
     def rank(self) -> tuple[float, float, str]:
@@ -411,29 +375,17 @@ class OpTime:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Time and memory of a step.
+    """Time and memory of a step."""
 
-    Attributes:
-        low: seconds if each op is as fast as its roofline.
-        high: seconds by the compiler's estimates.
-        ops: time of each op, most expensive first.
-        timing: simulated schedule by the compiler's estimates.
-        memory: live temporaries at each op.
-        has_estimates: True if the compiler has written estimates, and the clock that they count is known.
-        num_unknown: number of kernels of which only their arrays are known.
-        num_endless: number of loops that count once, since their trip count is unknown.
-        flops: FLOPs of all matmuls and kernels that a device runs, recomputation included.
-    """
-
-    low: float
-    high: float
-    ops: tuple[OpTime, ...]
-    timing: Timing
-    memory: LiveMemory
-    has_estimates: bool
-    num_unknown: int
-    num_endless: int
-    flops: float
+    low: float  # seconds if each op is as fast as its roofline
+    high: float  # seconds by the compiler's estimates
+    ops: tuple[OpTime, ...]  # time of each op, most expensive first
+    timing: Timing  # simulated schedule by the compiler's estimates
+    memory: LiveMemory  # live temporaries at each op
+    has_estimates: bool  # True if the compiler has written estimates, and the clock that they count is known
+    num_unknown: int  # number of kernels of which only their arrays are known
+    num_endless: int  # number of loops that count once, since their trip count is unknown
+    flops: float  # FLOPs of all matmuls and kernels that a device runs, recomputation included
 
     def sum_by_part(self) -> dict[str, tuple[float, float]]:
         """Return the seconds of each part, low and high, most expensive first."""
@@ -483,16 +435,7 @@ def _sum_seconds(named: list[tuple[str, OpTime]]) -> dict[str, tuple[float, floa
 
 
 def compute_forecast(text: str, mesh_sizes: Mapping[str, int], rates: DeviceRates) -> Forecast:
-    """Return the forecast of a compiled program.
-
-    Args:
-        text: scheduled HLO.
-        mesh_sizes: axis -> size, in mesh order.
-        rates: speeds of one device.
-
-    Raises:
-        ValueError: replica groups have an unknown form, or name devices that the mesh does not have.
-    """
+    """Return the forecast of a program, as scheduled HLO, on a mesh of axis -> size. Raises as `find_collectives`."""
     module = load_module(text)
     transfers = find_transfers(module, mesh_sizes, rates.hbm_bytes_per_second, rates.collective_seconds)
     costs: dict[OpKey, OpCost | None] = {}
@@ -515,7 +458,7 @@ def compute_forecast(text: str, mesh_sizes: Mapping[str, int], rates: DeviceRate
         transfer = transfers.synchronous.get(key) or transfers.starts.get(key)
         cost = costs.get(key)
         if transfer is None:
-            part, basis = classify_op(module, op, calls), "roofline" if cost is None else cost.basis
+            part, basis = _classify_op(module, op, calls), "roofline" if cost is None else cost.basis
         elif transfer.lane == COPIES:
             part, basis = WAITING, "copy"
         else:
@@ -570,7 +513,7 @@ def _find_origin(module: HloModule, op: Op) -> Op:
     return next((part for part in parts if find_matmuls(module, part)), parts[-1] if parts else op)
 
 
-class TraceEvent(TypedDict, total=False):
+class _TraceEvent(TypedDict, total=False):
     """Event of Chrome's trace format, with times in microseconds."""
 
     name: str
@@ -583,17 +526,14 @@ class TraceEvent(TypedDict, total=False):
     args: dict[str, str | float]
 
 
-def build_trace(forecast: Forecast, name: str) -> dict[str, list[TraceEvent] | str]:
-    """Return the schedule by the compiler's estimates in Chrome's trace format, which Perfetto opens.
-
-    It has a lane of ops, one for each kind of transfer, and live temporaries as a counter in bytes.
-    """
+def build_trace(forecast: Forecast, name: str) -> dict[str, list[_TraceEvent] | str]:
+    """Return the estimated schedule in Chrome's trace format, for Perfetto: ops, transfers, and live bytes."""
     ops = {op.name: op for op in forecast.ops}
     # Perfetto shows threads in this order.
     lanes = ["compute", "waiting", *sorted({span.lane for span in forecast.timing.spans} - {"compute", "waiting"})]
-    events: list[TraceEvent] = [{"name": "process_name", "ph": "M", "pid": _TRACE_PROCESS, "args": {"name": name}}]
+    events: list[_TraceEvent] = [{"name": "process_name", "ph": "M", "pid": _TRACE_PROCESS, "args": {"name": name}}]
     for number, lane in enumerate(lanes):
-        thread: TraceEvent = {"ph": "M", "pid": _TRACE_PROCESS, "tid": number}
+        thread: _TraceEvent = {"ph": "M", "pid": _TRACE_PROCESS, "tid": number}
         events.append({"name": "thread_name", **thread, "args": {"name": lane}})
         events.append({"name": "thread_sort_index", **thread, "args": {"sort_index": number}})
     # The counter gets an event only where the number of bytes changes.

@@ -165,12 +165,7 @@ def count_shape_bytes(shape: str) -> int:
 
 
 def count_array_bytes(match: re.Match[str], is_padded: bool = False) -> int:
-    """Return the bytes of an array that `ARRAY_PATTERN` matched.
-
-    Args:
-        match: array with its layout.
-        is_padded: count whole tiles of the layout, as the array occupies memory, instead of packed values.
-    """
+    """Return the bytes of an array that `ARRAY_PATTERN` matched: packed values, or whole tiles of its layout."""
     sizes = list(parse_sizes(match))
     layout = match[3] or ""
     if is_padded and (tile := _TILE.search(layout)):
@@ -183,7 +178,6 @@ def count_array_bytes(match: re.Match[str], is_padded: bool = False) -> int:
 
 @functools.cache
 def _get_bits(dtype: str) -> int:
-    """Return the bits of one value of a type such as `bf16`, `f8e4m3fn`, `s4` or `u32`."""
     if dtype in _BITS:
         return _BITS[dtype]
     match = re.match(r"[fsu](\d+)", dtype)
@@ -223,43 +217,24 @@ class _Scalar(NamedTuple):
 
 @dataclass
 class HloProgram:
-    """Collectives, calls and loops of a module.
+    """Collectives, calls and loops of a module."""
 
-    Attributes:
-        entry: computation that a run begins with.
-        num_partitions: partitions of the program, 0 if the text does not say.
-        collectives: collectives in the order of the text.
-        calls: calls between computations.
-        trips: trip counts of the loops that state them.
-        loops: state, condition and body of the other loops.
-        scalars: scalar instructions by name.
-        tuples: operands of each `tuple` instruction.
-        roots: root instruction of each computation.
-        states: names of parameters that are tuples, such as the state of a loop.
-        slices: all-reduce -> bytes of the part that is sliced out of it.
-        started: names of the operands of `AsyncCollectiveStart`.
-    """
-
-    entry: str = ""
-    num_partitions: int = 0
+    entry: str = ""  # computation that a run begins with
+    num_partitions: int = 0  # partitions of the program, 0 if the text does not say
     collectives: list[RawCollective] = field(default_factory=list)
     calls: list[ComputationCall] = field(default_factory=list)
-    trips: dict[str, int] = field(default_factory=dict)
-    loops: dict[str, tuple[str, str, str]] = field(default_factory=dict)
-    scalars: dict[str, _Scalar] = field(default_factory=dict)
-    tuples: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    roots: dict[str, str] = field(default_factory=dict)
-    states: set[str] = field(default_factory=set)
-    slices: dict[str, int] = field(default_factory=dict)
-    started: set[str] = field(default_factory=set)
+    trips: dict[str, int] = field(default_factory=dict)  # trip counts of the loops that state them
+    loops: dict[str, tuple[str, str, str]] = field(default_factory=dict)  # state, condition and body of the other loops
+    scalars: dict[str, _Scalar] = field(default_factory=dict)  # scalar instructions by name
+    tuples: dict[str, tuple[str, ...]] = field(default_factory=dict)  # operands of each `tuple` instruction
+    roots: dict[str, str] = field(default_factory=dict)  # root instruction of each computation
+    states: set[str] = field(default_factory=set)  # names of parameters that are tuples, such as the state of a loop
+    slices: dict[str, int] = field(default_factory=dict)  # all-reduce -> bytes of the part that is sliced out of it
+    started: set[str] = field(default_factory=set)  # names of the operands of `AsyncCollectiveStart`
 
 
 def parse_program(text: str) -> HloProgram:
-    """Read a module in one pass over its instructions.
-
-    Raises:
-        ValueError: replica groups have an unknown form.
-    """
+    """Read a module in one pass over its instructions. Raises ValueError for an unknown form of replica groups."""
     program = HloProgram()
     if partitions := _PARTITIONS.search(text[: text.find("\n")]):
         program.num_partitions = int(partitions[1])
@@ -302,7 +277,6 @@ def parse_program(text: str) -> HloProgram:
 
 
 def _parse_collective(instruction: Instruction) -> RawCollective | None:
-    """Return the collective that an instruction is or starts, None if it is not a collective."""
     opcode, rest = instruction.opcode, instruction.rest
     kind = opcode.removesuffix("-start")
     if kind in COLLECTIVE_KINDS:

@@ -53,19 +53,12 @@ _OPCODES_WITHOUT_BUFFER = {"tuple", "get-tuple-element", "bitcast", "opt-barrier
 
 @dataclass(frozen=True)
 class ArrayShape:
-    """Shape of one array.
+    """Shape of one array."""
 
-    Attributes:
-        dtype: element type as HLO names it.
-        dims: sizes.
-        bytes: size in memory, in whole tiles.
-        space: XLA's number of the memory that holds it; 0 is HBM.
-    """
-
-    dtype: str
+    dtype: str  # element type as HLO names it
     dims: tuple[int, ...]
-    bytes: int
-    space: int
+    bytes: int  # size in memory, in whole tiles
+    space: int  # XLA's number of the memory that holds it; 0 is HBM
 
     @property
     def hbm_bytes(self) -> int:
@@ -91,25 +84,15 @@ def parse_arrays(shape: str) -> tuple[ArrayShape, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """Instruction with its operands by name.
+    """Instruction with its operands by name."""
 
-    Attributes:
-        computation: computation that contains it.
-        name: unique within its computation.
-        opcode: HLO opcode.
-        shape: shape of its result.
-        operands: names of its operands.
-        rest: text of operands and attributes.
-        called: pairs of an attribute and the computation that it names.
-    """
-
-    computation: str
-    name: str
+    computation: str  # computation that contains it
+    name: str  # unique within its computation
     opcode: str
     shape: str
-    operands: tuple[str, ...]
-    rest: str
-    called: tuple[tuple[str, str], ...] = ()
+    operands: tuple[str, ...]  # names of its operands
+    rest: str  # text of operands and attributes
+    called: tuple[tuple[str, str], ...] = ()  # pairs of an attribute and the computation that it names
 
     @property
     def callees(self) -> dict[str, str]:
@@ -119,21 +102,13 @@ class Op:
 
 @dataclass(frozen=True)
 class HloModule:
-    """Module whose instructions can be looked up by name.
+    """Module whose instructions can be looked up by name."""
 
-    Attributes:
-        text: HLO with each instruction on one line, and without the code of kernels.
-        program: calls, loops and collectives.
-        computations: name -> its ops by name, in scheduled order.
-        roots: computation -> name of the op whose value it returns.
-        trips: `while` op -> trip count, None where it is unknown.
-    """
-
-    text: str
-    program: HloProgram
-    computations: dict[str, dict[str, Op]] = field(default_factory=dict)
-    roots: dict[str, str] = field(default_factory=dict)
-    trips: dict[str, int | None] = field(default_factory=dict)
+    text: str  # HLO with each instruction on one line, and without the code of kernels
+    program: HloProgram  # calls, loops and collectives
+    computations: dict[str, dict[str, Op]] = field(default_factory=dict)  # name -> its ops by name, in scheduled order
+    roots: dict[str, str] = field(default_factory=dict)  # computation -> name of the op whose value it returns
+    trips: dict[str, int | None] = field(default_factory=dict)  # `while` op -> trip count, None where it is unknown
 
     @property
     def entry(self) -> str:
@@ -160,11 +135,7 @@ class HloModule:
 
 
 def load_module(text: str) -> HloModule:
-    """Read a module.
-
-    Raises:
-        ValueError: replica groups have an unknown form.
-    """
+    """Read a module. Raises ValueError for an unknown form of replica groups."""
     # Instructions are read by line, so line breaks inside them must go.
     text = _KERNEL_NOTES.sub(lambda match: "kernel_metadata={" + match[1].replace("\n", " ") + "}", text)
     text = _KERNEL_CODE.sub('"body":""', text)
@@ -206,13 +177,10 @@ class StackFrame:
 
 
 @dataclass(frozen=True)
-class SourceTable:
-    """Stack frames of a module.
+class _SourceTable:
+    """Stack frames of a module."""
 
-    Attributes:
-        frames: frame number -> the frame and the number of its caller, 0 if none.
-    """
-
+    # Frame number -> the frame and the number of its caller, 0 if none.
     frames: dict[int, tuple[StackFrame, int]] = field(default_factory=dict)
 
     def get_line(self, rest: str) -> str:
@@ -239,7 +207,7 @@ class SourceTable:
         return tuple(calls)
 
 
-def parse_sources(text: str) -> SourceTable:
+def parse_sources(text: str) -> _SourceTable:
     """Read the tables of files and stack frames in front of the first computation."""
     first = re.search(r"^(?:%|ENTRY )", text, re.MULTILINE)
     head = text[: first.start()] if first else text
@@ -257,7 +225,7 @@ def parse_sources(text: str) -> SourceTable:
         function = tables["FunctionNames"].get(location.get("function_name_id", 0), "")
         # The text numbers callers from one more than their frame, and writes one for none.
         frames[number] = StackFrame(file, location.get("line", 0), function), fields.get("parent_frame_id", 1) - 1
-    return SourceTable(frames)
+    return _SourceTable(frames)
 
 
 def _parse_fields(row: str) -> dict[str, int]:
@@ -265,15 +233,10 @@ def _parse_fields(row: str) -> dict[str, int]:
 
 
 def find_source_line(calls: tuple[StackFrame, ...], library: str) -> str:
-    """Return `file:line` of the innermost call in the user's own source.
+    """Return `file:line` of the innermost call, of these from the innermost on, in the user's own source.
 
-    Args:
-        calls: calls that led to an op, innermost first.
-        library: directory of the runner's own source, which does not count as the user's.
-
-    Returns:
-        If no call is in the user's source, the innermost call outside of installed files; else the outermost known
-        call; else "".
+    The directory `library` holds the runner's own source. If no call is in the user's source, it is the innermost call
+    outside of installed files, else the outermost known call, else "".
     """
     own = [frame for frame in calls if not frame.is_installed]
     users = [frame for frame in own if f"/{library}/" not in frame.file]
@@ -283,13 +246,7 @@ def find_source_line(calls: tuple[StackFrame, ...], library: str) -> str:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Result of one instruction, or of several with the same shape from the same operation.
-
-    Attributes:
-        bytes: size with the padding of tiles.
-        shape: type and sizes.
-        op_name: traced operation that made it, or the name of an argument.
-    """
+    """Result of instructions with the same shape from the same operation, or an argument; `bytes` include padding."""
 
     bytes: int
     shape: str

@@ -16,7 +16,7 @@ from runner.plan.forecast.cost import OpCost, find_matmuls
 from runner.plan.forecast.hlo import Instruction, get_output_shape, parse_op_name
 from runner.plan.forecast.module import HloModule, Op, parse_arrays
 
-COPIES, LINKS, NETWORK = "copies", "links", "network"
+COPIES, _LINKS, NETWORK = "copies", "links", "network"
 
 # An update in place between two memories.
 _UPDATE_START = "dynamic-update-slice-start"
@@ -28,22 +28,15 @@ _ASYNC_DONE = re.compile(r'custom_call_target="AsyncCollectiveDone"')
 # A trace shows every trip of a loop up to this number of spans in all, and then the remaining trips as one span.
 MAX_TRACE_SPANS = 60_000
 
-RangeEnd = Literal["low", "high"]
+_RangeEnd = Literal["low", "high"]
 OpKey = tuple[str, str]  # computation, op
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Copy or collective that takes time on a lane.
+    """Copy or collective that takes time on a lane."""
 
-    Attributes:
-        lane: transfers of one lane follow one another.
-        kind: name for the user.
-        seconds: duration of one run.
-        bytes: size.
-    """
-
-    lane: str
+    lane: str  # transfers of one lane follow one another
     kind: str
     seconds: float
     bytes: int
@@ -51,18 +44,14 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Transfers:
-    """Transfers of a module.
+    """Transfers of a module."""
 
-    Attributes:
-        synchronous: op -> collective for which the ops wait where it stands.
-        fused: fusion with a matmul -> collective inside it, among `starts`, that runs while the fusion does.
-        starts: op -> transfer that begins there.
-        waits: op -> name of the op whose transfer it awaits, "" for the oldest pending transfer of its kind.
-    """
-
+    # Op -> collective for which the ops wait where it stands.
     synchronous: dict[OpKey, Transfer] = field(default_factory=dict)
+    # Fusion with a matmul -> collective inside it, among `starts`, that runs while the fusion does.
     fused: dict[OpKey, Op] = field(default_factory=dict)
-    starts: dict[OpKey, Transfer] = field(default_factory=dict)
+    starts: dict[OpKey, Transfer] = field(default_factory=dict)  # op -> transfer that begins there
+    # Op -> name of the op whose transfer it awaits, "" for the oldest pending transfer of its kind.
     waits: dict[OpKey, str] = field(default_factory=dict)
 
 
@@ -72,14 +61,7 @@ def find_transfers(
     copy_bytes_per_second: float,
     get_seconds: Callable[[Collective], float],
 ) -> Transfers:
-    """Return all transfers of a module.
-
-    Args:
-        module: module to read.
-        mesh_sizes: axis -> size, in mesh order.
-        copy_bytes_per_second: HBM bandwidth.
-        get_seconds: function that returns the time of one run of a collective.
-    """
+    """Return all transfers of a module on a mesh (axis -> size); `get_seconds` gives the time of a collective's run."""
     transfers = Transfers()
     ops = [op for ops in module.computations.values() for op in ops.values()]
 
@@ -87,7 +69,7 @@ def find_transfers(
     holders: dict[str, tuple[str, str]] = {}  # computation -> the synchronous collective in it, and its chain
     for raw, collective in locate_collectives(module.text, mesh_sizes):
         axes = " x ".join(collective.axes) or "none"
-        lane = NETWORK if collective.is_between_slices else LINKS
+        lane = NETWORK if collective.is_between_slices else _LINKS
         sent = collective.sent_bytes_per_device
         transfer = Transfer(lane, f"{collective.kind} over {axes}", get_seconds(collective), sent)
         computation, name = raw.instruction.computation, raw.instruction.name
@@ -177,25 +159,16 @@ def find_transfers(
 
 @dataclass(frozen=True)
 class ScheduledOp:
-    """Op of the schedule: its cost, the transfer that it starts or awaits, and the computations that it runs.
-
-    Attributes:
-        op: the instruction.
-        cost: its own cost, None if it has none.
-        starts: transfer that begins here.
-        awaits: name of the op whose transfer is awaited here, "" for the oldest pending one of its kind.
-        synchronous: collective that runs here while the ops wait.
-        bodies: computations that run here: body and condition of a loop as one, each branch of a conditional, the
-            computation that is called.
-        kind: kind of control flow.
-        trips: trip count of a loop.
-    """
+    """Op of the schedule: its cost, the transfer that it starts or awaits, and the computations that it runs."""
 
     op: Op
     cost: OpCost | None = None
-    starts: Transfer | None = None
+    starts: Transfer | None = None  # transfer that begins here
+    # Name of the op whose transfer is awaited here, "" for the oldest pending one of its kind.
     awaits: str | None = None
-    synchronous: Transfer | None = None
+    synchronous: Transfer | None = None  # collective that runs here while the ops wait
+    # Computations that run here: body and condition of a loop as one, each branch of a conditional, the computation
+    # that is called.
     bodies: tuple[tuple["ScheduledOp", ...], ...] = ()
     kind: Literal["op", "loop", "branches", "call"] = "op"
     trips: int = 1
@@ -254,22 +227,15 @@ def build_schedule(
 
 
 @dataclass
-class OpSeconds:
-    """Time of one op over all its runs.
-
-    Attributes:
-        runs: number of runs.
-        busy: seconds of the op itself.
-        transfer: seconds of the transfer that it starts.
-        exposed: seconds that the ops wait for this transfer.
-    """
+class _OpSeconds:
+    """Time of one op over all its runs."""
 
     runs: float = 0
-    busy: float = 0.0
-    transfer: float = 0.0
-    exposed: float = 0.0
+    busy: float = 0.0  # seconds of the op itself
+    transfer: float = 0.0  # seconds of the transfer that it starts
+    exposed: float = 0.0  # seconds that the ops wait for this transfer
 
-    def add(self, other: "OpSeconds", times: float) -> None:
+    def add(self, other: "_OpSeconds", times: float) -> None:
         """Add the time of another, `times` over."""
         self.runs += times * other.runs
         self.busy += times * other.busy
@@ -278,23 +244,14 @@ class OpSeconds:
 
 
 class TraceSpan(NamedTuple):
-    """Busy interval of a lane.
+    """Busy interval of a lane."""
 
-    Attributes:
-        lane: lane, or kind of transfer.
-        name: op.
-        start: seconds since the start of the step.
-        seconds: duration.
-        stack: ops that were running when it began, outermost first.
-        trips: number of trips of a loop that the span stands for.
-    """
-
-    lane: str
+    lane: str  # lane, or kind of transfer
     name: str
-    start: float
+    start: float  # seconds since the start of the step
     seconds: float
-    stack: tuple[OpKey, ...]
-    trips: int = 1
+    stack: tuple[OpKey, ...]  # ops that were running when it began, outermost first
+    trips: int = 1  # number of trips of a loop that the span stands for
 
 
 @dataclass
@@ -302,11 +259,11 @@ class Timing:
     """Time of a whole schedule: in all, by op, and as spans of a trace."""
 
     seconds: float = 0.0
-    by_op: dict[OpKey, OpSeconds] = field(default_factory=dict)
+    by_op: dict[OpKey, _OpSeconds] = field(default_factory=dict)
     spans: list[TraceSpan] = field(default_factory=list)
 
 
-def simulate_schedule(ops: Sequence[ScheduledOp], end: RangeEnd, *, has_trace: bool = False) -> Timing:
+def simulate_schedule(ops: Sequence[ScheduledOp], end: _RangeEnd, *, has_trace: bool = False) -> Timing:
     """Return the time of a schedule by one end of the range of its ops' costs."""
     simulation = _Simulation(end, MAX_TRACE_SPANS if has_trace else 0)
     simulation.run(ops, ())
@@ -314,26 +271,18 @@ def simulate_schedule(ops: Sequence[ScheduledOp], end: RangeEnd, *, has_trace: b
 
 
 class _Simulation:
-    """Clock, lanes and pending transfers of a running schedule.
+    """Clock, lanes and pending transfers of a running schedule."""
 
-    Attributes:
-        now: seconds since the start of the step.
-        lane_ends: lane -> time when its last transfer ends.
-        pending: name of the op that started a transfer -> that op, and the time when the transfer ends.
-        by_op: time of each op so far.
-        spans: spans of the trace so far.
-    """
-
-    def __init__(self, end: RangeEnd, max_spans: int):
+    def __init__(self, end: _RangeEnd, max_spans: int):
         self.end, self.max_spans = end, max_spans
-        self.now = 0.0
-        self.lane_ends: dict[str, float] = {}
+        self.now = 0.0  # seconds since the start of the step
+        self.lane_ends: dict[str, float] = {}  # lane -> time when its last transfer ends
+        # Name of the op that started a transfer -> that op, and the time when the transfer ends.
         self.pending: dict[str, tuple[ScheduledOp, float]] = {}
-        self.by_op: dict[OpKey, OpSeconds] = defaultdict(OpSeconds)
+        self.by_op: dict[OpKey, _OpSeconds] = defaultdict(_OpSeconds)
         self.spans: list[TraceSpan] = []
 
     def run(self, ops: Sequence[ScheduledOp], stack: tuple[OpKey, ...]) -> None:
-        """Run ops in order."""
         for scheduled in ops:
             key, name = scheduled.key, scheduled.op.name
             if scheduled.kind == "loop":
@@ -403,7 +352,7 @@ class _Simulation:
                 self.lane_ends = {lane: until + seconds for lane, until in self.lane_ends.items()}
                 self.pending = {name: (op, until + seconds) for name, (op, until) in self.pending.items()}
                 break
-            trip_start, state_before, trip_seconds_by_op = self.now, state, defaultdict(OpSeconds)
+            trip_start, state_before, trip_seconds_by_op = self.now, state, defaultdict(_OpSeconds)
             self.by_op = trip_seconds_by_op
             self.run(loop.bodies[0], inner_stack)
             self.by_op = outer
