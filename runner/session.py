@@ -354,7 +354,7 @@ class Session(JobSession):
             get_data_metrics=self.programs.compute_data_metrics,
             after_row=self.compile_evaluators,
             is_language_model=self.is_language_model,
-            watchers=self.job.features,
+            features=self.job.features,
         )
 
     def _compute_mfu_per_token_rate(self) -> float:

@@ -1,4 +1,4 @@
-"""Policies of keys, which say beside each key what may change during a run: `Annotated[int, Policy.FREE]`.
+"""Policies of keys, which say beside each key what depends on it during a run: `Annotated[int, Policy.FREE]`.
 
 A policy of a section holds for all keys in it. The reference in specs/README.md shows them.
 """
@@ -20,12 +20,15 @@ class Policy(enum.Enum):
         STAGE: a stage of the run may set it (`config.stages`).
         STATE: shapes and types of the arrays of the state depend on it.
         NO_STATE: they do not, although its section is marked `STATE`.
+        NO_PROGRAM: the program of a step depends on it only by other facts of the program, such as the shapes of a
+            batch (`runner.train.program_history`).
     """
 
     FREE = enum.auto()
     STAGE = enum.auto()
     STATE = enum.auto()
     NO_STATE = enum.auto()
+    NO_PROGRAM = enum.auto()
 
 
 @functools.cache

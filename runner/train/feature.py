@@ -157,6 +157,10 @@ class Feature:
         """
         return False
 
+    def is_suspect(self, row: Row) -> bool:
+        """Return True if a `RewindError` of this feature may still discard the step of a row."""
+        return False
+
     def rewind(
         self,
         job: RestoreableJob,

@@ -13,12 +13,13 @@ from typing import Any
 
 from runner.checkpoint.fork import find_continued_manifest
 from runner.checkpoint.manifest import Manifest
-from runner.config import TOTAL_KEYS, TrainerConfig
+from runner.config import TrainerConfig
 from runner.console import say, warn
 from runner.distributed.agreement import Hosts
 from runner.run.attempt import Attempt
 from runner.run.environment import collect_options, collect_versions, compare_environments
 from runner.spec import Document, ExecutionSpec, Trajectory, hash_record
+from runner.spec.policy import Policy, list_keys
 from runner.storage import JsonObject, Store
 from runner.train.compile import compute_program_digest
 from runner.train.layout import BatchLayout
@@ -28,9 +29,6 @@ from runner.train.stages import list_schedule_stages
 _DIGEST_CHARACTERS = 12
 KNOWN_MAX = 8  # programs in a manifest, each with other facts
 _RECORD_KEYS = {"digest", "facts", "known", "changes"}
-# Sections of the config that are no part of the program of a step, or of which only what is named below is.
-_OTHER_SECTIONS = ("data", "eval", "schedule", "stages", "train")
-_OTHER_TRAIN_KEYS = {*(key.partition(".")[2] for key in TOTAL_KEYS), "batch_ramp", "micro_batch_examples", "skip_steps"}
 _SOFTWARE = ("versions", "options")  # facts that are compared as a part of the environment
 
 
@@ -188,9 +186,10 @@ class ProgramGuard:
         if len(plans) == 1:  # The total of a run without stages may be in epochs.
             plans = [replace(plans[0], config=builder.config_in_steps)]
         config: TrainerConfig[Any] = plans[-1].config
-        sections = config.model_dump(mode="json")
-        described = {name: value for name, value in sections.items() if name not in _OTHER_SECTIONS}
-        described["train"] = {key: value for key, value in sections["train"].items() if key not in _OTHER_TRAIN_KEYS}
+        other_keys = list_keys(type(config), Policy.NO_PROGRAM)
+        described = {name: value for name, value in config.model_dump(mode="json").items() if name not in other_keys}
+        train = described.pop("train")
+        described["train"] = {key: value for key, value in train.items() if f"train.{key}" not in other_keys}
         described["schedule"] = [
             [each.start, each.begins_schedule, each.schedule.model_dump(mode="json"), each.peak]
             # Other schedules are the same function of the step in a run that is extended.

@@ -152,6 +152,10 @@ class Stability(Feature):
                 raise RewindError(self, step - num_high + 1, step, f"{found}, {num_high} steps with a high loss")
         return num_skips > 0
 
+    def is_suspect(self, row: Row) -> bool:
+        """Return True if the step has a high loss, which may be the beginning of a spike that lasts."""
+        return bool(row.get(f"train/{HIGH_LOSS_STEPS}"))
+
     def before_restore(self, job: RestoreableJob) -> None:
         """Withdraw roll-backs that no longer follow from the spec, and complete the others."""
         if self._policy is None:
