@@ -78,19 +78,14 @@ class FinishWrite(Protocol):
     def __call__(self, deadline_seconds: float, check: BitsCheck | None = None) -> WriteResult:
         """Block until the parts of all hosts are durable and were read back. May raise one of `WRITE_ERRORS`.
 
-        Args:
-            deadline_seconds: time for the parts to be durable.
-            check: check of the bits, in the first save of an attempt.
+        The parts must be durable within `deadline_seconds`. `check` is given in the first save of an attempt.
         """
 
 
 class ArrayWriter:
     """Writer of arrays below one name of a store. Made and called on every host.
 
-    Args:
-        store: the run's directory.
-        hosts: processes of this job.
-        staging: directory on this host's own disk for files on their way into a bucket; it is deleted in the end.
+    `staging` is a directory on this host's own disk for files on their way into a bucket; it is deleted in the end.
     """
 
     def __init__(self, store: Store, hosts: Hosts, staging: Path):
@@ -102,11 +97,7 @@ class ArrayWriter:
         """Start writing `leaves` below `target`. The arrays may be donated when this returns. Any thread.
 
         Raises none of `WRITE_ERRORS`: process 0 waits for the part of every host, and must learn that there is none.
-
-        Args:
-            target: name of a directory.
-            leaves: the arrays by name.
-            error: one of `WRITE_ERRORS`, with which this host has failed already; then nothing is written.
+        With `error`, one of them with which this host has failed already, nothing is written.
         """
         # All hosts save the same steps in the same order, so the number of the save gives them the same keys.
         self._num_saves += 1
@@ -265,8 +256,7 @@ def _collect(
 ) -> list[JsonObject]:
     """Send the message of this process to process 0; return the messages of all there. Called on every host.
 
-    Raises:
-        OSError: on process 0, the part of a process has failed; on the others, their own.
+    Raises `OSError` on process 0 if the part of any process has failed, and on the others if their own has.
     """
     if error is not None and hosts.is_main:
         # The others cannot change the outcome, so they are not waited for. Their messages are deleted with those of the
@@ -306,13 +296,7 @@ def encode_index(table: BlockTable) -> bytes:
 
 
 def read_index(store: Store, directory: str, name: str, entry: list[Any] | None = None) -> BlockTable:
-    """Return the table of what one process has written.
-
-    Args:
-        store: the run's directory.
-        directory: the checkpoint.
-        name: name of the table.
-        entry: its size and CRC-32C, which a commit has recorded.
+    """Return the table of what one process has written; `entry` is its size and CRC-32C, if a commit has recorded them.
 
     Raises:
         DamagedBlockError: it is missing or damaged.
@@ -327,12 +311,7 @@ def read_index(store: Store, directory: str, name: str, entry: list[Any] | None 
 
 
 def parse_index(name: str, content: bytes, entry: list[Any] | None = None) -> BlockTable:
-    """Return the table of what one process has written, from the content of its file. Arguments as of `read_index`.
-
-    Raises:
-        DamagedBlockError: it is damaged.
-        NewerFormatError: another version has written it.
-    """
+    """Return the table of what one process has written, from the content of its file. See `read_index`."""
     if entry is not None and [len(content), compute_crc32c(content)] != entry:
         raise blocks.DamagedBlockError(f"{name} does not match its size and CRC-32C in the manifest")
     try:
@@ -347,14 +326,9 @@ def parse_index(name: str, content: bytes, entry: list[Any] | None = None) -> Bl
 
 
 def find_read_back_problems(store: Store, directory: str, index: str, number: int, is_full: bool) -> Iterator[str]:
-    """Iterate over what is wrong with the files of one process before a commit.
+    """Iterate over what is wrong with the files of one process before a commit; `index` is the name of their table.
 
-    Args:
-        store: the run's directory.
-        directory: the checkpoint.
-        index: name of the table of what the process has written.
-        number: number of the save.
-        is_full: read every byte, and not only a share of a bucket's files.
+    Reads every byte if `is_full`, and otherwise a share of a bucket's files that depends on the number of the save.
 
     Raises:
         NewerFormatError: another version has written the table.
@@ -389,10 +363,7 @@ def find_read_back_problems(store: Store, directory: str, index: str, number: in
 def make_bits_check(layout: fingerprint.LeafLayout, digests: list[jax.Array], leaves: Leaves) -> BitsCheck:
     """Return a check that what this process would restore has the bits on its devices.
 
-    Args:
-        layout: the leaves of the state.
-        digests: their digests, of `layout.dispatch`.
-        leaves: the leaves as they are stored: shape, dtype, sharding.
+    `digests` are those of `layout.dispatch`, `leaves` the abstract leaves as they are stored.
     """
 
     def check(reader: ArrayReader) -> None:
@@ -421,13 +392,9 @@ class ArrayReader:
     Args:
         store: the run's directory.
         directory: the checkpoint.
-        indexes: names of the tables of all processes.
+        indexes: names of the tables of all processes, which are read at once; as `read_index` does.
         files: size and CRC-32C of each file, if the checkpoint is committed.
         shards: the blocks of each array instead, if there are no such tables.
-
-    Raises:
-        ValueError: a table is missing or damaged.
-        OSError: the store could not read it.
     """
 
     def __init__(
@@ -468,9 +435,7 @@ class ArrayReader:
     def read(self, leaves: Leaves) -> dict[str, jax.Array]:
         """Return the arrays that `leaves` describe (shape, dtype, sharding). Called on every host.
 
-        Raises:
-            ValueError: bytes are missing or wrong.
-            OSError: the store could not read them.
+        Raises `ValueError` for bytes that are missing or wrong, and `OSError` for those that the store cannot read.
         """
         return blocks.read_blocks(self._fetch, self._shards, leaves)
 
@@ -507,30 +472,20 @@ class OrbaxReader:
                 # All blocks of an array are read side by side, and each once.
                 reads = {str(index): array[index].read() for index in indices}
                 contents = {key: read.result() for key, read in reads.items()}
-                found[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, _ByIndex(contents))
+                found[name] = jax.make_array_from_callback(
+                    leaf.shape, leaf.sharding, lambda index, contents=contents: contents[str(index)]
+                )
         # TensorStore raises these for files that are missing or damaged.
         except (KeyError, IndexError, NotImplementedError, RuntimeError, TypeError) as error:
             raise ValueError(format_error(error)) from error
         return found
 
 
-class _ByIndex:
-    """Function that returns the block at an index."""
-
-    def __init__(self, blocks: Mapping[str, np.ndarray]):
-        self._blocks = blocks
-
-    def __call__(self, index: Index | None) -> np.ndarray:
-        return self._blocks[str(index)]
-
-
 @contextlib.contextmanager
 def open_arrays(store: Store, directory: str, manifest: Manifest) -> Iterator[ArrayReader | OrbaxReader]:
     """Yield the reader of a committed checkpoint. Called on every host.
 
-    Raises:
-        ValueError: a table of what it holds is missing or damaged.
-        OSError: the store could not read it.
+    Raises `ValueError` if a table of what it holds is missing or damaged, and `OSError` if it cannot be read.
     """
     if manifest.indexes is not None:
         yield ArrayReader(store, directory, manifest.indexes, manifest.files)
@@ -557,12 +512,7 @@ def open_arrays(store: Store, directory: str, manifest: Manifest) -> Iterator[Ar
 
 
 def read_arrays(store: Store, directory: str, manifest: Manifest, leaves: Leaves) -> dict[str, jax.Array]:
-    """Return the arrays that `leaves` describe (shape, dtype, sharding) from one checkpoint. Called on every host.
-
-    Raises:
-        ValueError: bytes are missing or wrong.
-        OSError: the store could not read them.
-    """
+    """Return the arrays of one checkpoint that `leaves` describe; see `ArrayReader.read`. Called on every host."""
     with open_arrays(store, directory, manifest) as reader:
         return reader.read(leaves)
 
@@ -578,11 +528,7 @@ class RestoredLeaf(NamedTuple):
 def read_leaves(store: Store, directory: str, manifest: Manifest, names: Iterable[str]) -> Iterator[RestoredLeaf]:
     """Iterate over leaves by name, on the first device of this process, in the types that they were saved in.
 
-    About `GROUP_BYTES` of them are in memory at a time.
-
-    Raises:
-        ValueError: bytes are missing or wrong.
-        OSError: the store could not read them.
+    About `GROUP_BYTES` of them are in memory at a time. Raises as `ArrayReader.read` does.
     """
     sharding = SingleDeviceSharding(jax.local_devices()[0])
     with open_arrays(store, directory, manifest) as reader:

@@ -79,9 +79,8 @@ def validate_parent_place(fork: ForkConfig, own: Store) -> None:
 def read_parent_manifest(fork: ForkConfig) -> tuple[Store, Manifest]:
     """Return the parent's directory, and the manifest of the checkpoint that a fork would begin with. Process 0 only.
 
-    Raises:
-        InvalidError: there is no such checkpoint, or its manifest is damaged or of a newer runner.
-        StorageError: the parent cannot be reached.
+    Raises `InvalidError` if there is no such checkpoint, or its manifest is damaged or of a newer runner, and
+    `StorageError` if the parent cannot be reached.
     """
     store = open_parent(fork)
     name: str | None = None
@@ -127,11 +126,8 @@ def find_continued_manifest(store: Store, fork: ForkConfig | None) -> Manifest |
 def validate_fork(fork: ForkConfig, run_identity: RunIdentity, abstract: Any, total_steps: int) -> Manifest:
     """Check that a run can begin as this fork, and return the parent's manifest. Process 0 only; writes nothing.
 
-    Only the names and shapes of arrays are checked.
-
-    Raises:
-        InvalidError: it cannot; the message says what to do.
-        StorageError: the parent cannot be reached.
+    Of arrays only names and shapes are checked. Raises `InvalidError`, which says what to do, if it cannot begin so,
+    and `StorageError` if the parent cannot be reached.
     """
     store, manifest = read_parent_manifest(fork)
     where = f"{store.url}/{CHECKPOINTS}/{manifest.name}"
@@ -170,9 +166,7 @@ def has_weights(manifest: Manifest, abstract: Any) -> bool:
 def validate_parent_files(hosts: Hosts, fork: ForkConfig) -> None:
     """Check the bytes of the checkpoint that a fork would begin with, by reading them. Called on every host.
 
-    Raises:
-        ResumeError: they are not those that were saved.
-        StorageError: the parent cannot be reached.
+    Raises `ResumeError` if they are not those that were saved, and `StorageError` if the parent cannot be reached.
     """
     store = open_parent(fork)
     validate_files_of_run(hosts, store, *_list_candidates(store, fork))
@@ -183,8 +177,7 @@ def validate_changes(
 ) -> dict[str, list[Any]]:
     """Return the keys that differ from the parent, with its value and the present one.
 
-    Raises:
-        InvalidError: some of them are not in `fork.changes`, or that names no key.
+    Raises `InvalidError` if some of them are not in `fork.changes`, or that names no key.
     """
     changes = run_identity.compare_values(manifest.identity)
     unlisted = {key: values for key, values in changes.items() if not is_listed(key, fork.changes)}
@@ -206,13 +199,7 @@ def validate_changes(
 
 
 def validate_lineage(fork: ForkConfig, own: Store, manifest: Manifest) -> None:
-    """Raise `ResumeError` if a run that has begun is not the fork that its spec names. Does not read the parent.
-
-    Args:
-        fork: `checkpoint.fork_from` of the spec.
-        own: the run's directory.
-        manifest: its newest manifest.
-    """
+    """Raise `ResumeError` if a run, by its newest manifest, is not the fork that its spec names. Reads no parent."""
     hint = "a run is forked once: use another directory, or leave checkpoint.fork_from out"
     if manifest.lineage is None:
         raise ResumeError(f"{own.url} has a run that is no fork, at step {manifest.step}; {hint}")

@@ -89,13 +89,9 @@ def make_strongly_typed(tree: Any) -> Any:
 
 
 def init_sharded(make: Callable[[], Any], abstract: Any) -> Any:
-    """Return the tree that `make` makes, strongly typed, each leaf created in its final sharding.
+    """Return the tree that `make`, a pure function, makes, strongly typed, each leaf in the sharding of `abstract`.
 
     Called on every host.
-
-    Args:
-        make: pure function.
-        abstract: the same tree of abstract leaves with shardings.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.jit(lambda: make_strongly_typed(make()), out_shardings=shardings)()
@@ -200,11 +196,7 @@ def validate_manifest_leaves(
 ) -> None:
     """Raise `ResumeError` if the job's state has other leaves than the checkpoint: its code or spec has changed.
 
-    Args:
-        manifest: the checkpoint.
-        abstract: the job's state.
-        may_hold_more: ignore leaves that only the checkpoint has.
-        max_listed: number of leaves that the message names.
+    Leaves that only the checkpoint has are ignored if it `may_hold_more`. The message names up to `max_listed` leaves.
     """
     expected = describe_leaves(abstract)
     saved = {name: LeafShape(shape=leaf["shape"], dtype=leaf["dtype"]) for name, leaf in manifest.leaves.items()}
@@ -300,11 +292,9 @@ def validate_weight_name(leaves: Collection[str], weights: str) -> None:
 
 
 def map_weight_names(weights: str, names: Iterable[str]) -> dict[str, str]:
-    """Return, for each leaf, the name of the leaf that takes its place in these weights.
+    """Return, for each leaf, the name of the leaf that takes its place in these weights (`params` or `ema_<decay>`).
 
-    Args:
-        weights: `params` or `ema_<decay>`.
-        names: names of leaves; those outside `params` keep their names.
+    Leaves outside `params` keep their names.
     """
     prefix = _AVERAGE + weights.removeprefix("ema_")
     return {
@@ -362,8 +352,7 @@ def find_adapter_merge(identity: Trajectory) -> AdapterMerge | None:
 def split_adapter(names: Mapping[str, str]) -> AdapterSplit:
     """Split the weights of a run with an adapter into the model's own weights and the matrices that adapt them.
 
-    Args:
-        names: name in the manifest of each weight, by its name as it is trained.
+    `names` has the name in the manifest of each weight, by its name as it is trained.
     """
     own = {
         name.replace(_BASE, _PARAMS, 1) if name.startswith(_BASE) else name: saved
@@ -379,10 +368,7 @@ def split_adapter(names: Mapping[str, str]) -> AdapterSplit:
 def merge_params(base: Mapping[str, Any], adapter: Mapping[str, Any], merge: Callable[[Any, Any, Any], Any]) -> Any:
     """Return the model's parameters: `merge(base, a, b)` for each that the adapter names, the others unchanged.
 
-    Args:
-        base: nested dictionaries of the frozen parameters.
-        adapter: nested dictionaries of the matrices.
-        merge: sum of a parameter and its two matrices.
+    `base` and `adapter` are nested dictionaries of the frozen parameters and of the matrices.
     """
     merged: Any = {}
     for name, own in base.items():

@@ -56,12 +56,8 @@ def compute_best_interval_seconds(
     """Return the seconds between saves that lose the least time: sqrt(2 x stall x mean time between failures).
 
     Young, "A first order approximation to the optimum checkpoint interval" (1974); Daly (2006) refines it where the
-    stall is not small against the interval.
-
-    Args:
-        stall_seconds: time that a save stops training.
-        durable_seconds: time until a save is durable. The interval is never shorter: the next save could not begin.
-        mean_time_between_failures_hours: as the spec estimates it.
+    stall, for which a save stops training, is not small against the interval. The interval is never shorter than the
+    time until a save is durable, since the next save could not begin.
     """
     least_loss_seconds = math.sqrt(2 * stall_seconds * mean_time_between_failures_hours * 3600)
     return max(least_loss_seconds, durable_seconds, 1.0)
@@ -70,11 +66,8 @@ def compute_best_interval_seconds(
 class SavePolicy:
     """Decision at each step whether a save is due, by `checkpoint` of the spec. Called on every host.
 
-    Args:
-        config: the spec's `checkpoint`.
-        logging_every_steps: steps between two checks of `every_minutes`.
-        decide: broadcasts process 0's argument to every host, because clocks differ between hosts.
-        clock: monotonic clock, in seconds.
+    `every_minutes` is checked every `logging_every_steps`. `decide` broadcasts process 0's argument to every host,
+    because clocks differ between hosts.
     """
 
     def __init__(
@@ -95,10 +88,7 @@ class SavePolicy:
     def find_due_save(self, step: int, last_step: int, interval_seconds: float) -> SaveKind | None:
         """Return the kind of save that is due at `step`, None if none is. The same on every host.
 
-        Args:
-            step: the current step.
-            last_step: the step at which the job ends.
-            interval_seconds: interval of `every: auto`; used only with it.
+        `interval_seconds` is that of `every: auto`, and used only with it.
         """
         config = self._config
         if is_due(step, config.every_steps if config.every is None else None, last_step):

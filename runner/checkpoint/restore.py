@@ -93,21 +93,13 @@ class RestoredState:
 
 @dataclass(frozen=True)
 class RejectedCheckpoint:
-    """Checkpoint that was not restored, and the reason.
+    """Checkpoint that was not restored, and the reason, one line for a message."""
 
-    Attributes:
-        name: its name, which for a tier's own checkpoints is the step.
-        reason: one line for a message.
-        tier: tier that it lies in.
-        was_committed: False if it has no manifest.
-        may_be_good: True if it could not be read now, which says nothing about its content.
-    """
-
-    name: str
+    name: str  # for a tier's own checkpoints the step
     reason: str
     tier: Tier
-    was_committed: bool = True
-    may_be_good: bool = False
+    was_committed: bool = True  # False if it has no manifest
+    may_be_good: bool = False  # if it could not be read now, which says nothing about its content
 
 
 class RestoreProblem(NamedTuple):
@@ -218,10 +210,9 @@ def find_limits(store: Store, durable_steps: list[int]) -> tuple[list[tuple[int,
 
 
 def load_checkpoint(attempt: Attempt, name: str, abstract: Any) -> RestoredState:
-    """Return the checkpoint `name` of the job's own run, after the same checks as in `restore_newest`.
+    """Return the checkpoint `name` of the job's own run if it passes the checks of `restore_newest`.
 
-    Raises:
-        ResumeError: it cannot be restored.
+    Raises `ResumeError` if it does not.
     """
     found = _try_durable(attempt.hosts, attempt.store, name, abstract)
     if isinstance(found, RejectedCheckpoint):
@@ -256,7 +247,7 @@ def _try_fast(
             return RejectedCheckpoint(str(step), problem.reason, "fast")
         state = _unflatten(abstract, arrays)
         try:
-            bits_problem = _find_bits_problem(state, part.manifest)
+            bits_problem = fingerprint.find_bits_problem(state, part.manifest.leaves)
         except fingerprint.ReplicaError as error:  # on every host
             bits_problem = str(error)
         # Each host compares with the digests of its own part, so one may find a problem that the others do not.
@@ -304,7 +295,7 @@ def _try_durable(
         return RejectedCheckpoint(name, problem.reason, "durable", may_be_good=problem.may_be_good)
     # 3. Bits.
     state = _unflatten(abstract, arrays)
-    bits_problem = _find_bits_problem(state, manifest)
+    bits_problem = fingerprint.find_bits_problem(state, manifest.leaves)
     if bits_problem is not None:
         return RejectedCheckpoint(name, bits_problem, "durable")
     return RestoredState(state, manifest)
@@ -313,11 +304,7 @@ def _try_durable(
 def _check_files(hosts: Hosts, store: Store, name: str, with_pieces: bool = False) -> Manifest | RejectedCheckpoint:
     """Return the manifest of a checkpoint whose files have the right bytes. Every host checks its share of them.
 
-    Args:
-        hosts: processes of this job.
-        store: directory of the run.
-        name: the checkpoint.
-        with_pieces: check arrays too whose bytes are checked again when they are read.
+    Arrays whose bytes are checked again when they are read are left out, unless `with_pieces`.
     """
     directory = f"{CHECKPOINTS}/{name}"
     manifest, problem, was_committed = None, None, True
@@ -352,13 +339,6 @@ def _gather_first_problem(hosts: Hosts, problem: RestoreProblem | None) -> Resto
 def _unflatten(abstract: Any, arrays: dict[str, jax.Array]) -> Any:
     leaves = decode_leaves(arrays, flatten_with_names(abstract))
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves.values())
-
-
-def _find_bits_problem(state: Any, manifest: Manifest) -> str | None:
-    for name, digest in fingerprint.compute_leaf_digests(state).items():
-        if digest != manifest.leaves[name]["digest"]:
-            return f"the bits of {name} are not those that were saved"
-    return None
 
 
 def _set_aside(
@@ -447,11 +427,7 @@ def validate_files_of_run(
 ) -> None:
     """Check that `restore_from_run` will find a checkpoint whose files have the right bytes.
 
-    The arguments are those of `restore_from_run`.
-
-    Raises:
-        ResumeError: no candidate is good.
-        StorageError: one cannot be read now, and none of the others is good.
+    Arguments and errors are those of `restore_from_run`.
     """
     _find_first_good(
         hosts, store, list_candidates, where, is_named, lambda name: _check_files(hosts, store, name, with_pieces=True)
@@ -541,8 +517,7 @@ def _make_saved_abstract(wanted: Leaves, name: str) -> Leaves:
 def validate_checkpoints(store: Store, run_identity: RunIdentity) -> Manifest | None:
     """Return the manifest of the run's newest checkpoint; None if it has none. Process 0 only.
 
-    Raises:
-        ResumeError: the checkpoint is of another trajectory.
+    Raises `ResumeError` if the checkpoint is of another trajectory.
     """
     manifest = read_newest_manifest(store)
     if manifest is None:
@@ -553,12 +528,9 @@ def validate_checkpoints(store: Store, run_identity: RunIdentity) -> Manifest | 
 
 
 def validate_source_run(source: str, weights: Any, name: str = PARAMS) -> None:
-    """Raise `InvalidError` if another run, or one of its checkpoints, does not have these weights. Process 0 only.
+    """Raise `InvalidError` if a run does not have the weights that `load_weights`, with these arguments, would read.
 
-    Args:
-        source: directory or URL of a run, or one of its `checkpoints/<name>`.
-        weights: abstract arrays with the names, shapes and types to load.
-        name: `params` or the name of an average.
+    Process 0 only. `weights` may be abstract.
     """
     directory, checkpoint = split_checkpoint(source)
     store = open_store(directory)

@@ -152,13 +152,10 @@ def validate_auxiliary(auxiliary_states: Sequence[AuxiliaryState], before: Any, 
 
 
 def compare_halves(first: Any, both: Any, counts: jax.Array, divisor: jax.Array | None) -> HalfBatchGradients:
-    """Return the statistics of two halves of a batch.
+    """Return the statistics of two halves of a batch, from gradients summed over the first half, and over both.
 
-    Args:
-        first: gradients summed over the first half.
-        both: gradients summed over both halves.
-        counts: total target weight of each half; float32[2].
-        divisor: number by which the summed losses were divided; None if they were not.
+    `counts` is the total target weight of each half, float32[2], and `divisor` the number by which the summed losses
+    were divided; None if they were not.
     """
     # Counts of 0, of a half that holds only padding, would give NaN; `tiny` keeps the division finite.
     second = jax.tree.map(jnp.subtract, both, first)

@@ -80,10 +80,7 @@ def validate_hardware(spec: ExecutionSpec, topology: Topology, config: TrainerCo
 
 
 def validate_hosts(hosts: Hosts, fits: Callable[[int], bool]) -> None:
-    """Raise `RetryableError` if an elastic job cannot run on the hosts that joined, but could on all.
-
-    `fits` returns True if the job can run on a number of devices.
-    """
+    """Raise `RetryableError` if an elastic job cannot run on the devices of the hosts that joined, but could on all."""
     num_devices = jax.device_count()
     if hosts.num_missing and not fits(num_devices) and fits(_count_expected_devices(hosts)):
         raise RetryableError(

@@ -62,15 +62,8 @@ def trace_train_step(
 
     If the layout `is_replayable`, the function also takes `ReplayInputs` and returns the digests of the gradients,
     see `runner.train.replay`. The meta gets the `learning_rate` of the step, if there is a schedule or an optimizer
-    whose state holds the rate, and the `token_count`, if batches differ in it.
-
-    Args:
-        train_step: function of (state, batch, key of the step, accumulation steps).
-        schedule: learning rate by completed steps, or None.
-        abstract: shape, dtype and sharding of every leaf of the state.
-        key: random key of the run, which may be abstract; the key of step k is `fold_in(key, k)`.
-        layout: split of the global batch.
-        auxiliary_states: auxiliary states that the step must update.
+    whose state holds the rate, and the `token_count`, if batches differ in it. `train_step` is a function of (state,
+    batch, key of the step, accumulation steps). `key`, that of the run, may be abstract.
 
     Raises:
         StateError: `train_step` returns leaves of another shape or type than it takes; the error names them.
@@ -292,12 +285,8 @@ SizedStepT = TypeVar("SizedStepT", bound=SizedStep)
 def compile_to_fit(compile_step: Callable[[int], SizedStepT], sizes: list[int], limit_bytes: int) -> SizedStepT:
     """Compile with the largest micro-batch whose arguments, outputs and temporaries fit, and return the result.
 
-    After a size that does not fit, the next guess is the largest size whose share of the temporaries would fit.
-
-    Args:
-        compile_step: function that compiles with a micro-batch of a number of examples per device.
-        sizes: micro-batch sizes to try, descending.
-        limit_bytes: memory per device.
+    After a size that does not fit, the next guess is the largest size whose share of the temporaries would fit. `sizes`
+    are the micro-batches to try, in examples per device and descending; `limit_bytes` is the memory of a device.
 
     Raises:
         StepTooLargeError: even the smallest size does not fit; the error has the numbers.

@@ -192,34 +192,21 @@ class ValidationSet:
 
 @dataclass(frozen=True)
 class ValidationSize:
-    """Size of a validation set.
+    """Size of a validation set."""
 
-    Attributes:
-        num_targets: number of real target tokens.
-        num_bytes: bytes of their text; None if unknown.
-        reason: reason why the bytes are unknown.
-    """
-
-    num_targets: int
-    num_bytes: int | None
-    reason: str = ""
+    num_targets: int  # real target tokens
+    num_bytes: int | None  # of their text; None if unknown
+    reason: str = ""  # why the bytes are unknown
 
 
 @dataclass(frozen=True)
 class ValidationSums:
-    """Sums over a set or a part of it.
-
-    Attributes:
-        loss: summed loss.
-        num_tokens: number of real tokens.
-        last_meta: meta of the last batch, as rows hold it.
-        meta_sums: `sums` of the meta over all batches.
-    """
+    """Sums over a validation set or a part of it."""
 
     loss: float
-    num_tokens: float
-    last_meta: Mapping[str, RowValue] = field(default_factory=dict)
-    meta_sums: Mapping[str, Any] = field(default_factory=dict)
+    num_tokens: float  # real target tokens
+    last_meta: Mapping[str, RowValue] = field(default_factory=dict)  # of the last batch, as rows hold it
+    meta_sums: Mapping[str, Any] = field(default_factory=dict)  # `sums` of the meta over all batches
 
     @property
     def meta(self) -> dict[str, RowValue]:
@@ -270,13 +257,9 @@ class Validation:
     ):
         """Prepare the evaluator; compiles nothing.
 
-        Args:
-            abstract: abstract train state.
-            compile_val: function that compiles `val_step` for a state without optimizer and auxiliary states.
-            sets: validation sets.
-            is_stopping: function that returns True if the job was asked to stop, which an evaluation must not delay.
-            measure: function that returns the size of a set by name, for bits per byte; None: not reported.
-            step: what `compile_val` would return, if that has been called already.
+        `compile_val` compiles `val_step` for a state without optimizer and auxiliary states; `step` has its result, if
+        it has been called already. An evaluation ends early if `is_stopping`, since it must not delay a stop. `measure`
+        returns the size of a set by name, for bits per byte; without it they are not reported.
         """
         self._measure = None if measure is None else functools.cache(measure)
         self._warned: set[str] = set()  # sets whose bytes are unknown

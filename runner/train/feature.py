@@ -169,22 +169,17 @@ class Feature:
         batch_examples: int,
         list_rows_after: Callable[[int], Sequence[Row]],
     ) -> list[int]:
-        """Decide how the run goes back because of a `RewindError` of this feature.
+        """Return the steps of the checkpoints at which the run may continue after `cause`, the best one first.
+
+        If it restores none of them, the run cannot go on. Raises `DivergedError` if it cannot go back.
 
         Args:
             job: the run's job.
-            cause: the error.
+            cause: error of this feature.
             data_start: start of the data of the stage in which the cause begins: that of the first one of successive
                 stages with the same data and batch size.
             batch_examples: examples of a step in this stage.
             list_rows_after: function that returns the rows after a step.
-
-        Returns:
-            Steps of the checkpoints at which the run may continue, the best one first. If it restores none of them, the
-            run cannot go on.
-
-        Raises:
-            DivergedError: the run cannot go back.
         """
         raise NotImplementedError
 

@@ -241,7 +241,6 @@ class KernelChecker:
     """Check of the kernels of a job's steps before the first one. All methods are called on every process."""
 
     def __init__(self, attempt: Attempt):
-        """Prepare; reads nothing yet."""
         self._attempt, self._hosts = attempt, attempt.hosts
         self._cache = LocalStore(default_cache_directory() / _FOLDER)
         # On process 0 the content of the record: the kernels to avoid with the reason, and the starts of open cases.
@@ -251,16 +250,10 @@ class KernelChecker:
     def check(
         self, uses: Sequence[KernelUse], list_cases: Callable[[], list[KernelCase]], trace: Callable[[], None]
     ) -> None:
-        """Replace kernels that fail.
+        """Replace kernels that fail, in the `uses` of the job's programs, whose cases `list_cases` returns.
 
-        Args:
-            uses: choices of kernels of the job's programs, which get the kernels to avoid.
-            list_cases: function that returns the cases of these programs.
-            trace: function that traces them again.
-
-        Raises:
-            InvalidError: a kernel fails that the spec demands.
-            RetryableError: a case did not end in time on another process.
+        `trace` traces the programs again. Raises `InvalidError` if a kernel fails that the spec demands, and
+        `RetryableError` if a case did not end in time on another process.
         """
         if not list_cases():
             return

@@ -109,16 +109,9 @@ def list_batch_layouts(
 ) -> list[BatchLayout]:
     """Return every split of the global batch over `mesh` that the config allows, the largest micro-batch first.
 
-    Args:
-        config: config of the trainer.
-        mesh: device mesh.
-        micro_batch: examples per device of the only split to return, if the config allows it.
-        fields: arrays of a batch; None: those of `get_batch_fields`.
-        features: features of the job; None: those of the runner that the config switches on.
-
-    Raises:
-        InvalidError: no split exists, or sequences do not divide over the devices that share one; the error has the
-            nearest valid numbers.
+    `micro_batch` is the size of the only split to return, if the config allows it. `fields` are by default those of
+    `get_batch_fields`, and `features` those of the runner that the config switches on. Raises `InvalidError`, with the
+    nearest valid numbers, if no split exists, or sequences do not divide over the devices that share one.
     """
     train, data = config.train, config.data
     validate_sequence_sharding(mesh, data.sequence_length, config.memory.loss_chunk_positions)
@@ -145,9 +138,8 @@ def list_batch_layouts(
 def make_val_layout(config: TrainerConfig, layout: BatchLayout) -> BatchLayout:
     """Return the split of a validation batch; that of a training batch, `layout`, if no key changes it.
 
-    Raises:
-        InvalidError: the batch does not divide over the devices, or into micro-batches; the error has the nearest
-            valid numbers.
+    Raises `InvalidError`, with the nearest valid numbers, if the batch does not divide over the devices, or into
+    micro-batches.
     """
     batch_examples = config.eval.global_batch_examples or layout.global_batch_examples
     wanted = config.eval.micro_batch_examples

@@ -207,13 +207,8 @@ def evaluate_cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the sums of `cross_entropy_sum` and `count_correct`, from the same logits. For evaluations.
 
-    Args:
-        unembed: function from (weights, (B, C, D)) to logits (B, C, V).
-        weights: its weights.
-        x_BxTxD: hidden states.
-        y_BxT: labels.
-        mask_BxT: weight of each token.
-        chunk_positions: number of positions whose logits exist at a time; None: all.
+    `unembed` maps (weights, (B, C, D)) to logits (B, C, V). Logits of `chunk_positions` positions exist at a time;
+    None: of all.
     """
 
     def evaluate_chunk(chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:

@@ -48,10 +48,8 @@ class OptimizerChoice:
     ) -> optax.Schedule | None:
         """Return the learning rate by completed steps; None if a custom optimizer contains its own schedule.
 
-        Args:
-            config: config of the trainer.
-            get_config_in_steps: function that converts a total in epochs to steps and returns that config. It reads the
-                data, so it is called only when a train step is traced, which read-only tools never do.
+        `get_config_in_steps` returns the config with a total in epochs converted to steps. It reads the data, so it is
+        called only when a train step is traced, which read-only tools never do.
         """
         if callable(self.schedule):
             return self.schedule

@@ -75,13 +75,9 @@ class Program:
         devices: Sequence[jax.Device] | None = None,
         is_evaluated: bool = False,
     ):
-        """Prepare the program; builds and compiles nothing.
+        """Prepare the program on `devices`, by default all; builds and compiles nothing.
 
-        Args:
-            plan: the stage as the spec describes it.
-            builder: builder of its setup.
-            devices: devices of the setup; None: all.
-            is_evaluated: True if the validation step is compiled ahead, after the train step.
+        If `is_evaluated`, the validation step is compiled ahead, after the train step.
         """
         self.plan, self.builder = plan, builder
         self._devices = devices
@@ -156,9 +152,7 @@ class Program:
     def compile(self, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
         """Return the compiled train step; compiles on this thread, or waits for the one that does.
 
-        Args:
-            limit_bytes: memory of a device that the step may use.
-            micro_batch: micro-batch that an earlier attempt has chosen; None: the largest that fits.
+        `micro_batch` is the one that an earlier attempt has chosen; None: the largest that fits in `limit_bytes`.
         """
         with self._lock:
             if self._compiled is None:
@@ -297,12 +291,7 @@ class Programs:
     """
 
     def __init__(self, recipe: StagedRecipe, plans: Sequence[StagePlan]):
-        """Prepare the programs; builds and compiles nothing.
-
-        Args:
-            recipe: the training job.
-            plans: its stages.
-        """
+        """Prepare the programs; builds and compiles nothing."""
         self.recipe, self.plans = recipe, plans
         self.number = 0
         self.limit_bytes = 0
@@ -360,13 +349,7 @@ class Programs:
         validate_hosts(hosts, lambda number: all(program.builder.fits(number) for program in self))
 
     def build(self, hosts: Hosts, store: Store, fork: ForkConfig | None) -> None:
-        """Build the train setup of the first stage, check the others, and find the stage that the run is in.
-
-        Args:
-            hosts: processes of the job.
-            store: the run's directory.
-            fork: `checkpoint.fork_from` of the spec.
-        """
+        """Build the train setup of the first stage, check the others, and find the stage that the run is in."""
         if self.has_stages:
 
             def read_past() -> tuple[int, list[int]]:

@@ -152,14 +152,7 @@ class ProgramGuard:
     """Comparison of the programs of this attempt with those that have made the steps of the run."""
 
     def __init__(self, spec: ExecutionSpec, document: Document, programs: Programs, hooks: Trajectory):
-        """Begin without records of earlier attempts.
-
-        Args:
-            spec: the spec, whose key `checkpoint.program` may refuse other programs.
-            document: where it came from.
-            programs: programs of the run.
-            hooks: identity of the hooks, whose counters the programs may update.
-        """
+        """Begin without records of earlier attempts. `hooks` is their identity: programs may update their counters."""
         self._spec, self._document, self._programs, self._hooks = spec, document, programs, hooks
         self._history = ProgramHistory()
         self._described: dict[tuple[int, str], ProgramRecord] = {}  # by number of the stage and digest, for saves
@@ -170,14 +163,7 @@ class ProgramGuard:
         return {"versions": collect_versions(), "options": collect_options()}
 
     def describe(self, program: Program, layout: BatchLayout, digest: str, num_processes: int) -> ProgramRecord:
-        """Return the record of a program, with the values besides the code on which its digest depends.
-
-        Args:
-            program: the program.
-            layout: split of the batch for which it was made.
-            digest: digest of its StableHLO.
-            num_processes: number of processes of the job.
-        """
+        """Return the record of a program of this `layout` and `digest`, with the values on which that depends."""
         key = program.plan.number, digest
         if key in self._described:
             return self._described[key]
@@ -241,10 +227,9 @@ class ProgramGuard:
         hosts.run_on_main(compare)
 
     def continue_from(self, manifest: Manifest, attempt: Attempt, is_start: bool) -> None:
-        """Compare with the program that has made a restored step, and report or refuse a change. Called on every host.
+        """Compare with the program that has made a restored step, and report a change. Called on every host.
 
-        Raises:
-            SpecError: the spec refuses the change.
+        Raises `SpecError` if the spec refuses the change.
         """
         # The step was made by this stage; later ones have other programs.
         program = self._programs.at(max(manifest.step - 1, 0))

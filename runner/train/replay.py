@@ -103,13 +103,7 @@ def get_digests(meta: Meta) -> jax.Array:
 
 
 def make_abstract_replay(abstract: TrainState, mesh: Mesh, is_ordered: bool) -> ReplayInputs:
-    """Return shapes, dtypes and sharding of the inputs of a step that can be replayed.
-
-    Args:
-        abstract: shape, dtype and sharding of every leaf of the state.
-        mesh: device mesh.
-        is_ordered: True if sums have an order independent of the number of devices (`BatchLayout.is_ordered`).
-    """
+    """Return shapes, dtypes and sharding of the inputs of a step that can be replayed; see `BatchLayout.is_ordered`."""
     replicated = NamedSharding(mesh, PartitionSpec())
     num_shards = len(list_gradient_shards(mesh.abstract_mesh, is_ordered))
     shape = num_shards, len(list_trained_names(abstract))
@@ -151,14 +145,7 @@ class ReplayedStep:
     """Compiled train step that can compute the gradients of a step again. All calls are made on every process."""
 
     def __init__(self, executable: jax.stages.Compiled, abstract: TrainState, mesh: Mesh, is_ordered: bool):
-        """Prepare the inputs.
-
-        Args:
-            executable: compiled step of a layout that `is_replayable`.
-            abstract: as in `make_abstract_replay`, and so are the other arguments.
-            mesh: as there.
-            is_ordered: as there.
-        """
+        """Prepare the inputs of `executable`, the compiled step of a layout that `is_replayable`."""
         self._run, self._names = executable, list_trained_names(abstract)
         flat = mesh.devices.flat
         shards = list_gradient_shards(mesh.abstract_mesh, is_ordered)
@@ -183,8 +170,7 @@ class ReplayedStep:
     ) -> tuple[TrainState, jax.Array, Any, DeviceFault | None]:
         """Make a step whose gradients are computed twice, and wait for it.
 
-        Returns:
-            (state, loss, meta, None), or the unchanged state and the fault if the gradients differ.
+        Returns (state, loss, meta, None), or the unchanged state and the fault if the gradients differ.
         """
         state, _, _, moved = self._run(state, batch, key, self._moved)
         inputs = ReplayInputs(self._compare, self._update.shift, moved)
@@ -205,11 +191,9 @@ def _replicate(value: int, abstract: Any) -> jax.Array:
 
 
 def find_faulty_groups(digests: Sequence[np.ndarray]) -> list[int]:
-    """Return the groups of devices that include the one that made two computations differ.
+    """Return the groups of devices that include the one that made the first two of three computations differ.
 
-    Args:
-        digests: uint32 (N, L) of three computations; in number k, group n + k, modulo N, computed shard n. The first
-            two differ.
+    The `digests` of each are uint32 (N, L); in number k, group n + k, modulo N, computed shard n.
     """
     num_groups = len(digests[0])
     suspects = []

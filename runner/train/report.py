@@ -53,18 +53,12 @@ class Report:
         is_language_model: bool = True,
         features: Sequence[Feature] = (),
     ):
-        """Open the metrics of an attempt.
+        """Open the metrics of an attempt, by the resolved spec and the config with its total in steps.
 
-        Args:
-            attempt: attempt that the rows belong to.
-            spec: resolved spec.
-            config: config of the trainer, with its total in steps.
-            evaluators: evaluators of the weights.
-            mfu_per_token_rate: MFU of one token (or example, by the unit of the data) per second; 0 if unknown.
-            get_data_metrics: function that returns the metrics of the data at a step.
-            after_row: function called after each row, to start slow work that the first steps do not need.
-            is_language_model: False for a model whose outputs are not logits of tokens.
-            features: features of the job, which watch each step.
+        `mfu_per_token_rate` is the MFU of one token (or example, by the unit of the data) per second, 0 if unknown.
+        `get_data_metrics` returns the metrics of the data at a step. `after_row` is called after each row, to start
+        slow work that the first steps do not need. A model is no language model if its outputs are not logits of
+        tokens.
         """
         self._attempt, self._spec, self._config = attempt, spec, config
         self._is_language_model = is_language_model
@@ -95,12 +89,8 @@ class Report:
 
         A row of `step` that the present spec does not ask for is removed too, and so is such an evaluation: the run
         ended there, and was extended. Called before the first step, and again if the running job loads a checkpoint.
-        Displays then restart with the remaining rows.
-
-        Args:
-            step: step that the attempt resumes from.
-            attachments: rows that were saved with the state; they may be newer than those of the file.
-            carry: `carry` of the save; None if `step` has a row.
+        Displays then restart with the remaining rows. The rows in `attachments`, saved with the state, may be newer
+        than those of the file. `carry` is that of the save; None if `step` has a row.
         """
         end, is_last = (carry or {}).get(END), step == self._config.total_steps
         # The sums of the steps since the row before `step`; with them the row of `step` can be made again.
@@ -152,19 +142,11 @@ class Report:
 
         An evaluation is missing if the previous attempt was asked to stop: it then saves the step without evaluating
         it. The last row is missing if the total was set to a step that an earlier attempt has reached. Called before
-        the first step.
+        the first step. `before_write` is called with the complete row on every host, before it is written; not for the
+        last row, which is the newest one afterwards.
 
-        Args:
-            weights: weights to evaluate.
-            step: step that the attempt resumes from.
-            before_write: function called with the complete row on every host, before it is written; not for the last
-                row, which is the newest one afterwards.
-
-        Returns:
-            False if the job was asked to stop during the evaluation.
-
-        Raises:
-            ResumeError: the last row cannot be made, since an earlier version has saved the step without its results.
+        Returns False if the job was asked to stop during the evaluation. Raises `ResumeError` if the last row cannot
+        be made, since an earlier version has saved the step without its results.
         """
         row = self._attempt.hosts.agree(self._resumed_row)
         if row is not None:

@@ -193,22 +193,11 @@ def build_train_setup(
 ) -> TrainSetup:
     """Build the setup of `model` on `mesh`. Allocates nothing; neither mesh nor key needs real devices.
 
-    Args:
-        model: Flax module.
-        sharded_init: function of (model, key, *inputs, mesh=..., deterministic=...) that returns the variables and
-            their shardings.
-        fields: arrays of a batch. The model is traced with one example to find its shapes.
-        make_optimizer: function from a tree of `Parameter` to the optax transformation.
-        schedule: learning rate by completed steps, or None.
-        mesh: device mesh.
-        key: random key of the run.
-        auxiliary_states: auxiliary states of the train state.
-        adapter: config of the adapter that is trained instead of the model's own parameters, or None.
-        compute: dtype of activations, in which an adapter is merged.
-        rules: logical axis rules of the model.
-        offload_optimizer: True to keep the arrays of the optimizer state in pinned host memory.
-        model_inputs: function from a batch (B, ...) to the positional arguments of the model.
-        kernels: choice of kernels; None: by default the fastest.
+    `sharded_init` is a function of (model, key, *inputs, mesh=..., deterministic=...) that returns the variables and
+    their shardings, `model_inputs` one from a batch (B, ...) to the positional arguments of the model, and
+    `make_optimizer` one from a tree of `Parameter` to the optax transformation. The model is traced with one example
+    of the `fields` to find its shapes. An `adapter` is trained instead of the model's own parameters, and merged in the
+    dtype `compute`. `offload_optimizer` keeps the arrays of the optimizer state in pinned host memory.
     """
 
     def init(init_function: Callable[..., Any], key: jax.Array, **options: Any) -> Any:
@@ -360,9 +349,6 @@ class TrainSetupBuilder:
 
     Attributes:
         document: origin of the spec, for errors with a line.
-        config: config of the trainer.
-        topology: topology of the spec.
-        seed: seed of the run.
         recipe: what the job says about its model, its optimizer and its steps.
         rules: logical axis rules.
         stage: dependence of a stage on the stages before it; None for a run without stages.

@@ -282,13 +282,9 @@ def find_first_change(
     Both are compared piece by piece. Keys that affect an update only through the learning rate are compared by the
     resulting rates.
 
-    Args:
-        identities: start of each stage, and its part of the identity of the run.
-        present: identity of the run.
-        config: config of the run.
-        uses_config_rates: True if the learning rates are those that the config describes.
-        get_num_examples: function that returns the training examples of an epoch; called for totals in epochs.
-        saved: the saved trajectory.
+    `identities` are the start of each stage, and its part of `present`, the identity of the run. `uses_config_rates` is
+    True if the learning rates are those that the config describes. `get_num_examples` returns the training examples of
+    an epoch; called for totals in epochs.
     """
     pieces = split_trajectory(saved)
     borders = sorted({start for start, _ in identities} | {piece.start for piece in pieces})

@@ -124,15 +124,7 @@ def train_step(
     accumulate_steps: int,
     options: StepOptions | None = None,
 ) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
-    """Make one optimizer step over a global batch.
-
-    Args:
-        forward: loss of a micro-batch, see `Forward`.
-        state: train state.
-        batch: arrays (S, B, ...) by name, as the data declare them.
-        key: random key of this step.
-        accumulate_steps: S.
-        options: settings of the step; None: all defaults.
+    """Make one optimizer step over a global batch: arrays (S, B, ...) by name, as the data declare them.
 
     Returns:
         (state, loss, meta). `loss` is the mean over the real target tokens of the batch. `meta` holds `grad_norm`
@@ -281,13 +273,9 @@ def _count_step(state: TrainState) -> TrainState:
 def val_step(
     forward: Forward, state: TrainState, batch: Batch, num_groups: int | None = None
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Evaluate the loss over a batch (S, B, ...), without dropout.
+    """Evaluate the loss over a batch (S, B, ...), without dropout. Reads no optimizer state.
 
-    Args:
-        forward: loss of a micro-batch, see `Forward`.
-        state: train state, whose optimizer state is not read.
-        batch: arrays (S, B, ...) by name.
-        num_groups: as in `StepOptions`; any number selects the fixed order of sums.
+    `num_groups` is as in `StepOptions`: any number selects the fixed order of sums.
 
     Returns:
         (loss_sum, token_count, last_meta), sums and not means, so that every token of a validation set weighs the same.

@@ -31,15 +31,7 @@ class TextsFirst:
     """
 
     def __init__(self, document: Document, spec: ExecutionSpec, data: DataConfig, store: Store, text_job: str):
-        """Prepare the jobs; reads no text.
-
-        Args:
-            document: the spec as the user wrote it.
-            spec: the spec.
-            data: its `config.data`.
-            store: the run's directory, in which the corpora are made.
-            text_job: path (`module:Class`) of the `TextJob`.
-        """
+        """Prepare the jobs, of the class `text_job` (`module:Class`); reads no text. `store` gets the corpora."""
         self.data, self._store, self._jobs = data, store, list[tuple[RawText, TextJob]]()
         self.document = document
         if data.tokenise is not None:
@@ -94,17 +86,9 @@ class TextsFirst:
         return [] if names and run.lifecycle.validate_directory() else names
 
     def run(self, run: RestoreableJob, programs: Programs, hosts: Hosts, stop: StopNotice, clock: Clock) -> None:
-        """Tokenise the texts that are not tokenised yet. Called on every host.
+        """Tokenise the texts that are not tokenised yet, for `run`, which must be able to start. Called on every host.
 
-        Args:
-            run: the job that trains on them, which must be able to start.
-            programs: its programs.
-            hosts: all processes of the job.
-            stop: notice that the job was asked to stop.
-            clock: accounting of the attempt's time.
-
-        Raises:
-            PreemptedError: the job was asked to stop.
+        Raises `PreemptedError` if the job was asked to stop.
         """
         builder = programs.recipe.setup_builder
         incidents = IncidentRecorder()

@@ -185,8 +185,7 @@ class Stability(Feature):
     def on_restored(self, job: RestoreableJob) -> None:
         """Add the ranges of the roll-backs that were recorded after the restored state was saved.
 
-        Raises:
-            ResumeError: a record is missing.
+        Raises `ResumeError` if a record is missing.
         """
         if self._policy is not None:
             job.state = self.restore(job.state, job.step, job.store.url)
@@ -222,9 +221,6 @@ class Stability(Feature):
 
         From this moment on, every start completes the roll-back. The rows after the checkpoint are kept in the record
         alone. For the arguments see `Feature.rewind`.
-
-        Raises:
-            DivergedError: the run was rolled back too often, or has no such checkpoint.
         """
         attempt, hosts, policy, made = job.attempt, job.attempt.hosts, self._policy, self.skipped
         assert policy is not None, "only a job with this policy finds spikes"
@@ -350,14 +346,7 @@ def _sum_pairwise(values_N: jax.Array) -> jax.Array:
 def plan_roll_back(
     config: RollBackConfig, first: int, batch_examples: int, made: Sequence[SkippedBatches]
 ) -> SkippedBatches:
-    """Return the range to skip because of a spike.
-
-    Args:
-        config: the policy.
-        first: first step of the spike.
-        batch_examples: examples of a step.
-        made: ranges of earlier roll-backs.
-    """
+    """Return the range to skip because of a spike that begins with step `first`; `made` are earlier ranges."""
     # A range never begins before an earlier one: otherwise the data of the earlier one would be used again.
     begin = max(first - 1 - config.steps_before, made[-1].begin if made else 0)
     return SkippedBatches(begin, first - 1 - begin + -(-config.skip_examples // batch_examples))
@@ -376,14 +365,10 @@ def find_earliest_begin(state: TrainState, config: RollBackConfig) -> int:
 def find_unfounded(
     records: Sequence[JsonObject], saved: Trajectory, find_first_change: FirstChange, total_steps: int
 ) -> JsonObject | None:
-    """Return the first record that no longer follows from the spec; None if all do.
+    """Return the first record that no longer follows from the spec, which ends at `total_steps`; None if all do.
 
-    Args:
-        records: records of roll-backs.
-        saved: trajectory of the newest checkpoint, for a record of an earlier version, which has none.
-        find_first_change: function that returns the steps before the first update that differs from an earlier
-            trajectory; None if none differs.
-        total_steps: last step of the spec.
+    `find_first_change` returns the steps before the first update that differs from an earlier trajectory; None if none
+    differs. A record of an earlier version has no trajectory: `saved`, that of the newest checkpoint, stands for it.
     """
     for record in records:
         first = find_first_change(record.get(_IDENTITY, saved))
@@ -395,11 +380,7 @@ def find_unfounded(
 def validate_roll_backs(store: Store, newest: Manifest, find_first_change: FirstChange, total_steps: int) -> None:
     """Raise `ResumeError` if the run has passed a skipped range that no longer follows from the spec. Process 0 only.
 
-    Args:
-        store: the run's directory.
-        newest: manifest of its newest checkpoint.
-        find_first_change: function of an earlier trajectory, as in `find_unfounded`.
-        total_steps: last step of the spec.
+    Arguments are those of `find_unfounded`, with the manifest of the newest checkpoint.
     """
     record = find_unfounded(read_roll_backs(store), newest.identity, find_first_change, total_steps)
     if record is not None and record["begin"] < newest.step:
@@ -446,8 +427,7 @@ def read_withdrawn(store: Store) -> list[list[int]]:
 def record_roll_back(attempt: Attempt, record: JsonObject) -> None:
     """Record a roll-back, before it is carried out. Process 0 only.
 
-    Raises:
-        StateError: another roll-back has this number, so the run has two different trajectories.
+    Raises `StateError` if another roll-back has this number, so that the run has two different trajectories.
     """
     store, name = attempt.store, f"{ROLL_BACK_FOLDER}/{record['number']}"
     attempt.fence.check()
@@ -487,8 +467,7 @@ def complete_roll_backs(attempt: Attempt) -> list[JsonObject]:
 def read_roll_backs(store: Store) -> list[JsonObject]:
     """Return the records of all roll-backs of this run, in order. A fork continues the numbering of its parent.
 
-    Raises:
-        InvalidError: a record is damaged, or one between two others is missing.
+    Raises `InvalidError` if a record is damaged, or one between two others is missing.
     """
     numbers = [number for number in map(parse_number, store.list_names(ROLL_BACK_FOLDER)) if number is not None]
     return [read_roll_back(store, number) for number in range(min(numbers, default=1), max(numbers, default=0) + 1)]
