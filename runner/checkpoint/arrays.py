@@ -51,7 +51,7 @@ from runner.storage.store import make_directory, retry_stale, translate_errors
 
 NUM_UPLOADS = 8
 INDEX_SUFFIX = ".json"  # of the table of what one process has written; the packs end in `.<n>.bin`
-GROUP_BYTES = 1 << 30  # of the leaves that are read at a time
+_GROUP_BYTES = 1 << 30  # of the leaves that are read at a time
 READ_BACK_SHARE = 8  # of so many files in a bucket, one is read in full before a commit, another one each time
 # Errors of a write that fails. They cost one save; anything else is a bug and ends the run.
 WRITE_ERRORS = (OSError, ValueError, RuntimeError)
@@ -444,7 +444,7 @@ class ArrayReader:
         return blocks.read_block(self._fetch, self._shards.get(name, []), leaf.dtype, index, leaf.shape)
 
 
-class OrbaxReader:
+class _OrbaxReader:
     """Reader of arrays that Orbax has written to a disk: zarr arrays in an OCDBT database. Any thread.
 
     TensorStore reads them, without Orbax: it needs no meeting of all processes, and raises its errors as they are.
@@ -455,34 +455,28 @@ class OrbaxReader:
         self._base = f"file://{urllib.parse.quote(str(path.absolute()))}/"
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
 
-    def _open(self, name: str, leaf: Any) -> Any:
+    def _read(self, name: str, leaf: Any) -> jax.Array:
         spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": self._base, "path": f"{name}/"}}
         array = tensorstore.open(spec, open=True, read=True, context=self._context).result()
         if array.shape != leaf.shape or array.dtype.numpy_dtype != leaf.dtype:
             raise ValueError(f"{name} is {array.dtype.name}{list(array.shape)}, not {leaf.dtype}{list(leaf.shape)}")
-        return array
+        indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+        # All blocks of an array are read side by side, and each once.
+        reads = {str(index): array[index].read() for index in indices}
+        contents = {key: read.result() for key, read in reads.items()}
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: contents[str(index)])
 
     def read(self, leaves: Leaves) -> dict[str, jax.Array]:
         """Return the arrays that `leaves` describe (shape, dtype, sharding). Raises `ValueError` or `OSError`."""
-        found: dict[str, jax.Array] = {}
         try:
-            for name, leaf in leaves.items():
-                array = self._open(name, leaf)
-                indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-                # All blocks of an array are read side by side, and each once.
-                reads = {str(index): array[index].read() for index in indices}
-                contents = {key: read.result() for key, read in reads.items()}
-                found[name] = jax.make_array_from_callback(
-                    leaf.shape, leaf.sharding, lambda index, contents=contents: contents[str(index)]
-                )
+            return {name: self._read(name, leaf) for name, leaf in leaves.items()}
         # TensorStore raises these for files that are missing or damaged.
         except (KeyError, IndexError, NotImplementedError, RuntimeError, TypeError) as error:
             raise ValueError(format_error(error)) from error
-        return found
 
 
 @contextlib.contextmanager
-def open_arrays(store: Store, directory: str, manifest: Manifest) -> Iterator[ArrayReader | OrbaxReader]:
+def _open_arrays(store: Store, directory: str, manifest: Manifest) -> Iterator[ArrayReader | _OrbaxReader]:
     """Yield the reader of a committed checkpoint. Called on every host.
 
     Raises `ValueError` if a table of what it holds is missing or damaged, and `OSError` if it cannot be read.
@@ -492,7 +486,7 @@ def open_arrays(store: Store, directory: str, manifest: Manifest) -> Iterator[Ar
     elif manifest.shards is not None:
         yield ArrayReader(store, directory, shards=blocks.parse_records(manifest.shards, manifest.files))
     elif store.root is not None:
-        yield OrbaxReader(store.root / directory / manifest.arrays)
+        yield _OrbaxReader(store.root / directory / manifest.arrays)
     else:
         # A checkpoint that Orbax has written comes into a bucket by copying it there. It is read from a copy on this
         # host's disk.
@@ -508,12 +502,12 @@ def open_arrays(store: Store, directory: str, manifest: Manifest) -> Iterator[Ar
 
             with ThreadPoolExecutor(blocks.NUM_READERS, thread_name_prefix="read") as pool:
                 list(pool.map(download, manifest.files))
-            yield OrbaxReader(Path(temporary) / directory / manifest.arrays)
+            yield _OrbaxReader(Path(temporary) / directory / manifest.arrays)
 
 
 def read_arrays(store: Store, directory: str, manifest: Manifest, leaves: Leaves) -> dict[str, jax.Array]:
     """Return the arrays of one checkpoint that `leaves` describe; see `ArrayReader.read`. Called on every host."""
-    with open_arrays(store, directory, manifest) as reader:
+    with _open_arrays(store, directory, manifest) as reader:
         return reader.read(leaves)
 
 
@@ -528,10 +522,10 @@ class RestoredLeaf(NamedTuple):
 def read_leaves(store: Store, directory: str, manifest: Manifest, names: Iterable[str]) -> Iterator[RestoredLeaf]:
     """Iterate over leaves by name, on the first device of this process, in the types that they were saved in.
 
-    About `GROUP_BYTES` of them are in memory at a time. Raises as `ArrayReader.read` does.
+    About `_GROUP_BYTES` of them are in memory at a time. Raises as `ArrayReader.read` does.
     """
     sharding = SingleDeviceSharding(jax.local_devices()[0])
-    with open_arrays(store, directory, manifest) as reader:
+    with _open_arrays(store, directory, manifest) as reader:
         for group in _group_leaves(manifest, names, sharding):
             with jax.enable_x64(True):  # else types of 64 bits would come back as others
                 arrays = decode_leaves(reader.read(encode_leaves(group)), group)
@@ -544,7 +538,7 @@ def read_leaves(store: Store, directory: str, manifest: Manifest, names: Iterabl
 
 
 def _group_leaves(manifest: Manifest, names: Iterable[str], sharding: SingleDeviceSharding) -> Iterator[Leaves]:
-    """Yield abstract leaves by name in groups of about `GROUP_BYTES`."""
+    """Yield abstract leaves by name in groups of about `_GROUP_BYTES`."""
     group: Leaves = {}
     num_bytes = 0
     for name in names:
@@ -554,7 +548,7 @@ def _group_leaves(manifest: Manifest, names: Iterable[str], sharding: SingleDevi
         except TypeError as error:
             raise ValueError(f"{name} is of type {dtype}, which cannot be read without its job") from error
         num_bytes += int(np.prod(shape)) * group[name].dtype.itemsize
-        if num_bytes >= GROUP_BYTES:
+        if num_bytes >= _GROUP_BYTES:
             yield group
             group, num_bytes = {}, 0
     if group:

@@ -203,7 +203,7 @@ def _cut(block: np.ndarray) -> Iterator[np.ndarray]:
 Fetch = Callable[[list[Piece]], dict[Piece, np.ndarray]]  # reads and verifies a run of pieces, as `read_pieces` does
 
 
-def plan_reads(pieces: Iterable[Piece]) -> list[list[Piece]]:
+def _plan_reads(pieces: Iterable[Piece]) -> list[list[Piece]]:
     """Return the pieces in runs, each adjacent in one file and read at once, of at most `PIECE_BYTES` together."""
     runs: list[list[Piece]] = []
     for piece in sorted(set(pieces)):
@@ -220,7 +220,7 @@ def plan_reads(pieces: Iterable[Piece]) -> list[list[Piece]]:
 
 
 def read_pieces(read: Callable[[str, int, int], bytes], run: list[Piece]) -> dict[Piece, np.ndarray]:
-    """Return the bytes of each piece of a run of `plan_reads`, verified: uint8[size].
+    """Return the bytes of each piece of a run of `_plan_reads`, verified: uint8[size].
 
     `read` returns the bytes from one offset of a file to another. Raises `DamagedBlockError`, which names the file, if
     it is missing or bytes are wrong.
@@ -264,7 +264,7 @@ def read_blocks(fetch: Fetch, shards: Shards, leaves: dict[str, Any]) -> dict[st
                     if any(_find_overlap(shard, *block) is not None for block in blocks)
                 ]
             futures: dict[Piece, Future[dict[Piece, np.ndarray]]] = {}
-            for run in plan_reads(piece for own in needed.values() for shard in own for piece in shard.pieces):
+            for run in _plan_reads(piece for own in needed.values() for shard in own for piece in shard.pieces):
                 futures |= dict.fromkeys(run, pool.submit(fetch, run))
             return {name: _assemble(leaf, needed[name], futures) for name, leaf in leaves.items()}
         finally:
@@ -279,7 +279,7 @@ def read_block(fetch: Fetch, shards: list[Shard], dtype: Any, index: Index, shap
     for shard in shards:
         if _find_overlap(shard, start, extent) is not None:
             found: dict[Piece, np.ndarray] = {}
-            for run in plan_reads(shard.pieces):
+            for run in _plan_reads(shard.pieces):
                 found |= fetch(run)
             blocks.append((shard, _decode_block(shard, dtype, [found[piece] for piece in shard.pieces])))
     return _fill(blocks, dtype, start, extent)

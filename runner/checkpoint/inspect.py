@@ -291,14 +291,14 @@ def read_weights(store: Store, manifest: Manifest, weights: str) -> Iterator[tup
 def read_named_leaves(store: Store, manifest: Manifest, names: Iterable[str]) -> Iterator[tuple[str, jax.Array]]:
     """Iterate over leaves by their names in the manifest, like `read_weights`."""
     names = [*names]
-    validate_leaf_memory(store, manifest, names)
+    _validate_leaf_memory(store, manifest, names)
     for leaf in read_leaves(store, f"{CHECKPOINTS}/{manifest.name}", manifest, names):
         if leaf.problem is not None:
             raise ValueError(leaf.problem)
         yield leaf.name, leaf.array
 
 
-def validate_leaf_memory(store: Store, manifest: Manifest, names: Iterable[str]) -> None:
+def _validate_leaf_memory(store: Store, manifest: Manifest, names: Iterable[str]) -> None:
     """Raise `InvalidError` if this machine cannot hold one of these leaves. The manifest may declare any shape."""
     limit_bytes = read_memory_bytes()
     for name in names:
@@ -362,7 +362,7 @@ def _read_merged_like(store: Store, manifest: Manifest, like: Any, weights: str)
 
 def _read_verified(store: Store, manifest: Manifest, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Return leaves like those of `abstract`, by their names in the manifest, each checked by its bits."""
-    validate_leaf_memory(store, manifest, abstract)
+    _validate_leaf_memory(store, manifest, abstract)
     directory = f"{CHECKPOINTS}/{manifest.name}"
     arrays = readers.read_arrays(store, directory, manifest, encode_leaves(dict(abstract)))
     found = decode_leaves(arrays, dict(abstract))
@@ -530,7 +530,7 @@ def _find_problems(store: Store, directory: str, manifest: Manifest, depth: Veri
         return problems
     if fingerprint.combine_digests(manifest.leaves) != manifest.fingerprint:
         return ["the fingerprint is not that of the leaves"]
-    validate_leaf_memory(store, manifest, manifest.leaves)
+    _validate_leaf_memory(store, manifest, manifest.leaves)
     try:
         leaves = read_leaves(store, directory, manifest, manifest.leaves)
         return [leaf.problem for leaf in leaves if leaf.problem is not None]

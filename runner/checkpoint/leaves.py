@@ -36,7 +36,7 @@ from runner.checkpoint.manifest import LeafShape, Manifest
 from runner.errors import InvalidError, ResumeError, StateError
 from runner.spec import PARAMS, Trajectory
 
-MAX_LISTED = 8  # problems in one message
+_MAX_LISTED = 8  # problems in one message
 _MAX_NAME_BYTES = 200  # of a leaf's dotted path, which becomes part of file names
 _KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 
@@ -192,7 +192,7 @@ def _find_form_problem(leaf: Any, expected: Any) -> str | None:
 
 
 def validate_manifest_leaves(
-    manifest: Manifest, abstract: Any, may_hold_more: bool = False, max_listed: int = MAX_LISTED
+    manifest: Manifest, abstract: Any, may_hold_more: bool = False, max_listed: int = _MAX_LISTED
 ) -> None:
     """Raise `ResumeError` if the job's state has other leaves than the checkpoint: its code or spec has changed.
 
@@ -219,7 +219,7 @@ def format_type(dtype: Any, shape: Iterable[int]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def format_problems(problems: list[str], max_listed: int = MAX_LISTED) -> str:
+def format_problems(problems: list[str], max_listed: int = _MAX_LISTED) -> str:
     """Return the first problems, each on a new line, to be put after a sentence; an empty text if there are none."""
     more = [f"and {len(problems) - max_listed} more"] if len(problems) > max_listed else []
     return "".join(f"\n  {problem}" for problem in [*problems[:max_listed], *more])

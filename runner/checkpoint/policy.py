@@ -144,7 +144,7 @@ def find_superfluous_steps(
 
 METRIC = "metric.json"  # beside a manifest without a metric: what was measured after its commit
 
-METRIC_KEYS = (
+_METRIC_KEYS = (
     Key("metric", float, "Value that `checkpoint.keep_best` compares."),
     Key("end", bool, "True if the step has it only because the run ended there."),
 )
@@ -162,7 +162,7 @@ class StepMetric(NamedTuple):
     before_end: float | None
 
 
-def get_step_metric(manifest: Manifest) -> StepMetric:
+def _get_step_metric(manifest: Manifest) -> StepMetric:
     """Return the value with which a step was committed."""
     carry = manifest.carry or {}
     return StepMetric(manifest.metric, carry.get("metric") if "end" in carry else manifest.metric)
@@ -171,10 +171,10 @@ def get_step_metric(manifest: Manifest) -> StepMetric:
 def read_step_metric(store: Store, manifest: Manifest) -> StepMetric:
     """Return the value of a committed step, which may have been measured after its commit."""
     if manifest.metric is not None:
-        return get_step_metric(manifest)
+        return _get_step_metric(manifest)
     try:
         record = read_json(store, f"{CHECKPOINTS}/{manifest.name}/{METRIC}")
-        validate_record(record, METRIC_KEYS, [key.name for key in METRIC_KEYS])
+        validate_record(record, _METRIC_KEYS, [key.name for key in _METRIC_KEYS])
     except (FileNotFoundError, ValueError):  # none was measured, or the file is damaged
         return StepMetric(None, None)
     metric = float(record["metric"])
@@ -230,7 +230,7 @@ class Retention:
         store, self._steps = self._attempt.store, {}
         for step, manifest in read_committed(store).items():
             # Without a rule for the best step no value matters, and each is a file of its own.
-            metric = get_step_metric(manifest) if self._rule[2] is None else read_step_metric(store, manifest)
+            metric = _get_step_metric(manifest) if self._rule[2] is None else read_step_metric(store, manifest)
             self._steps[step] = _CommittedStep(metric, manifest.roll_back_to, manifest.read_back)
         self._undeleted = []
         if self._steps and isinstance(store, LocalStore):
@@ -242,7 +242,7 @@ class Retention:
         """Add a step that has just been committed, and delete the steps that it makes superfluous."""
         # A step that has just been committed has no value that was measured later.
         self._steps[manifest.step] = _CommittedStep(
-            get_step_metric(manifest), manifest.roll_back_to, manifest.read_back
+            _get_step_metric(manifest), manifest.roll_back_to, manifest.read_back
         )
         self._prune()
 

@@ -165,7 +165,7 @@ def validate_same_on_all_hosts(digest: str, name: str, hosts: Hosts, prefix: str
     `name` says what was digested. Hosts with different data would make different batches. Hosts with different
     evaluation questions would run different numbers of steps, and deadlock in a collective.
     """
-    if different := list_different_processes(digest, hosts):
+    if different := _list_different_processes(digest, hosts):
         raise DataError(
             f"{prefix}processes {different} read other {name} than process 0; give every host the same files"
         )
@@ -173,14 +173,14 @@ def validate_same_on_all_hosts(digest: str, name: str, hosts: Hosts, prefix: str
 
 def validate_same_program(digest: str, hosts: Hosts) -> None:
     """Raise `InvalidError` on every host if one of them has traced a different train step than process 0."""
-    if different := list_different_processes(digest, hosts):
+    if different := _list_different_processes(digest, hosts):
         raise InvalidError(
             f"processes {different} have another program of the step than process 0: their code, environment or "
             "arguments differ; give every host the same image and command"
         )
 
 
-def list_different_processes(digest: str, hosts: Hosts) -> list[int]:
+def _list_different_processes(digest: str, hosts: Hosts) -> list[int]:
     """Return the processes whose digest differs from that of process 0. Called on every host."""
     digests = hosts.gather(digest)
     return [process for process, other in enumerate(digests) if other != digests[0]]

@@ -271,7 +271,7 @@ class StepTooLargeError(InvalidError):
         self.needed_bytes = needed_bytes
 
 
-class SizedStep(Protocol):
+class _SizedStep(Protocol):
     """Step whose memory is known."""
 
     @property
@@ -279,7 +279,7 @@ class SizedStep(Protocol):
         """Memory that the step needs."""
 
 
-SizedStepT = TypeVar("SizedStepT", bound=SizedStep)
+SizedStepT = TypeVar("SizedStepT", bound=_SizedStep)
 
 
 def compile_to_fit(compile_step: Callable[[int], SizedStepT], sizes: list[int], limit_bytes: int) -> SizedStepT:

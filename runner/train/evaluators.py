@@ -39,7 +39,7 @@ from runner.train.state import PARAMS, RIDERS, VARIABLES, TrainState, get_merge
 from runner.train.step import Batch
 
 EvaluationMetrics = Row
-VAL_ACCURACY = f"val/{ACCURACY}"
+_VAL_ACCURACY = f"val/{ACCURACY}"
 
 
 class Evaluator(Protocol):
@@ -106,13 +106,13 @@ class EvaluatorSchedule:
         with self._attempt.progress.report_phase(EVALUATION):
             for evaluator in self.list_due(step) or (self._evaluators if is_requested else []):
                 is_validation = isinstance(evaluator, Validation)
-                before = {key: value for key, value in metrics.items() if not (is_validation and key == VAL_ACCURACY)}
+                before = {key: value for key, value in metrics.items() if not (is_validation and key == _VAL_ACCURACY)}
                 own_metrics = self._call(evaluator, weights, step, before)
                 if own_metrics is None:
                     return None
                 # An evaluator of the job may have an accuracy of its own, which replaces the built-in one.
-                if is_validation and VAL_ACCURACY in own_metrics:
-                    accuracy = {VAL_ACCURACY: own_metrics.pop(VAL_ACCURACY)}
+                if is_validation and _VAL_ACCURACY in own_metrics:
+                    accuracy = {_VAL_ACCURACY: own_metrics.pop(_VAL_ACCURACY)}
                 metrics |= own_metrics
             metrics = {**accuracy, **metrics}
         numbers = {key: value for key, value in metrics.items() if not isinstance(value, str | list | dict)}

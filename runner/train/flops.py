@@ -33,7 +33,7 @@ CALLS = (  # primitives that run the program inside them once
     "custom_vjp_call",
     "custom_vjp_call_jaxpr",
 )
-KERNEL_PREFIXES = ("pallas_call", "ffi_call", "dot_product_attention_", "ragged_dot")
+_KERNEL_PREFIXES = ("pallas_call", "ffi_call", "dot_product_attention_", "ragged_dot")
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _count_equation_flops(equation: Any, platform: str) -> int:
         kernel = equation.invars[1].aval
         features = kernel.shape[params["dimension_numbers"].rhs_spec[0]]
         return 2 * equation.outvars[0].aval.size * (kernel.size // features)
-    if name.startswith(KERNEL_PREFIXES):
+    if name.startswith(_KERNEL_PREFIXES):
         estimate = params.get("cost_estimate")
         if estimate is None:
             raise ValueError(f"the kernel {name} does not say how many FLOPs it takes; use a formula")

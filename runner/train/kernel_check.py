@@ -226,7 +226,7 @@ def find_difference(found: Any, wanted: Any, tolerance: float) -> str:
     return ""
 
 
-def make_cache_key(case: KernelCase) -> str:
+def _make_cache_key(case: KernelCase) -> str:
     """Return the name of a case in the host's cache: of its digest, the chip and the versions."""
     device = jax.local_devices()[0]
     parts = [case.digest, device.device_kind, device.client.platform_version, jax.__version__, jax.lib.__version__]
@@ -320,7 +320,7 @@ class KernelChecker:
             if not own and is_missing:
                 # Saves work at the next start. If the disk is full, the next start runs the case again.
                 with contextlib.suppress(OSError):
-                    self._cache.write(make_cache_key(case), encode_json({"case": case.digest, "passed": True}))
+                    self._cache.write(_make_cache_key(case), encode_json({"case": case.digest, "passed": True}))
         if not reason:
             return ""
         if case.is_demanded:
@@ -357,7 +357,7 @@ class KernelChecker:
     def has_passed(self, case: KernelCase) -> bool:
         """Return True if this host's cache says that a case has passed; anything unexpected there means False."""
         with contextlib.suppress(OSError, ValueError):
-            found = parse_json(self._cache.read(make_cache_key(case)))
+            found = parse_json(self._cache.read(_make_cache_key(case)))
             return found.get("passed") is True and found.get("case") == case.digest
         return False
 

@@ -56,7 +56,7 @@ from runner.train.stages import (
 from runner.train.state import PARAMS, TrainState, get_shardings
 from runner.train.step import Batch, skip_step
 
-SKIP_STEPS = "config.train.skip_steps"
+_SKIP_STEPS = "config.train.skip_steps"
 
 
 class Program:
@@ -251,7 +251,7 @@ class StagedRecipe(StepRecipe, Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class ProgramContext:
+class _ProgramContext:
     """Dependence of a stage on the stages before it; see `runner.train.setup.StageContext`.
 
     Attributes:
@@ -335,9 +335,9 @@ class Programs:
         """Learning rate of each stage by completed steps."""
         return make_schedules(self.plans)
 
-    def make_context(self, number: int) -> ProgramContext | None:
+    def make_context(self, number: int) -> _ProgramContext | None:
         """Return the dependencies of a stage on those before it; None if the run has no stages."""
-        return ProgramContext(self, number) if self.has_stages else None
+        return _ProgramContext(self, number) if self.has_stages else None
 
     # Checks and compilation, before the first step. Called on every host.
 
@@ -544,10 +544,10 @@ class Programs:
         )
 
         def find_first(saved: Trajectory, keys: Sequence[str]) -> int | None:
-            others = [key for key in keys if key != SKIP_STEPS]
+            others = [key for key in keys if key != _SKIP_STEPS]
             found = [find_first_other(saved)] if others else []
-            if SKIP_STEPS in keys:
-                found.append(DataPosition.from_ranges(saved[SKIP_STEPS]).find_first_change(builder.data_position))
+            if _SKIP_STEPS in keys:
+                found.append(DataPosition.from_ranges(saved[_SKIP_STEPS]).find_first_change(builder.data_position))
             return min((step for step in found if step is not None), default=None)
 
         def is_discarded(saved: Trajectory, step: int) -> bool:

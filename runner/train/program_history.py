@@ -81,7 +81,7 @@ class ProgramChange:
         return f"these have changed since step {step} was saved: {'; '.join(self.list_changes())}"
 
 
-def get_program_record(topology: JsonObject | None) -> JsonObject | None:
+def _get_program_record(topology: JsonObject | None) -> JsonObject | None:
     """Return the program from `topology` of a manifest; None if it has none, as those of older versions."""
     record = (topology or {}).get("program", {})
     return record if record.keys() >= _RECORD_KEYS else None
@@ -221,7 +221,7 @@ class ProgramGuard:
             layout = program.builder.list_layouts(program.train_setup, known_micro_batch)[0]
             lowered = program.train_setup.lower_train(program.builder.train_step, layout)
             record = self.describe(program, layout, compute_program_digest(lowered), hosts.num_processes)
-            former = get_program_record(manifest.topology)
+            former = _get_program_record(manifest.topology)
             self._validate_change(None if former is None else find_change(former, record), manifest.step)
 
         hosts.run_on_main(compare)
@@ -237,7 +237,7 @@ class ProgramGuard:
         record, step = self.describe_compiled(program, attempt.hosts.num_processes), manifest.step
 
         def resume() -> None:
-            change = self._history.resume(get_program_record(manifest.topology), record)
+            change = self._history.resume(_get_program_record(manifest.topology), record)
             if change is None or not is_start:
                 return
             self._validate_change(change, step)

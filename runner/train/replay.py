@@ -106,13 +106,13 @@ def make_abstract_replay(abstract: TrainState, mesh: Mesh, is_ordered: bool) -> 
     """Return shapes, dtypes and sharding of the inputs of a step that can be replayed; see `BatchLayout.is_ordered`."""
     replicated = NamedSharding(mesh, PartitionSpec())
     num_shards = len(list_gradient_shards(mesh.abstract_mesh, is_ordered))
-    shape = num_shards, len(list_trained_names(abstract))
+    shape = num_shards, len(_list_trained_names(abstract))
     scalar: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     digests: Any = jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=replicated)
     return ReplayInputs(scalar, scalar, digests)
 
 
-def list_trained_names(state: TrainState) -> list[str]:
+def _list_trained_names(state: TrainState) -> list[str]:
     """Return the names of the parameters that get gradients, in the order of the digests of a replayed step."""
     trained, _ = split_frozen(state.params, state.opt_state)
     return [format_leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(trained)]
@@ -146,7 +146,7 @@ class ReplayedStep:
 
     def __init__(self, executable: jax.stages.Compiled, abstract: TrainState, mesh: Mesh, is_ordered: bool):
         """Prepare the inputs of `executable`, the compiled step of a layout that `is_replayable`."""
-        self._run, self._names = executable, list_trained_names(abstract)
+        self._run, self._names = executable, _list_trained_names(abstract)
         flat = mesh.devices.flat
         shards = list_gradient_shards(mesh.abstract_mesh, is_ordered)
         self._groups = [[flat[index] for index in shard] for shard in shards]

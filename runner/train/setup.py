@@ -91,6 +91,11 @@ class TrainSetup:
         kind = self.mesh.devices.flat[0].device_kind
         return {"mesh": self.mesh_sizes, "device_kind": kind, "processes": num_processes}
 
+    @property
+    def abstract_val_state(self) -> TrainState:
+        """Abstract state of the validation step: an adapter merged, without optimizer and auxiliary states."""
+        return merge_adapter(self.abstract_state).replace(opt_state=(), riders={})
+
     @contextlib.contextmanager
     def sharding_rules(self) -> Iterator[None]:
         """Map logical axis names of the model to axes of the mesh by the job's rules, and use the job's kernels."""
@@ -595,9 +600,8 @@ class TrainSetupBuilder:
             self.validate_tasks(train_setup)
         self.trace(train_setup, micro_batch)
         if micro_batch is None and self.dataset.validation:
-            abstract = merge_adapter(train_setup.abstract_state).replace(opt_state=(), riders={})
             layout = make_val_layout(self.config, self.list_layouts(train_setup)[0])
-            train_setup.trace_val(self.recipe.val_step, abstract, layout)
+            train_setup.trace_val(self.recipe.val_step, train_setup.abstract_val_state, layout)
 
     def compile(self, train_setup: TrainSetup, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
         """Compile the train step with the largest micro-batch that fits in `limit_bytes` of each device.
@@ -624,8 +628,8 @@ class TrainSetupBuilder:
 
     def compile_val(self, train_setup: TrainSetup, layout: BatchLayout) -> jax.stages.Compiled:
         """Compile the validation step that belongs to a train step of this layout."""
-        abstract = merge_adapter(train_setup.abstract_state).replace(opt_state=(), riders={})
-        return train_setup.compile_val(self.recipe.val_step, abstract, make_val_layout(self.config, layout))
+        layout = make_val_layout(self.config, layout)
+        return train_setup.compile_val(self.recipe.val_step, train_setup.abstract_val_state, layout)
 
     def compile_smallest(self, train_setup: TrainSetup) -> CompiledStep:
         """Compile the train step with the smallest micro-batch, whether it fits or not."""

@@ -206,7 +206,7 @@ def train_step(
         if is_applied is None:
             state, scalars = apply_update(state)
         else:
-            state, scalars = apply_conditionally(is_applied, apply_update, state, _count_step(given))
+            state, scalars = _apply_conditionally(is_applied, apply_update, state, _count_step(given))
         # 6. A step that turns out to have no target.
         if is_applied is None and TOKEN_COUNT in meta:
             state = jax.tree.map(functools.partial(jnp.where, meta[TOKEN_COUNT] > 0), state, _count_step(given))
@@ -219,12 +219,12 @@ def train_step(
     else:
         agrees = jnp.all(digests == options.replay.expected)
         is_completed = (options.replay.action == UPDATE) | ((options.replay.action == COMPARE) & agrees)
-        state, scalars = apply_conditionally(is_completed, complete_step, state, given)
+        state, scalars = _apply_conditionally(is_completed, complete_step, state, given)
         own_meta[REPLAY_DIGESTS] = digests
     return state, loss, meta | scalars | own_meta
 
 
-def apply_conditionally(
+def _apply_conditionally(
     is_applied: jax.Array, apply_update: Callable[[TrainState], Any], state: TrainState, skipped: TrainState
 ) -> tuple[TrainState, Scalars]:
     """Return (state, scalars) of `apply_update` if `is_applied`, else `skipped` with NaN for each scalar.
