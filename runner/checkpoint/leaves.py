@@ -308,15 +308,10 @@ def map_weight_names(weights: str, names: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class AdapterMerge:
-    """Sum of a frozen weight and the product of its two matrices.
+    """Sum of a frozen weight and the product of its two matrices."""
 
-    Attributes:
-        scale: alpha over rank.
-        compute: element type that the sum has at least; None for that of the weight.
-    """
-
-    scale: float
-    compute: str | None = None
+    scale: float  # alpha over rank
+    compute: str | None = None  # element type that the sum has at least; None for that of the weight
 
     def __call__(self, base: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         """Return `base + scale * a @ b`, computed in float32. Pure."""
@@ -327,15 +322,10 @@ class AdapterMerge:
 
 @dataclass(frozen=True)
 class AdapterSplit:
-    """Leaves of a checkpoint with an adapter, by the names that the model gives its weights.
+    """Leaves of a checkpoint with an adapter, by the names that the model gives its weights."""
 
-    Attributes:
-        own: name in the manifest of each weight of the model, not merged.
-        matrices: names in the manifest of A and B, for each weight that is adapted.
-    """
-
-    own: Mapping[str, str]
-    matrices: Mapping[str, tuple[str, str]]
+    own: Mapping[str, str]  # name in the manifest of each weight of the model, not merged
+    matrices: Mapping[str, tuple[str, str]]  # names in the manifest of A and B, for each weight that is adapted
 
 
 def has_adapter(names: Iterable[str]) -> bool:

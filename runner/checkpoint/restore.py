@@ -72,23 +72,14 @@ _RESUMING_EVENTS = ("init", "fork", "restore", "load")  # after which an attempt
 
 @dataclass(frozen=True)
 class RestoredState:
-    """State that has passed every check, with its manifest.
-
-    Attributes:
-        state: the pytree.
-        manifest: manifest of the checkpoint.
-        tier: tier that it was read from.
-        attachments: small files that the fast tier stores beside it.
-        fetched: processes whose part of the fast tier, or a file of it, came from a replica.
-        is_committed: True if the run's directory has this state, so that it need not be saved again.
-    """
+    """State that has passed every check, with its manifest."""
 
     state: Any
     manifest: Manifest
-    tier: Tier = "durable"
-    attachments: dict[str, bytes] = field(default_factory=dict)
-    fetched: Sequence[int] = ()
-    is_committed: bool = True
+    tier: Tier = "durable"  # that it was read from
+    attachments: dict[str, bytes] = field(default_factory=dict)  # small files that the fast tier stores beside it
+    fetched: Sequence[int] = ()  # processes whose part of the fast tier, or a file of it, came from a replica
+    is_committed: bool = True  # True if the run's directory has this state, so that it need not be saved again
 
 
 @dataclass(frozen=True)

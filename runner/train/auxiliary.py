@@ -27,17 +27,11 @@ Scalars = dict[str, jax.Array]  # metrics of one step by name
 
 @dataclass(frozen=True)
 class HalfBatchGradients:
-    """Statistics of the gradients over the two halves of a global batch, by the order of its examples.
+    """Statistics of the gradients over the two halves of a global batch, by the order of its examples."""
 
-    Attributes:
-        squares: squared norm of the mean gradient of each half; float32[2].
-        product: scalar product of the two mean gradients.
-        counts: total target weight (number of real target tokens) of each half; float32[2].
-    """
-
-    squares: jax.Array
-    product: jax.Array
-    counts: jax.Array
+    squares: jax.Array  # squared norm of the mean gradient of each half; float32[2]
+    product: jax.Array  # scalar product of the two mean gradients
+    counts: jax.Array  # total target weight (number of real target tokens) of each half; float32[2]
 
 
 @dataclass(frozen=True)
@@ -59,19 +53,12 @@ class StepObservation:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Traced values of a step that decide whether its update is applied.
+    """Traced values of a step that decide whether its update is applied."""
 
-    Attributes:
-        loss: mean loss over the whole batch; float32.
-        grad_norm: global norm of the gradients before clipping; float32.
-        has_target: False if the batch turned out to have no target.
-        step: completed steps, this one included; int32.
-    """
-
-    loss: jax.Array
-    grad_norm: jax.Array
-    has_target: jax.Array
-    step: jax.Array | int
+    loss: jax.Array  # mean over the whole batch; float32
+    grad_norm: jax.Array  # of all gradients, before clipping; float32
+    has_target: jax.Array  # False if the batch turned out to have no target
+    step: jax.Array | int  # completed steps, this one included; int32
 
 
 @dataclass(frozen=True)

@@ -202,21 +202,13 @@ def _remove_positions(match: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class ProgramMemory:
-    """Memory that a compiled program needs on each device, in bytes, by the compiler's own figures.
-
-    Attributes:
-        arguments: arguments.
-        outputs: outputs that do not reuse the memory of arguments.
-        temporaries: temporaries as planned: those alive at the same time, and fragmentation.
-        code: generated code.
-        peak: temporaries that are alive at the same time; 0 where the compiler does not report it.
-    """
+    """Memory that a compiled program needs on each device, in bytes, by the compiler's own figures."""
 
     arguments: int
-    outputs: int
-    temporaries: int
-    code: int
-    peak: int = 0
+    outputs: int  # those that do not reuse the memory of arguments
+    temporaries: int  # as planned: those alive at the same time, and fragmentation
+    code: int  # generated
+    peak: int = 0  # temporaries that are alive at the same time; 0 where the compiler does not report it
 
     @property
     def needed(self) -> int:

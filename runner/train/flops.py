@@ -38,23 +38,14 @@ _KERNEL_PREFIXES = ("pallas_call", "ffi_call", "dot_product_attention_", "ragged
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of a train step for one token, or for one example where the data are arrays.
+    """FLOPs of a train step for one token, or for one example where the data are arrays."""
 
-    Attributes:
-        per_token: FLOPs of the forward and backward pass, each operation once.
-        recomputed_per_token: FLOPs of operations that are repeated because their results were not kept.
-        formula: derivation of `per_token`, with the terms and their values.
-        quantised_per_token: part of `per_token` whose operands have 8 bits.
-        quantised_recomputed_per_token: such a part of `recomputed_per_token`.
-        matmul: type of these operands, as `precision.matmul` names it.
-    """
-
-    per_token: float
-    recomputed_per_token: float
-    formula: str
-    quantised_per_token: float = 0.0
-    quantised_recomputed_per_token: float = 0.0
-    matmul: MatmulType = "compute"
+    per_token: float  # FLOPs of the forward and backward pass, each operation once
+    recomputed_per_token: float  # FLOPs of operations that are repeated because their results were not kept
+    formula: str  # derivation of `per_token`, with the terms and their values
+    quantised_per_token: float = 0.0  # part of `per_token` whose operands have 8 bits
+    quantised_recomputed_per_token: float = 0.0  # such a part of `recomputed_per_token`
+    matmul: MatmulType = "compute"  # type of these operands, as `precision.matmul` names it
 
     def convert_to_bfloat16(self, speeds: PeakRates) -> "Flops":
         """Return the FLOPs in bfloat16 that take the same time on a chip with these peak rates."""
@@ -266,21 +257,13 @@ class Sizing:
 
 @dataclass(frozen=True)
 class ExpertSizing:
-    """Experts of a decoder.
+    """Experts of a decoder."""
 
-    Attributes:
-        num_experts: experts of a layer.
-        experts_per_token: experts that compute a token.
-        layers: number of layers with experts.
-        parameters: parameters of one expert.
-        journeys: transfers of a token to one of its experts or back, forward and backward.
-    """
-
-    num_experts: int
+    num_experts: int  # of a layer
     experts_per_token: int
-    layers: int
-    parameters: int
-    journeys: float
+    layers: int  # those with experts
+    parameters: int  # of one expert
+    journeys: float  # transfers of a token to one of its experts or back, forward and backward
 
 
 NO_EXPERTS = ExpertSizing(1, 0, 0, 0, 0)

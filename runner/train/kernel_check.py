@@ -78,29 +78,17 @@ class KernelTrial(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelCase:
-    """A kernel with everything that its code depends on.
+    """A kernel with everything that its code depends on."""
 
-    Attributes:
-        kernel: name of the kernel, by which it is avoided.
-        role: operation that it computes, in a word.
-        owner: maintainer of the kernel: this repository or a library.
-        fallback: replacement that computes the same operation, in a few words.
-        facts: everything that the code of the kernel depends on, as JSON values.
-        dtype: dtype of results, which `TOLERANCES` has a tolerance for.
-        make_trial: function that makes the functions to compare and their inputs.
-        sources: files with the source of the kernel, whose content is part of the digest.
-        is_demanded: True if the spec demands this kernel, so that a failure ends the run.
-    """
-
-    kernel: str
-    role: str
-    owner: Owner
-    fallback: str
-    facts: Mapping[str, Any]
-    dtype: str
+    kernel: str  # its name, by which it is avoided
+    role: str  # operation that it computes, in a word
+    owner: Owner  # its maintainer: this repository or a library
+    fallback: str  # replacement that computes the same operation, in a few words
+    facts: Mapping[str, Any]  # everything that the code of the kernel depends on, as JSON values
+    dtype: str  # dtype of results, which `TOLERANCES` has a tolerance for
     make_trial: Callable[[], KernelTrial]
-    sources: tuple[str, ...] = ()
-    is_demanded: bool = False
+    sources: tuple[str, ...] = ()  # files with the source of the kernel, whose content is part of the digest
+    is_demanded: bool = False  # True if the spec demands this kernel, so that a failure ends the run
 
     @functools.cached_property
     def digest(self) -> str:

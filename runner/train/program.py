@@ -252,12 +252,7 @@ class StagedRecipe(StepRecipe, Protocol):
 
 @dataclass(frozen=True, eq=False)
 class _ProgramContext:
-    """Dependence of a stage on the stages before it; see `runner.train.setup.StageContext`.
-
-    Attributes:
-        programs: programs of the run.
-        number: number of the stage.
-    """
+    """Dependence of a stage on the stages before it; see `runner.train.setup.StageContext`."""
 
     programs: "Programs"
     number: int

@@ -34,15 +34,10 @@ _SOFTWARE = ("versions", "options")  # facts that are compared as a part of the 
 
 @dataclass(frozen=True)
 class ProgramRecord:
-    """Program of a train step, as it is recorded.
+    """Program of a train step, as it is recorded."""
 
-    Attributes:
-        digest: digest of its StableHLO.
-        facts: values on which the digest depends, other than the code: JSON values by name.
-    """
-
-    digest: str
-    facts: JsonObject
+    digest: str  # digest of its StableHLO
+    facts: JsonObject  # values on which the digest depends, other than the code: JSON values by name
 
     @functools.cached_property
     def facts_digest(self) -> str:
@@ -52,19 +47,12 @@ class ProgramRecord:
 
 @dataclass(frozen=True)
 class ProgramChange:
-    """Difference of a program from the one that has made the newest step.
+    """Difference of a program from the one that has made the newest step."""
 
-    Attributes:
-        before: digest of the recorded program.
-        now: digest of the present one.
-        settings: differing facts that belong to the spec or the hardware, as text.
-        software: differing versions and options, as text.
-    """
-
-    before: str
-    now: str
-    settings: Sequence[str]
-    software: Sequence[str]
+    before: str  # digest of the recorded program
+    now: str  # digest of the present one
+    settings: Sequence[str]  # differing facts that belong to the spec or the hardware, as text
+    software: Sequence[str]  # differing versions and options, as text
 
     @property
     def is_expected(self) -> bool:

@@ -123,15 +123,10 @@ def _list_trained_names(state: TrainState) -> list[str]:
 
 @dataclass(frozen=True)
 class DeviceFault:
-    """Result of a replay in which two computations of the same gradients differ.
+    """Result of a replay in which two computations of the same gradients differ."""
 
-    Attributes:
-        parameters: names of the parameters whose gradients differ.
-        devices: devices that include the defective one.
-    """
-
-    parameters: list[str]
-    devices: list[jax.Device]
+    parameters: list[str]  # names of those whose gradients differ
+    devices: list[jax.Device]  # they include the defective one
 
     def __str__(self) -> str:
         count = len(self.parameters) - 1
