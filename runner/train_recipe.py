@@ -312,7 +312,6 @@ class TrainRecipe(RestoreableJob):
         return [self, *(self._make_stage_job(stage) for stage in self.programs.plans[1:])]
 
     def _make_stage_job(self, stage: StagePlan) -> Self:
-        """Return a job of the same class with the config of a stage, which never runs."""
         data = stage.document.data | {"hooks": []}
         spec = self.spec.model_copy(update={"config": data["config"], "hooks": []})
         # The class of this job is one made for its config; its base is the class that the spec names.

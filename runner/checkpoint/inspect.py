@@ -373,7 +373,6 @@ def _read_verified(store: Store, manifest: Manifest, abstract: Mapping[str, Any]
 
 
 def _nest(arrays: dict[str, jax.Array]) -> Any:
-    """Return nested dictionaries by the parts of dotted names."""
     tree: Any = {}
     for name, array in arrays.items():
         *parents, last = name.split(".")

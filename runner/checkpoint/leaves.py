@@ -274,19 +274,17 @@ def decode_leaves(arrays: Leaves, abstract: Leaves) -> Leaves:
 # Averages.
 
 
-def list_averages(leaves: Collection[str]) -> list[str]:
-    """Return the averages of which every parameter is among the leaves, as `ema_<decay>`, sorted."""
+def validate_weight_name(leaves: Collection[str], weights: str) -> None:
+    """Raise `InvalidError`, with the names that exist, if `weights` is neither `params` nor an average.
+
+    An average exists if every parameter of it is among the leaves.
+    """
     params = [name.removeprefix(PARAMS) for name in leaves if name.startswith(_PARAMS)]
     # A decay may contain dots, so it is found as that which is left of a name without the name of a parameter.
     prefixes = {name.removesuffix(param) for name in leaves for param in params[:1] if name.endswith(param)}
     averages = [prefix for prefix in prefixes if prefix.startswith(_AVERAGE)]
     whole = [prefix for prefix in averages if all(f"{prefix}{param}" in leaves for param in params)]
-    return sorted(f"ema_{prefix.removeprefix(_AVERAGE)}" for prefix in whole)
-
-
-def validate_weight_name(leaves: Collection[str], weights: str) -> None:
-    """Raise `InvalidError`, with the names that exist, if `weights` is neither `params` nor an average."""
-    known = [PARAMS, *list_averages(leaves)]
+    known = [PARAMS, *sorted(f"ema_{prefix.removeprefix(_AVERAGE)}" for prefix in whole)]
     if weights not in known:
         raise InvalidError(f"got weights {weights!r}, has {', '.join(known)}; needs one of them")
 

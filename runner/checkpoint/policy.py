@@ -163,7 +163,6 @@ class StepMetric(NamedTuple):
 
 
 def _get_step_metric(manifest: Manifest) -> StepMetric:
-    """Return the value with which a step was committed."""
     carry = manifest.carry or {}
     return StepMetric(manifest.metric, carry.get("metric") if "end" in carry else manifest.metric)
 

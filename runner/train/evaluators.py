@@ -216,7 +216,6 @@ class ValidationSums:
         return dict(sorted({**self.last_meta, **{name: to_row_value(each) for name, each in means.items()}}.items()))
 
     def __add__(self, other: "ValidationSums") -> "ValidationSums":
-        """Return the sums over this part of a set and the next one."""
         sums = jax.tree.map(np.add, self.meta_sums, other.meta_sums) if self.meta_sums else other.meta_sums
         return ValidationSums(self.loss + other.loss, self.num_tokens + other.num_tokens, other.last_meta, sums)
 

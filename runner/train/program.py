@@ -277,6 +277,8 @@ class _ProgramContext:
 class Programs:
     """Programs of a run by stage, with their data and learning rates. The run is in one of the stages.
 
+    The constructor builds and compiles nothing.
+
     Attributes:
         recipe: the training job.
         plans: the stages; the first is the config before any stage of the spec, and the only one if it has no stages.
@@ -286,7 +288,6 @@ class Programs:
     """
 
     def __init__(self, recipe: StagedRecipe, plans: Sequence[StagePlan]):
-        """Prepare the programs; builds and compiles nothing."""
         self.recipe, self.plans = recipe, plans
         self.number = 0
         self.limit_bytes = 0
@@ -304,11 +305,9 @@ class Programs:
         ]
 
     def __getitem__(self, number: int) -> Program:
-        """Return the program of a stage."""
         return self._programs[number]
 
     def __iter__(self) -> Iterator[Program]:
-        """Iterate over the programs of all stages."""
         return iter(self._programs)
 
     def at(self, step: int) -> Program:

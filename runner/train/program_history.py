@@ -7,7 +7,7 @@ facts and other digests, the code has changed. If facts differ too, they are rep
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,21 +119,17 @@ def find_change(record: JsonObject, program: ProgramRecord) -> ProgramChange | N
         return None if known == program.digest else ProgramChange(known, program.digest, [], [])
     if record["digest"] == program.digest:
         return None
-    settings, software = compare_facts(record["facts"], program.facts)
-    return ProgramChange(record["digest"], program.digest, settings, software)
-
-
-def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the differences (of spec and hardware, of software) as text. A fact that one side lacks is ignored."""
-    settings = []
-    for name in sorted({*before} & {*now} - {*_SOFTWARE}):
-        if before[name] != now[name]:
-            # Sections of the config are given by their digests.
-            settings.append(name if name.startswith("config.") else f"{name} {before[name]} -> {now[name]}")
+    before, now = record["facts"], program.facts
+    # A fact that one side lacks is ignored. Sections of the config are given by their digests.
+    settings = [
+        name if name.startswith("config.") else f"{name} {before[name]} -> {now[name]}"
+        for name in sorted({*before} & {*now} - {*_SOFTWARE})
+        if before[name] != now[name]
+    ]
     software = compare_environments(
         *({name: facts[name] for name in _SOFTWARE if name in facts} for facts in (before, now))
     )
-    return settings, software
+    return ProgramChange(record["digest"], program.digest, settings, software)
 
 
 class ProgramGuard:

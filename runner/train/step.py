@@ -507,7 +507,6 @@ def _rename_target_count(forward: Forward) -> Forward:
 
 
 def _get_leading_shape(batch: Batch) -> tuple[int, int]:
-    """Return (S, B) of a batch, whatever its fields are."""
     S, B, *_ = next(iter(batch.values())).shape
     return S, B
 

@@ -41,11 +41,9 @@ class TextsFirst:
                 self._jobs.append((text, job_class(validate_spec(text.document), text.document)))
 
     def __iter__(self) -> Iterator[tuple[RawText, TextJob]]:
-        """Iterate over the texts and their jobs."""
         return iter(self._jobs)
 
     def __len__(self) -> int:
-        """Return the number of texts."""
         return len(self._jobs)
 
     def restore(self, config: JsonObject) -> JsonObject:

@@ -27,7 +27,7 @@ does not depend on which checkpoints exist, when the values are fetched, or how 
 record holds the trajectory of the spec that made it. If the present spec differs before that step, or ends before it,
 the skipped range no longer follows from it. A run that has not passed the beginning of the range withdraws the
 roll-back (`Stability.before_restore`) and finds out again; one that has passed it cannot continue
-(`validate_roll_backs`).
+(`Stability.validate_newest`).
 
 The window holds the observed values, which are summed in a fixed order. If the values are the same on any number of
 devices (`train.same_bits_devices`), so are the decisions.
@@ -120,13 +120,26 @@ class Stability(Feature):
 
     def validate_newest(self, job: RestoreableJob, newest: Manifest) -> None:
         """Raise `ResumeError` if the run has passed a skipped range that no longer follows from the spec."""
-        if self._policy is not None:
-            find_change = job.make_run_identity(job.identity()).find_change
-            validate_roll_backs(job.store, newest, find_change, job.total_steps)
+        if self._policy is None:
+            return
+        find_change = job.make_run_identity(job.identity()).find_change
+        record = find_unfounded(read_roll_backs(job.store), newest.identity, find_change, job.total_steps)
+        if record is not None and record["begin"] < newest.step:
+            begin, detected = record["begin"], record["detected"]
+            raise ResumeError(
+                f"{job.store.url}: step {newest.step} is behind {record['batches']} batches that were skipped after "
+                f"step {begin}, because of the spike that was detected at step {detected}; this does not follow from "
+                f"the spec, which now differs, or ends, before that step; change it from step {detected} on, or fork "
+                f"from a checkpoint of step {begin} or earlier"
+            )
 
     def find_earliest_rewind(self, state: TrainState) -> int | None:
-        """Return the earliest step to which the run may be rolled back."""
-        return None if self._policy is None else find_earliest_begin(state, self._policy)
+        """Return the earliest step to which the run may be rolled back. Waits for the device."""
+        if self._policy is None:
+            return None
+        # The cause would be the current spike, or one that begins with the next step.
+        step, high = jax.device_get((state.step, state.riders[STABILITY][_HIGH]))
+        return max(int(step) - int(high) - self._policy.steps_before, 0)
 
     def watch(self, step: int, loss: float, meta: Mapping[str, Any], values: dict[str, RowValue]) -> bool:
         """Count skipped updates and spikes; see `Feature.watch`."""
@@ -352,16 +365,6 @@ def plan_roll_back(
     return SkippedBatches(begin, first - 1 - begin + -(-config.skip_examples // batch_examples))
 
 
-def find_earliest_begin(state: TrainState, config: RollBackConfig) -> int:
-    """Return the earliest step to which a run with this state may be rolled back. Waits for the device.
-
-    The cause would be the current spike, or one that begins with the next step.
-    """
-    own = state.riders[STABILITY]
-    step, high = jax.device_get((state.step, own[_HIGH]))
-    return max(int(step) - int(high) - config.steps_before, 0)
-
-
 def find_unfounded(
     records: Sequence[JsonObject], saved: Trajectory, find_first_change: FirstChange, total_steps: int
 ) -> JsonObject | None:
@@ -375,22 +378,6 @@ def find_unfounded(
         if record["detected"] > (total_steps if first is None else min(first, total_steps)):
             return record
     return None
-
-
-def validate_roll_backs(store: Store, newest: Manifest, find_first_change: FirstChange, total_steps: int) -> None:
-    """Raise `ResumeError` if the run has passed a skipped range that no longer follows from the spec. Process 0 only.
-
-    Arguments are those of `find_unfounded`, with the manifest of the newest checkpoint.
-    """
-    record = find_unfounded(read_roll_backs(store), newest.identity, find_first_change, total_steps)
-    if record is not None and record["begin"] < newest.step:
-        begin, detected = record["begin"], record["detected"]
-        raise ResumeError(
-            f"{store.url}: step {newest.step} is behind {record['batches']} batches that were skipped after step "
-            f"{begin}, because of the spike that was detected at step {detected}; this does not follow from the spec, "
-            f"which now differs, or ends, before that step; change it from step {detected} on, or fork from a "
-            f"checkpoint of step {begin} or earlier"
-        )
 
 
 def _get_range(record: JsonObject) -> SkippedBatches:
@@ -435,7 +422,7 @@ def record_roll_back(attempt: Attempt, record: JsonObject) -> None:
         create_file(store, name, encode_json(record | {"time": time.time(), "attempt": attempt.number}))
     except FileExistsError:
         # A suspended process of an earlier attempt may have recorded the same decision.
-        known = read_roll_back(store, record["number"])
+        known = _read_record(store, str(record["number"]))
         if any(known.get(key) != record[key] for key in ("begin", "batches")):
             raise StateError(f"{store.url}/{name} skips other data than this attempt found") from None
     _append_event(attempt, record)
@@ -470,15 +457,11 @@ def read_roll_backs(store: Store) -> list[JsonObject]:
     Raises `InvalidError` if a record is damaged, or one between two others is missing.
     """
     numbers = [number for number in map(parse_number, store.list_names(ROLL_BACK_FOLDER)) if number is not None]
-    return [read_roll_back(store, number) for number in range(min(numbers, default=1), max(numbers, default=0) + 1)]
-
-
-def read_roll_back(store: Store, number: int) -> JsonObject:
-    """Return a record. Raises `InvalidError` if it is damaged or missing."""
-    return _read_record(store, str(number))
+    return [_read_record(store, str(number)) for number in range(min(numbers, default=1), max(numbers, default=0) + 1)]
 
 
 def _read_record(store: Store, name: str) -> JsonObject:
+    """Return a record. Raises `InvalidError` if it is damaged or missing."""
     number = int(name.partition(_WITHDRAWN)[0])
     try:
         record = read_json(store, f"{ROLL_BACK_FOLDER}/{name}")
