@@ -436,10 +436,7 @@ def validate_step(job: str, step: Any, last_step: int, total_steps: int) -> None
     """Check that a job's step may follow `last_step`, the last completed one.
 
     A step is a plain int that never decreases. It may stay the same, even beyond `total_steps`: a checkpoint may have
-    been made for a larger total.
-
-    Raises:
-        MiscountError: the step is wrong; nothing may be saved.
+    been made for a larger total. Raises `MiscountError` if the step is wrong; then nothing may be saved.
     """
     # An exact check: a bool is an int in Python, and integers of NumPy or JAX cannot be written as JSON.
     if type(step) is not int:

@@ -298,10 +298,8 @@ def encode_index(table: BlockTable) -> bytes:
 def read_index(store: Store, directory: str, name: str, entry: list[Any] | None = None) -> BlockTable:
     """Return the table of what one process has written; `entry` is its size and CRC-32C, if a commit has recorded them.
 
-    Raises:
-        DamagedBlockError: it is missing or damaged.
-        NewerFormatError: another version has written it.
-        OSError: the store could not read it.
+    Raises `DamagedBlockError` if it is missing or damaged, `NewerFormatError` if another version has written it, and
+    `OSError` if the store could not read it.
     """
     try:
         content = store.read(f"{directory}/{name}")
@@ -329,10 +327,7 @@ def find_read_back_problems(store: Store, directory: str, index: str, number: in
     """Iterate over what is wrong with the files of one process before a commit; `index` is the name of their table.
 
     Reads every byte if `is_full`, and otherwise a share of a bucket's files that depends on the number of the save.
-
-    Raises:
-        NewerFormatError: another version has written the table.
-        OSError: the store could not read a file.
+    Raises `NewerFormatError` or `OSError` as `read_index` does.
     """
     try:
         table = read_index(store, directory, index)
@@ -392,7 +387,7 @@ class ArrayReader:
     Args:
         store: the run's directory.
         directory: the checkpoint.
-        indexes: names of the tables of all processes, which are read at once; as `read_index` does.
+        indexes: names of the tables of all processes, which the constructor reads.
         files: size and CRC-32C of each file, if the checkpoint is committed.
         shards: the blocks of each array instead, if there are no such tables.
     """

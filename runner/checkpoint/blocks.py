@@ -115,10 +115,8 @@ def parse_shards(records: JsonObject, files: Files) -> Shards:
 def copy_to_host(leaves: dict[str, jax.Array], share: Literal["own", "all"] = "own") -> Blocks:
     """Copy this process's shards of every leaf to host memory. The arrays may be donated when this returns.
 
-    Args:
-        leaves: the arrays by name.
-        share: `own` for the shards that no device of lower rank has too, so that all processes together have each
-            once; `all` for everything that this process needs to restore itself alone.
+    The share `own` has the shards that no device of lower rank has too, so that all processes together have each once;
+    `all` has everything that this process needs to restore itself alone.
     """
     shards_of = {}
     for name, leaf in leaves.items():

@@ -217,9 +217,8 @@ def restore_fork(
 ) -> tuple[RestoredState, JsonObject]:
     """Return the parent's state, and the lineage of the fork that begins with it. Called on every host.
 
-    Raises:
-        ResumeError: no such checkpoint is good, or it is not what the fork may continue.
-        StorageError: it cannot be read now.
+    Raises `ResumeError` if no such checkpoint is good, or it is not what the fork may continue, and `StorageError` if
+    it cannot be read now.
     """
     store, hosts = open_parent(fork), attempt.hosts
     found, rejected = _make_source(store, fork).restore(hosts, abstract)

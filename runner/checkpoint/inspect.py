@@ -120,17 +120,10 @@ def find_checkpoint(where: str | os.PathLike[str], step: int | str = "newest") -
 def use_checkpoint(
     where: str | os.PathLike[str], step: int | str, use: Callable[[Store, Manifest], Result]
 ) -> tuple[Result, ExecutionSpec]:
-    """Return the result of `use` for a checkpoint, and the resolved spec of its run.
+    """Return the result of `use` for a checkpoint, and the resolved spec of its run; see `open_checkpoint`.
 
-    Args:
-        where: as in `open_checkpoint`.
-        step: as in `open_checkpoint`.
-        use: called with a checkpoint whose files are good. For `newest`, the next older checkpoint is tried if it
-            raises `ValueError` or `OSError`, other than errors of the user or of the store.
-
-    Raises:
-        InvalidError: there is no such checkpoint, or it is not good.
-        StorageError: it cannot be read now.
+    `use` is called with a checkpoint whose files are good. For `newest`, the next older checkpoint is tried if it
+    raises `ValueError` or `OSError`, other than errors of the user or of the store.
     """
     directory, name = split_checkpoint(os.fspath(where))
     if name is not None and step != "newest":

@@ -112,15 +112,10 @@ def restore_newest(
 ) -> RestoredState | None:
     """Return the newest state that passes every check; None if nothing was ever committed.
 
-    Checkpoints that failed are set aside: durable ones are quarantined, uncommitted ones are deleted.
-
-    Args:
-        attempt: the running attempt.
-        fast_tier: the fast tier, if the run has one.
-        abstract: shape, dtype and sharding of every leaf. The checkpoint may have been written on any other mesh.
-        is_own: returns True for a trajectory, saved at a step, that this run continues; parts of another one in the
-            fast tier are ignored.
-        find_attachment_problem: called on process 0 with the attachments of a state in the fast tier.
+    Checkpoints that failed are set aside: durable ones are quarantined, uncommitted ones are deleted. `abstract` has
+    shape, dtype and sharding of every leaf; the checkpoint may have been written on any other mesh. Parts in the fast
+    tier are ignored unless `is_own` returns True for their trajectory and step, and refused if
+    `find_attachment_problem`, which is called on process 0, returns a reason.
 
     Raises:
         ResumeError: checkpoints exist and none can be restored; nothing was touched.
@@ -437,18 +432,11 @@ class SourceRun:
 
 
 def load_weights(attempt: Attempt, source: str, weights: Any, name: str = PARAMS) -> Any:
-    """Return the weights of another run, from its newest good checkpoint.
+    """Return the weights of another run, from its newest good checkpoint, or from `source` if that names one.
 
-    Args:
-        attempt: the running attempt.
-        source: directory or URL of a run, or one of its `checkpoints/<name>`; then no other checkpoint is tried.
-        weights: arrays with the names, shapes, types and shardings of the result.
-        name: `params` for the trained weights, or the name of an average. Averages are stored in float32 and cast to
-            the types of `weights`.
-
-    Raises:
-        ResumeError: there is no such checkpoint, or it is not good.
-        StorageError: it cannot be read now.
+    `weights` are arrays with the names, shapes, types and shardings of the result. `name` is `params`, or that of an
+    average; averages are stored in float32 and cast. Raises `ResumeError` if there is no such checkpoint, or it is not
+    good, and `StorageError` if it cannot be read now.
     """
     directory, checkpoint = split_checkpoint(source)
     wanted = {leaf_name: make_abstract(leaf) for leaf_name, leaf in flatten_with_names(weights).items()}

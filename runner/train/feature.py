@@ -145,15 +145,8 @@ class Feature:
     def watch(self, step: int, loss: float, meta: Mapping[str, Any], values: dict[str, RowValue]) -> bool:
         """Look at the fetched results of a step. Return True if its update was skipped, so that it may be not finite.
 
-        Args:
-            step: the step.
-            loss: its loss.
-            meta: its meta.
-            values: metrics of its row, to which the feature may add.
-
-        Raises:
-            DivergedError: the run must end.
-            RewindError: the run must go back.
+        The feature may add to `values`, the metrics of its row. Raises `DivergedError` if the run must end, and
+        `RewindError` if it must go back.
         """
         return False
 

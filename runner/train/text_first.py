@@ -54,8 +54,7 @@ class TextsFirst:
     def find_unfinished(self, run: RestoreableJob) -> list[str]:
         """Return the names of the texts whose corpus is not complete; none if the `run` is done. Process 0 only.
 
-        Raises:
-            SpecError: a corpus was made with other keys, or from another text, than the spec has.
+        Raises `SpecError` if a corpus was made with other keys, or from another text, than the spec has.
         """
         names = []
         for text, job in self._jobs:

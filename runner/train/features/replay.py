@@ -47,8 +47,7 @@ class Replay(Feature):
     ) -> StepResults:
         """Make optimizer step `step`, and wait for the device if it is replayed.
 
-        Raises:
-            DeviceError: the gradients differ. What was saved since the last replay is discarded.
+        Raises `DeviceError` if the gradients differ. What was saved since the last replay is discarded.
         """
         every_steps = self.config.train.replay_every_steps
         assert every_steps is not None, "the feature is on"
