@@ -151,14 +151,10 @@ _METRIC_KEYS = (
 
 
 class StepMetric(NamedTuple):
-    """Value that `checkpoint.keep_best` compares, of one step.
+    """Value that `checkpoint.keep_best` compares, of one step."""
 
-    Attributes:
-        at_end: value of the step if the run ends there, or has not gone on yet.
-        before_end: value of the step of a longer run: none if it was evaluated only because the run ended there.
-    """
-
-    at_end: float | None
+    at_end: float | None  # value of the step if the run ends there, or has not gone on yet
+    # Value of the step of a longer run: none if it was evaluated only because the run ended there.
     before_end: float | None
 
 

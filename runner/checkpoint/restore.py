@@ -379,19 +379,13 @@ def quarantine(attempt: Attempt, step: int, reason: str) -> None:
 
 @dataclass(frozen=True)
 class SourceRun:
-    """Another run from whose checkpoints this one begins; nothing is changed there.
+    """Another run from whose checkpoints this one begins; nothing is changed there."""
 
-    Attributes:
-        store: its directory.
-        list_candidates: returns names of checkpoints in the order in which they are tried. Called on process 0.
-        where: beginning of the message if none is good.
-        is_named: True if the user named the checkpoint. Else those that were never committed are skipped silently.
-    """
-
-    store: Store
+    store: Store  # its directory
+    # Returns names of checkpoints in the order in which they are tried. Called on process 0.
     list_candidates: Callable[[], list[str]]
-    where: str
-    is_named: bool
+    where: str  # beginning of the message if none is good
+    is_named: bool  # by the user; else those that were never committed are skipped silently.
 
     def restore(
         self, hosts: Hosts, abstract: Any, weights_only: bool = False

@@ -36,18 +36,12 @@ class HalfBatchGradients:
 
 @dataclass(frozen=True)
 class StepObservation:
-    """Traced values of a step that auxiliary states are updated from.
+    """Traced values of a step that auxiliary states are updated from."""
 
-    Attributes:
-        step: completed steps, this one included; int32.
-        params: parameters after the step, in the type in which they are stored.
-        grads: gradients of the mean loss over the whole batch, float32, before clipping.
-        halves: statistics of the halves of the batch, only if an auxiliary state has `needs_halves`.
-    """
-
-    step: jax.Array
-    params: Any
-    grads: Any
+    step: jax.Array  # completed steps, this one included; int32
+    params: Any  # parameters after the step, in the type in which they are stored
+    grads: Any  # gradients of the mean loss over the whole batch, float32, before clipping
+    # Statistics of the halves of the batch, only if an auxiliary state has `needs_halves`.
     halves: HalfBatchGradients | None = None
 
 

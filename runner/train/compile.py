@@ -231,20 +231,14 @@ def get_program_memory(compiled: Any) -> ProgramMemory:
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """Compiled train step and the layout of the batch that it is for.
+    """Compiled train step and the layout of the batch that it is for."""
 
-    Attributes:
-        layout: split of the global batch.
-        executable: `(state, batch, key) -> (state, loss, meta)`, the state donated; see `trace_train_step`.
-        digest: digest of the StableHLO that the compiler was given.
-        memory: memory that the program needs.
-        options: XLA options that the compiler was given (`runner.accelerator.make_compiler_options`).
-    """
-
-    layout: BatchLayout
+    layout: BatchLayout  # split of the global batch
+    # `(state, batch, key) -> (state, loss, meta)`, the state donated; see `trace_train_step`.
     executable: jax.stages.Compiled
-    digest: str
+    digest: str  # of the StableHLO that the compiler was given
     memory: ProgramMemory
+    # XLA options that the compiler was given (`runner.accelerator.make_compiler_options`).
     options: CompilerOptions = field(default_factory=dict)
 
     @property

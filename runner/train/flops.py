@@ -226,28 +226,19 @@ def compute_mfu_per_token_rate(flops_per_token: Callable[[TrainSetup], Flops], t
 
 @dataclass(frozen=True)
 class Sizing:
-    """Memory and communication of a device, per token of its own part of a sequence, in every micro-batch.
+    """Memory and communication of a device, per token of its own part of a sequence, in every micro-batch."""
 
-    Attributes:
-        activation_bytes_per_token: activations kept for the backward pass.
-        head_bytes: all-gathered output head (the matrix that makes logits) and its gradient on a device; not per token.
-        tensor_bytes_per_token: arrays that are all-gathered before and reduce-scattered after tensor-parallel matmuls,
-            forward and backward; an array that is both counts once.
-        sequence_bytes_per_token: keys and values that go to the devices which share a sequence (context parallelism),
-            and their gradients.
-        expert_bytes_per_token: tokens on their way to experts and back (all-to-all), forward and backward.
-        num_experts: experts of a layer, over which `expert` can shard; 1 without experts.
-        expert_parameters: parameters of all experts.
-        can_shard_sequences: True if `sequence` can shard the positions of a sequence.
-    """
-
-    activation_bytes_per_token: float = 0.0
+    activation_bytes_per_token: float = 0.0  # activations kept for the backward pass
+    # All-gathered output head (the matrix that makes logits) and its gradient on a device; not per token.
     head_bytes: float = 0.0
+    # Arrays that are all-gathered before and reduce-scattered after tensor-parallel matmuls, forward and backward;
+    # an array that is both counts once.
     tensor_bytes_per_token: float = 0.0
+    # Keys and values that go to the devices which share a sequence (context parallelism), and their gradients.
     sequence_bytes_per_token: float = 0.0
-    expert_bytes_per_token: float = 0.0
-    num_experts: int = 1
-    expert_parameters: int = 0
+    expert_bytes_per_token: float = 0.0  # tokens on their way to experts and back (all-to-all), forward and backward
+    num_experts: int = 1  # experts of a layer, over which `expert` can shard; 1 without experts
+    expert_parameters: int = 0  # of all experts
     can_shard_sequences: bool = True
 
     def get_shardable_length(self, sequence_length: int) -> int:

@@ -45,19 +45,15 @@ _DIGEST_FACTORS = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1  # 
 
 @struct.dataclass
 class ReplayInputs:
-    """Inputs of a step whose gradients can be compared with those of another computation. Traced.
+    """Inputs of a step whose gradients can be compared with those of another computation. Traced."""
 
-    Attributes:
-        action: `UPDATE`: a usual step; `COMPARE`: apply the update only if the digests of the gradients are `expected`,
-            and else return the unchanged state; `DIGEST`: return the unchanged state. int32.
-        shift: number of shards (0 to 2) by which the computation is moved: shard n is computed by the devices that hold
-            shard n + shift, modulo N. int32.
-        expected: digests by shard and array of gradients; uint32 (N, L).
-    """
-
+    # `UPDATE`: a usual step; `COMPARE`: apply the update only if the digests of the gradients are `expected`, and
+    # else return the unchanged state; `DIGEST`: return the unchanged state. int32.
     action: jax.Array
+    # Number of shards (0 to 2) by which the computation is moved: shard n is computed by the devices that hold
+    # shard n + shift, modulo N. int32.
     shift: jax.Array
-    expected: jax.Array
+    expected: jax.Array  # digests by shard and array of gradients; uint32 (N, L)
 
 
 _current_replay: contextvars.ContextVar[ReplayInputs | None] = contextvars.ContextVar("replay", default=None)

@@ -219,18 +219,12 @@ def make_schedules(stages: Sequence[StagePlan]) -> list[optax.Schedule]:
 
 @dataclass(frozen=True)
 class TrajectoryPiece:
-    """Part of a trajectory: its keys from one step until the next piece.
+    """Part of a trajectory: its keys from one step until the next piece."""
 
-    Attributes:
-        start: completed steps before it.
-        keys: trajectory without stages.
-        values: dotted keys below `config` that the stage sets.
-        continues_data: False if the interleaving of sources restarts at its start; None if the data are not known.
-    """
-
-    start: int
-    keys: Trajectory
-    values: frozenset[str] = frozenset()
+    start: int  # completed steps before it
+    keys: Trajectory  # trajectory without stages
+    values: frozenset[str] = frozenset()  # dotted keys below `config` that the stage sets
+    # False if the interleaving of sources restarts at its start; None if the data are not known.
     continues_data: bool | None = True
 
 
