@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import jax
-from jax.sharding import Mesh
 
 from runner.checkpoint.manifest import Manifest
 from runner.config import TrainerConfig
@@ -22,6 +21,7 @@ from runner.spec import Trajectory
 from runner.storage import JsonObject
 from runner.train.auxiliary import AuxiliaryState
 from runner.train.evaluators import Evaluator, Validation
+from runner.train.replay import ReplayedStep
 from runner.train.state import TrainState
 from runner.train.step import Batch
 
@@ -53,16 +53,8 @@ class ExecutableProgram(Protocol):
         """Compiled train step."""
 
     @property
-    def abstract_state(self) -> TrainState:
-        """Shape, dtype and sharding of every leaf."""
-
-    @property
-    def mesh(self) -> Mesh:
-        """Device mesh."""
-
-    @property
-    def is_ordered(self) -> bool:
-        """True if sums have an order independent of the number of devices."""
+    def replayed(self) -> ReplayedStep:
+        """Compiled train step that can compute its gradients again, if a feature `compares_gradients`."""
 
 
 class Feature:

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import jax
 import optax
-from jax.sharding import Mesh
 
 from runner.checkpoint.fork import find_continued_manifest
 from runner.checkpoint.leaves import format_type, list_leaf_names
@@ -43,6 +42,7 @@ from runner.train.compile import MEMORY_SHARE, CompiledStep
 from runner.train.flops import Flops
 from runner.train.kernel_check import KernelCase, KernelChecker, set_kernels_of_process
 from runner.train.layout import BatchLayout
+from runner.train.replay import ReplayedStep
 from runner.train.setup import StepRecipe, TrainSetup, TrainSetupBuilder
 from runner.train.stages import (
     CONTINUES,
@@ -112,20 +112,11 @@ class Program:
         """Executable of the compiled train step."""
         return self.compiled.executable
 
-    @property
-    def abstract_state(self) -> TrainState:
-        """Shape, dtype and sharding of every leaf of the state."""
-        return self.train_setup.abstract_state
-
-    @property
-    def mesh(self) -> Mesh:
-        """Device mesh."""
-        return self.train_setup.mesh
-
-    @property
-    def is_ordered(self) -> bool:
-        """True if sums have an order independent of the number of devices."""
-        return self.layout.is_ordered
+    @functools.cached_property
+    def replayed(self) -> ReplayedStep:
+        """Compiled train step of a layout that `is_replayable`."""
+        setup = self.train_setup
+        return ReplayedStep(self.executable, setup.abstract_state, setup.mesh, self.layout.is_ordered)
 
     @property
     def compiled(self) -> CompiledStep:
