@@ -172,6 +172,9 @@ class Checkpointer:
     `abstract` has shape, dtype and sharding of every leaf of the state; `is_own` returns True for a trajectory, saved
     at a step, that `identity` continues, by default for an equal one. The constructor raises `InvalidError`, on every
     host, if the fast tier of one cannot hold its parts, and the run has saved nothing.
+
+    Attributes:
+        saved_step: newest step whose durable save has begun in this attempt, or with which the attempt has begun.
     """
 
     def __init__(
@@ -213,18 +216,13 @@ class Checkpointer:
         self._reads_bits_back = True  # until the first commit of the attempt
         self._has_committed = False  # the run, in this attempt or an earlier one
         self._requested_step: int | None = None
-        self._saved_step: int | None = None  # durable, or in progress
+        self.saved_step: int | None = None
         self._pending_step: int | None = None  # the step of `_pending`; None for a checkpoint with another name
         self._unsaved_since_seconds: float | None = None  # start of the first save since the last commit
         self._stall_seconds: float | None = None  # time for which the last durable save blocked training
         self._durable_seconds = 0.0  # from the start of the last durable save to its commit
         self._reported_interval_seconds = 1e-9
         self._has_warned_of_grace = False
-
-    @property
-    def saved_step(self) -> int | None:
-        """Newest step whose durable save has begun in this attempt, or with which it has begun."""
-        return self._saved_step
 
     def set_identity(self, identity: Trajectory) -> None:
         """Save this trajectory with later states. Called between two steps."""
@@ -250,7 +248,7 @@ class Checkpointer:
             self._attempt.lineage.update(found.manifest.lineage or {})
             # A step that is only in the fast tier is not saved yet: it is lost with the machine.
             if found.is_committed:
-                self._saved_step = step
+                self.saved_step = step
         return found
 
     def load(self, name: str) -> RestoredState:
@@ -276,7 +274,7 @@ class Checkpointer:
         # from. Retention must not count them any more, or it would delete this step as an old one.
         later = self._retention.forget_after(step) if hosts.is_main else []
         committed = hosts.run_on_main(lambda: list(read_committed(self._attempt.store)))
-        self._saved_step = step if step in committed else None
+        self.saved_step = step if step in committed else None
         if committed and min(committed) > step:
             manifest = found.manifest
             contents = SaveContents(
@@ -378,7 +376,7 @@ class Checkpointer:
             InvalidError: `name` cannot be the name of a checkpoint.
             FencedError: a newer attempt owns the directory.
         """
-        if name is None and kind is not SaveKind.FAST and self._saved_step == step:
+        if name is None and kind is not SaveKind.FAST and self.saved_step == step:
             return state
         if name is not None:
             _validate_name(name, step)
@@ -401,7 +399,7 @@ class Checkpointer:
         if is_durable:
             self._policy.record_save()
             if manifest.is_step:
-                self._saved_step = step
+                self.saved_step = step
             self._pending_step = step if manifest.is_step else None
         return state
 
@@ -610,8 +608,8 @@ class Checkpointer:
             raise (RemovedError if is_removed else FencedError)(fenced)
         # Every host must learn this from process 0: they read a checkpoint back together.
         self._reads_bits_back = self._reads_bits_back and not is_committed
-        if not is_committed and self._saved_step == self._pending_step:
-            self._saved_step = None  # a later save of the step, such as that of a stop, must not be skipped
+        if not is_committed and self.saved_step == self._pending_step:
+            self.saved_step = None  # a later save of the step, such as that of a stop, must not be skipped
         return bool(is_committed)
 
     def raise_if_failing(self) -> None:

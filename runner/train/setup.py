@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh
 
 from runner.accelerator import find_chip, parse_accelerator, validate_matmul
-from runner.checkpoint.leaves import make_strongly_typed
+from runner.checkpoint.leaves import AdapterMerge, list_leaf_names, make_strongly_typed
 from runner.config import AdapterConfig, TrainerConfig
 from runner.data import DataPosition, Dataset, Fields, get_batch_fields, load_dataset
 from runner.errors import InvalidError
@@ -44,7 +44,7 @@ from runner.train.compile import (
 from runner.train.feature import Feature, TrainStep
 from runner.train.kernel_check import KernelUse, use_kernels
 from runner.train.layout import BatchLayout, list_batch_layouts, make_val_layout
-from runner.train.lora import combine_with_base, init_adapter, make_abstract_adapter, make_merge, merge_adapter
+from runner.train.lora import combine_with_base, init_adapter, make_abstract_adapter, merge_adapter
 from runner.train.optimizer import OptimizerChoice, choose_optimizer
 from runner.train.state import PARAMS, TrainState, drop_params
 
@@ -227,7 +227,7 @@ def build_train_setup(
     if sharded_init is not train_state.sharded_init:
         shapes, shardings = _trace_sharded_init(init_sharded, key, mesh, rules)
         # Rules, parameter groups and checkpoints refer to parameters by name, so the names of both must be equal.
-        if _list_names(shapes) != _list_names(nn.unbox(boxed)):
+        if list_leaf_names(shapes) != list_leaf_names(nn.unbox(boxed)):
             raise InvalidError(
                 "sharded_init returns other parameters or variables than the model, by their names; return those of "
                 "model.init"
@@ -235,7 +235,7 @@ def build_train_setup(
 
     # 2. The trained parameters (those of an adapter, if there is one), and their optimizer.
     trained = boxed[PARAMS] if adapter is None else make_abstract_adapter(boxed[PARAMS], adapter)
-    merge = None if adapter is None else make_merge(adapter, compute)
+    merge = None if adapter is None else AdapterMerge(adapter.alpha / adapter.rank, compute)
     # Only what is trained has optimizer state; the frozen base of an adapter has none.
     optimizer = update_in_float32(make_optimizer(describe_parameters(trained)))
     if adapter is not None:
@@ -281,10 +281,6 @@ def _trace_sharded_init(
 
     with mesh_rules.use_sharding_rules(mesh, rules):
         return jax.eval_shape(init_variables, key), found[0]
-
-
-def _list_names(tree: Any) -> list[str]:
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 class StepRecipe(Protocol):
