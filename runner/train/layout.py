@@ -25,24 +25,16 @@ from runner.train.loss import target_weights
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Split of the global batch into S accumulation steps, each a micro-batch of B examples over all devices.
-
-    Attributes:
-        mesh: device mesh.
-        global_batch_examples: examples of an optimizer step.
-        micro_batch_examples: examples of a micro-batch per device.
-        fields: arrays of a batch by name, as the data declare them: (S, B, T) for tokens, (S, B, ...) for others.
-        is_ordered: True if sums have an order independent of the number of devices (`train.same_bits_devices`): then
-            each micro-batch is placed on one device, and a device computes its micro-batches one after another.
-        is_replayable: True if the gradients of a step can be compared with another computation of them
-            (`train.replay_every_steps`).
-    """
+    """Split of the global batch into S accumulation steps, each a micro-batch of B examples over all devices."""
 
     mesh: Mesh
-    global_batch_examples: int
-    micro_batch_examples: int
-    fields: Fields
+    global_batch_examples: int  # examples of an optimizer step
+    micro_batch_examples: int  # examples of a micro-batch per device
+    fields: Fields  # arrays of a batch by name, as the data declare them: (S, B, T) for tokens, (S, B, ...) for others
+    # True if sums have an order independent of the number of devices (`train.same_bits_devices`): then each
+    # micro-batch is placed on one device, and a device computes its micro-batches one after another.
     is_ordered: bool = False
+    # True if the gradients of a step can be compared with another computation of them (`train.replay_every_steps`).
     is_replayable: bool = False
 
     @property

@@ -51,34 +51,23 @@ from runner.train.state import PARAMS, TrainState, drop_params
 
 @dataclass(frozen=True)
 class TrainSetup:
-    """Abstract train state, shardings and optimizer of a job on a mesh. Allocates nothing until `init_state`.
+    """Abstract train state, shardings and optimizer of a job on a mesh. Allocates nothing until `init_state`."""
 
-    Attributes:
-        mesh: device mesh, which may be abstract.
-        key: random key of the run; the key of step k is `fold_in(key, k)`.
-        schedule: learning rate by completed steps; None if a custom optimizer contains its own.
-        optimizer: whole optax transformation, clipping included; it works in float32.
-        abstract_state: shape, dtype and sharding of every leaf.
-        make_state: function from a key to the state at step 0, to be jitted with the shardings of `abstract_state`.
-        auxiliary_states: auxiliary states of the train state.
-        rules: logical axis rules of the model.
-        num_logits: V of the model's logits (B, T, V); None if it returns no such array.
-        kernels: choice of kernels, with the test cases of the kernels in the traced steps.
-        traced: traced, uncompiled train steps by micro-batch size, kept so that compilation need not trace again.
-        traced_val: traced, uncompiled validation steps, by the sizes of their batch and micro-batch.
-    """
-
-    mesh: Mesh
-    key: jax.Array
-    schedule: optax.Schedule | None
-    optimizer: optax.GradientTransformation
-    abstract_state: TrainState
+    mesh: Mesh  # may be abstract
+    key: jax.Array  # random key of the run; the key of step k is `fold_in(key, k)`
+    schedule: optax.Schedule | None  # learning rate by completed steps; None if a custom optimizer contains its own
+    optimizer: optax.GradientTransformation  # the whole transformation, clipping included; it works in float32
+    abstract_state: TrainState  # shape, dtype and sharding of every leaf
+    # Function from a key to the state at step 0, to be jitted with the shardings of `abstract_state`.
     make_state: Callable[[jax.Array], TrainState]
     auxiliary_states: Sequence[AuxiliaryState] = ()
     rules: Sequence[LogicalAxisRule] = LOGICAL_AXIS_RULES
-    num_logits: int | None = None
+    num_logits: int | None = None  # V of the model's logits (B, T, V); None if it returns no such array
+    # Choice of kernels, with the test cases of the kernels in the traced steps.
     kernels: KernelUse = field(default_factory=KernelUse, repr=False, compare=False)
+    # Traced, uncompiled train steps by micro-batch size, kept so that compilation need not trace again.
     traced: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
+    # Traced, uncompiled validation steps, by the sizes of their batch and micro-batch.
     traced_val: dict[tuple[int, int], jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -346,22 +335,15 @@ class StageContext(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TrainSetupBuilder:
-    """Training job independent of devices; builds its `TrainSetup` on a mesh.
+    """Training job independent of devices; builds its `TrainSetup` on a mesh."""
 
-    Attributes:
-        document: origin of the spec, for errors with a line.
-        recipe: what the job says about its model, its optimizer and its steps.
-        rules: logical axis rules.
-        stage: dependence of a stage on the stages before it; None for a run without stages.
-    """
-
-    document: Document
+    document: Document  # origin of the spec, for errors with a line
     config: TrainerConfig[Any]
     topology: Topology
     seed: int
-    recipe: StepRecipe
+    recipe: StepRecipe  # what the job says about its model, its optimizer and its steps
     rules: Sequence[LogicalAxisRule] = LOGICAL_AXIS_RULES
-    stage: StageContext | None = None
+    stage: StageContext | None = None  # dependence of a stage on the stages before it; None for a run without stages
 
     @functools.cached_property
     def optimizer_choice(self) -> OptimizerChoice:

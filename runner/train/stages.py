@@ -44,28 +44,19 @@ _RATE_KEYS = ("schedule", "optimizer.learning_rate", *TOTAL_KEYS)
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage of a run, as the spec describes it.
+    """One stage of a run, as the spec describes it."""
 
-    Attributes:
-        number: 0 for the config itself, before the first stage of the spec.
-        start: completed steps before it.
-        stop: completed steps before the next stage, or the steps of the run; 0 in a run without stages, whose total may
-            not be known yet.
-        config: config of the stage, with `stages` empty; its total is the total of the run as of this stage.
-        document: origin of the config, for errors with a line.
-        values: values that the stage sets, by dotted key below `config`.
-        key: dotted key of the stage in the spec; empty for stage 0.
-        why: reason of the stage; empty if it has none.
-    """
-
-    number: int
-    start: int
+    number: int  # 0 for the config itself, before the first stage of the spec
+    start: int  # completed steps before it
+    # Completed steps before the next stage, or the steps of the run; 0 in a run without stages, whose total may not
+    # be known yet.
     stop: int
+    # Config of the stage, with `stages` empty; its total is the total of the run as of this stage.
     config: TrainerConfig[Any]
-    document: Document
-    values: Mapping[str, Any]
-    key: str = ""
-    why: str = ""
+    document: Document  # origin of the config, for errors with a line
+    values: Mapping[str, Any]  # values that the stage sets, by dotted key below `config`
+    key: str = ""  # dotted key of the stage in the spec; empty for stage 0
+    why: str = ""  # reason of the stage; empty if it has none
 
     def sets(self, *sections: str) -> bool:
         """Return True if the stage sets one of these dotted keys, or a part of one."""

@@ -96,24 +96,17 @@ _ROUNDING_KEY = 0x726F756E
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Settings of a train step that follow from the job's class and config.
+    """Settings of a train step that follow from the job's class and config."""
 
-    Attributes:
-        update_variables: pure function that makes the next variables from the statistics of the step.
-        auxiliary_states: auxiliary states that the step updates after the optimizer.
-        rounding: rounding of bfloat16 parameters after their update in float32.
-        norms: norms of gradients and parameters that the step adds to its meta.
-        num_groups: number of groups of micro-batches whose sums have a fixed order, for any number of devices
-            (`train.same_bits_devices`); None: the usual order.
-        replay: inputs of a step that can be replayed; None: it cannot.
-    """
-
+    # Pure function that makes the next variables from the statistics of the step.
     update_variables: UpdateVariables = keep_variables
-    auxiliary_states: Sequence[AuxiliaryState] = ()
-    rounding: Rounding = "nearest"
-    norms: Norms = "none"
+    auxiliary_states: Sequence[AuxiliaryState] = ()  # auxiliary states that the step updates after the optimizer
+    rounding: Rounding = "nearest"  # rounding of bfloat16 parameters after their update in float32
+    norms: Norms = "none"  # norms of gradients and parameters that the step adds to its meta
+    # Number of groups of micro-batches whose sums have a fixed order, for any number of devices
+    # (`train.same_bits_devices`); None: the usual order.
     num_groups: int | None = None
-    replay: ReplayInputs | None = None
+    replay: ReplayInputs | None = None  # inputs of a step that can be replayed; None: it cannot
 
 
 def train_step(
