@@ -109,7 +109,8 @@ def compute_leaf_digest(block: jax.Array, whole: tuple[int, ...] | None = None, 
     zeros = (jnp.uint32(0), jnp.uint32(0))
     # Both lanes are one reduction: XLA then reads the array once and vectorises, ten times faster on a CPU than two
     # sums.
-    return jnp.stack(lax.reduce(lanes, zeros, _add_lanes, tuple(range(words.ndim))))
+    sums = lax.reduce(lanes, zeros, lambda left, right: tuple(map(jnp.add, left, right)), tuple(range(words.ndim)))
+    return jnp.stack(sums)
 
 
 def _to_words(leaf: jax.Array) -> jax.Array:
@@ -140,10 +141,6 @@ def _mix(words: jax.Array, odd_multiplier: int, shift: int) -> jax.Array:
     """Apply a bijection of 32-bit words: multiply by an odd number, then fold the high bits into the low ones."""
     mixed = words * jnp.uint32(odd_multiplier)
     return mixed ^ (mixed >> shift)
-
-
-def _add_lanes(left: tuple[jax.Array, ...], right: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return tuple(a + b for a, b in zip(left, right, strict=True))
 
 
 def compute_block_digest(block: np.ndarray, whole: tuple[int, ...], start: Sequence[int]) -> np.ndarray:

@@ -298,7 +298,7 @@ class Report:
 
         Evaluators and hooks are then not called, and it cannot be the best step.
         """
-        return row["step"] != self._config.total_steps and self._may_be_discarded(row)
+        return self._may_be_discarded(row) and row["step"] != self._config.total_steps
 
     def _may_be_discarded(self, row: Row) -> bool:
         return any(feature.is_suspect(row) for feature in self._features)
