@@ -309,14 +309,14 @@ class BatchRampConfig(FrozenModel):
 class TrainConfig(FrozenModel):
     """Length of the run and size of its batches."""
 
-    total_steps: Annotated[PositiveInt | None, Policy.STAGE] = Field(
+    total_steps: Annotated[PositiveInt | None, Policy.STAGE, Policy.NO_PROGRAM] = Field(
         default=None,
         description="Optimizer steps of the run. Exactly one of total_steps, total_tokens and total_epochs is needed.",
     )
-    total_tokens: Annotated[PositiveInt | None, Policy.STAGE] = Field(
+    total_tokens: Annotated[PositiveInt | None, Policy.STAGE, Policy.NO_PROGRAM] = Field(
         default=None, description="Tokens of the run, rounded up to whole steps, instead of total_steps."
     )
-    total_epochs: PositiveFloat | None = Field(
+    total_epochs: Annotated[PositiveFloat | None, Policy.NO_PROGRAM] = Field(
         default=None,
         description="Passes over the training examples of the single source, rounded up to whole steps, instead of "
         "total_steps; the last step may reach into the next epoch.",
@@ -324,10 +324,10 @@ class TrainConfig(FrozenModel):
     global_batch_examples: Annotated[PositiveInt, Policy.STAGE] = Field(
         description="Examples per optimizer step, over all devices."
     )
-    batch_ramp: BatchRampConfig | None = Field(
+    batch_ramp: Annotated[BatchRampConfig | None, Policy.NO_PROGRAM] = Field(
         default=None, description="Growth of the global batch at the beginning of the run; null: it is constant."
     )
-    micro_batch_examples: Annotated[PositiveInt | Auto, Policy.STAGE] = Field(
+    micro_batch_examples: Annotated[PositiveInt | Auto, Policy.STAGE, Policy.NO_PROGRAM] = Field(
         default="auto",
         description="Examples per device and micro-batch; gradient accumulation steps follow from it. auto: the "
         "largest number whose compiled step fits in device memory.",
@@ -347,7 +347,7 @@ class TrainConfig(FrozenModel):
         "devices if several hold whole copies of the parameters. If they differ, the update is not applied, and the "
         "run ends with 76 and names the device. null: never.",
     )
-    skip_steps: list[tuple[NonNegativeInt, PositiveInt]] = Field(
+    skip_steps: Annotated[list[tuple[NonNegativeInt, PositiveInt]], Policy.NO_PROGRAM] = Field(
         default=[],
         description="Batches to skip: with [s, t], those of the rows s + 1 to t are left out, and the step after s "
         "completed ones takes the next batch. Steps are those of the run with all earlier ranges applied. A range that "
@@ -825,13 +825,15 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     )
 
     model: Annotated[ModelConfigType, Policy.STATE] = Field(description="Architecture of the experiment's model.")
-    data: DataConfig = Field(description="Tokens, or examples of arrays, to train on.")
+    data: Annotated[DataConfig, Policy.NO_PROGRAM] = Field(description="Tokens, or examples of arrays, to train on.")
     optimizer: Annotated[OptimizerConfig, Policy.STATE] = Field(default=OptimizerConfig(), description="Optimizer.")
-    schedule: Annotated[ScheduleConfig, Policy.STAGE] = Field(
+    schedule: Annotated[ScheduleConfig, Policy.STAGE, Policy.NO_PROGRAM] = Field(
         default=ScheduleConfig(), description="Learning-rate schedule."
     )
     train: TrainConfig = Field(description="Length of the run and size of its batches.")
-    eval: Annotated[EvalConfig, Policy.FREE] = Field(default=EvalConfig(), description="Validation during the run.")
+    eval: Annotated[EvalConfig, Policy.FREE, Policy.NO_PROGRAM] = Field(
+        default=EvalConfig(), description="Validation during the run."
+    )
     metrics: Annotated[MetricsConfig, Policy.FREE] = Field(
         default=MetricsConfig(), description="Additional metrics of a step."
     )
@@ -857,7 +859,7 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         description="Gradient-noise scale in tokens, as train/noise_scale in metrics; null: not measured. Costs the "
         "memory of one more gradient and needs an even number of micro-batches.",
     )
-    stages: Annotated[list[StageConfig], Policy.FREE] = Field(
+    stages: Annotated[list[StageConfig], Policy.FREE, Policy.NO_PROGRAM] = Field(
         default=[],
         description="Changes of the config during the run, in order; each applies from its start on, in addition to "
         "the earlier ones.",

@@ -56,12 +56,7 @@ class Lifecycle:
     """
 
     def __init__(self, job: Recipe, *, is_trial: bool = False):
-        """Prepare to run `job`.
-
-        Args:
-            job: the job.
-            is_trial: True if the job is only checked, to learn whether an advice would be accepted.
-        """
+        """Prepare to run `job`. In a trial it is only checked, to learn whether an advice would be accepted."""
         self.job = job
         self._is_trial = is_trial
         self._thread: int | None = None  # on which the job runs
@@ -69,17 +64,7 @@ class Lifecycle:
         self._has_ended = False
 
     def run(self, hosts: Hosts, stop: StopNotice, clock: Clock) -> None:
-        """Run the job to its end: restore or initialise, `run`, final save, `result.json`. A finished job does nothing.
-
-        Args:
-            hosts: all processes of the job.
-            stop: notice that the job was asked to stop.
-            clock: accounting of the attempt's time.
-
-        Raises:
-            PreemptedError: the job was asked to stop; its state is saved.
-            RunnerError: any other end, with its exit code.
-        """
+        """Run the job to its end; see `RestoreableJob.__call__`."""
         job = self.job
         job.run_earlier_jobs(hosts, stop, clock)
         incidents = IncidentRecorder()
@@ -129,9 +114,8 @@ class Lifecycle:
     def validate_directory(self) -> bool:
         """Return True if the job is done. Process 0 only; claims and changes nothing.
 
-        Raises:
-            InvalidError: the directory cannot be written, or belongs to another job.
-            StorageError: it cannot be reached.
+        Raises `InvalidError` if the directory cannot be written, or belongs to another job, and `StorageError` if it
+        cannot be reached.
         """
         job = self.job
         fork = job.spec.checkpoint.fork_from
@@ -269,15 +253,9 @@ class Lifecycle:
     def validate_checkpoints(self, abstract: Any = None) -> bool:
         """Check that the run's checkpoints, or else the fork or weights to start from, fit this job. Process 0 only.
 
-        Needs `setup`. Returns True if the run has no checkpoint yet.
-
-        Args:
-            abstract: the abstract state; needed only where the directory has no checkpoint.
-
-        Raises:
-            ResumeError: the checkpoints are of another trajectory.
-            InvalidError: there are none, and the run in `checkpoint.fork_from` or the weights in `checkpoint.init_from`
-                do not fit.
+        Needs `setup`, and the abstract state where the directory has no checkpoint. Returns True if it has none. Raises
+        `ResumeError` if the checkpoints are of another trajectory, and `InvalidError` if there are none, and the run in
+        `checkpoint.fork_from` or the weights in `checkpoint.init_from` do not fit.
         """
         job = self.job
         config, run_identity = job.spec.checkpoint, self.make_run_identity(job.identity())
@@ -377,8 +355,7 @@ class Lifecycle:
     def commit_fork(self, metric: float | None) -> None:
         """Save the forked state as a checkpoint of this run, before its first step; then the parent may be deleted.
 
-        Args:
-            metric: metric of the parent's checkpoint.
+        `metric` is that of the parent's checkpoint.
         """
         job = self.job
         fork, hosts = job.spec.checkpoint.fork_from, job.attempt.hosts
@@ -459,10 +436,7 @@ def validate_step(job: str, step: Any, last_step: int, total_steps: int) -> None
     """Check that a job's step may follow `last_step`, the last completed one.
 
     A step is a plain int that never decreases. It may stay the same, even beyond `total_steps`: a checkpoint may have
-    been made for a larger total.
-
-    Raises:
-        MiscountError: the step is wrong; nothing may be saved.
+    been made for a larger total. Raises `MiscountError` if the step is wrong; then nothing may be saved.
     """
     # An exact check: a bool is an int in Python, and integers of NumPy or JAX cannot be written as JSON.
     if type(step) is not int:

@@ -46,8 +46,7 @@ class JobSession:
     def validate_newest(self, newest: Manifest) -> None:
         """Raise `ResumeError` if the run cannot end where the spec ends it. Process 0 only.
 
-        Args:
-            newest: manifest of its newest checkpoint, of a step that is not beyond the end.
+        `newest` is its newest checkpoint, of a step that is not beyond the end.
         """
 
     def describe_wait(self) -> str:
@@ -70,9 +69,7 @@ class JobSession:
     def continue_program(self, manifest: Manifest, is_start: bool) -> None:
         """Compare the program of the job with the one that has made a restored checkpoint.
 
-        Args:
-            manifest: manifest of the checkpoint.
-            is_start: False if the running job goes back to the checkpoint.
+        `is_start` is False if the running job goes back to the checkpoint.
         """
 
     def on_restored(self) -> None:
@@ -81,10 +78,8 @@ class JobSession:
     def resume(self, step: int, attachments: dict[str, bytes], carry: JsonObject | None) -> None:
         """Continue at `step`. Called before the first step, and after each `load` of the running job.
 
-        Args:
-            step: step of the state, new or restored.
-            attachments: files that the fast tier saved with the state.
-            carry: `carry` of the checkpoint's manifest; None if it has none, empty for a fork of such a checkpoint.
+        `attachments` are files that the fast tier saved with the state. `carry` is that of the checkpoint's manifest;
+        None if it has none, empty for a fork of such a checkpoint.
         """
 
     def adopt_parent(self, parent: Store) -> None:
@@ -138,12 +133,8 @@ class Recipe:
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
         """Validate `spec.config` against `Config`.
 
-        Args:
-            spec: the spec.
-            document: where the spec came from; by default it is made from the spec.
-
-        Raises:
-            SpecError: the spec is wrong; the message names file, line and key.
+        `document` says where the spec came from; by default it is made from the spec. Raises `SpecError`, which names
+        file, line and key, if the spec is wrong.
         """
         document = make_document(spec) if document is None else document
         self.given_document = document
@@ -258,10 +249,7 @@ class Recipe:
     def make_save_contents(self) -> SaveContents:
         """Return the contents of a save besides the state, such as its metric. Called right before each save.
 
-        May wait for the device.
-
-        Raises:
-            DivergedError: the state must not be saved.
+        May wait for the device. Raises `DivergedError` if the state must not be saved.
         """
         return SaveContents()
 

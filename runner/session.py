@@ -55,12 +55,7 @@ class Session(JobSession):
     """
 
     def __init__(self, job: TrainRecipe, makes_own_batches: bool):
-        """Prepare the session of a job that is constructed; reads nothing.
-
-        Args:
-            job: the job.
-            makes_own_batches: True if the job overrides `batch`.
-        """
+        """Prepare the session of a job that is constructed, and may override `batch`; reads nothing."""
         self._makes_own_batches = makes_own_batches
         self.job, self.programs = job, job.programs
         self.guard = ProgramGuard(job.spec, job.document, job.programs, job.hooks.identity())
@@ -234,8 +229,7 @@ class Session(JobSession):
     ) -> tuple[TrainState, jax.Array, Meta]:
         """Make one optimizer step; a batch without a target updates nothing. Waits for the device only in a replay.
 
-        Raises:
-            DeviceError: the replay of the step gives other gradients.
+        Raises `DeviceError` if the replay of the step gives other gradients.
         """
         # Between steps the state holds the (static) functions of stage 0, like a state that is saved and restored.
         program = self.programs.current
@@ -273,8 +267,7 @@ class Session(JobSession):
     def go_back(self, cause: RewindError) -> None:
         """Continue from a checkpoint before the cause, such as a spike of the loss.
 
-        Raises:
-            DivergedError: the run went back too often, or has no such checkpoint.
+        Raises `DivergedError` if the run went back too often, or has no such checkpoint.
         """
         job = self.job
         # A save in progress may be of the step to go back to.
@@ -354,7 +347,7 @@ class Session(JobSession):
             get_data_metrics=self.programs.compute_data_metrics,
             after_row=self.compile_evaluators,
             is_language_model=self.is_language_model,
-            watchers=self.job.features,
+            features=self.job.features,
         )
 
     def _compute_mfu_per_token_rate(self) -> float:

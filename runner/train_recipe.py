@@ -20,7 +20,7 @@ import optax
 from runner.config import ModelConfig, TrainerConfig
 from runner.errors import InvalidError
 from runner.evaluation.builtin import BuiltinEvaluators
-from runner.hook.listing import load_hooks
+from runner.hook.listing import HookList, load_hooks
 from runner.huggingface.load import identify_adapter_base
 from runner.job import RestoreableJob
 from runner.metrics.meta import ACCURACY, SUMS
@@ -65,7 +65,7 @@ class TrainRecipe(RestoreableJob):
         logical_axis_rules: mesh axes of the model's own logical axis names; they precede the runner's
             (`runner.parallel.mesh`).
         feature_classes: features that the config of the class may switch on; an experiment may add its own.
-        run_config: in a job of a later stage, config of the run; None elsewhere.
+        stage_of: in a job of a later stage, the job of the run and the number of the stage; None elsewhere.
     """
 
     Config: ClassVar[type[TrainerConfig[Any]]] = TrainerConfig[ModelConfig]
@@ -78,7 +78,7 @@ class TrainRecipe(RestoreableJob):
 
     logical_axis_rules: ClassVar[Sequence[LogicalAxisRule]] = ()
     feature_classes: ClassVar[Sequence[type[Feature]]] = FEATURES
-    run_config: ClassVar[TrainerConfig[Any] | None] = None
+    stage_of: ClassVar[tuple["TrainRecipe", int] | None] = None
     sharded_init = staticmethod(train_state.sharded_init)
     update_variables = staticmethod(train_state.keep_variables)
     weights = staticmethod(get_model_weights)
@@ -91,10 +91,14 @@ class TrainRecipe(RestoreableJob):
         with different configs may exist in a process (tests, `plan --search`), so the config cannot be an attribute of
         the class that they share. The subclass has the name and the module of its base; `__init__` sets its `config`.
         """
-        names: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        names["former_paths"] = vars(cls).get("former_paths", ())
-        job_class: type[Self] = type(cls.__name__, (cls,), names)
-        return super().__new__(job_class)
+        # `_make_stage_job` has made such a class already.
+        return super().__new__(cls._make_own_class() if cls.stage_of is None else cls)
+
+    @classmethod
+    def _make_own_class(cls, **attributes: Any) -> type[Self]:
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        former_paths = vars(cls).get("former_paths", ())
+        return type(cls.__name__, (cls,), {**names, "former_paths": former_paths, **attributes})
 
     def __init__(self, spec: ExecutionSpec, document: Document | None = None):
         assert spec.topology is not None, "a trainer needs a spec with a topology"
@@ -109,8 +113,9 @@ class TrainRecipe(RestoreableJob):
         # From here on classmethods see the config, including those that hooks and the builder call.
         type(self).config = plans[0].config
         self.topology = spec.topology
-        self.hooks = load_hooks(self.document, spec.hook_entries, self)
-        self.features = make_features(self.config, self.run_config, self.feature_classes)
+        run, number = self.stage_of or (self, 0)
+        self.hooks: HookList = load_hooks(self.document, spec.hook_entries, self) if run is self else run.hooks
+        self.features = make_features(self.config, run.config, self.feature_classes)
         self.programs = Programs(self, plans)
         self.setup_builder = TrainSetupBuilder(
             document=self.document,
@@ -119,7 +124,7 @@ class TrainRecipe(RestoreableJob):
             seed=spec.seed,
             recipe=self,
             rules=build_logical_axis_rules(self.logical_axis_rules, type(self).__name__),
-            stage=self.programs.make_context(0),
+            stage=run.programs.make_context(number),
         )
 
     # Model, loss and optimizer.
@@ -210,7 +215,8 @@ class TrainRecipe(RestoreableJob):
         An experiment with its own adds them: `return *super().auxiliary_states(), AuxiliaryState(...)`.
         """
         config = cls._get_config()
-        features = [] if config is None else make_features(config, cls.run_config, cls.feature_classes)
+        run_config = None if cls.stage_of is None else cls.stage_of[0].config
+        features = [] if config is None else make_features(config, run_config, cls.feature_classes)
         return tuple(state for feature in features if (state := feature.make_auxiliary()) is not None)
 
     def batch(self, slice: str = "train", step: int | None = None) -> Batch:
@@ -312,17 +318,12 @@ class TrainRecipe(RestoreableJob):
         return [self, *(self._make_stage_job(stage) for stage in self.programs.plans[1:])]
 
     def _make_stage_job(self, stage: StagePlan) -> Self:
-        """Return a job of the same class with the config of a stage, which never runs."""
         data = stage.document.data | {"hooks": []}
         spec = self.spec.model_copy(update={"config": data["config"], "hooks": []})
         # The class of this job is one made for its config; its base is the class that the spec names.
-        job_class: type[Self] = type(self).__mro__[1]
-        job = job_class(spec, dataclasses.replace(stage.document, data=data))
-        type(job).run_config = self.config
-        job.features = make_features(job.config, self.config, self.feature_classes)
-        job.hooks = self.hooks
-        job.setup_builder = dataclasses.replace(job.setup_builder, stage=self.programs.make_context(stage.number))
-        return job
+        base: type[Self] = type(self).__mro__[1]
+        job_class = base._make_own_class(stage_of=(self, stage.number))
+        return job_class(spec, dataclasses.replace(stage.document, data=data))
 
     def at_step(self, step: int) -> Self:
         """Return the job with the config that has made `step`, for tools that only read."""

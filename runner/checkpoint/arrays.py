@@ -61,7 +61,7 @@ from runner.storage.store import make_directory, retry_stale, translate_errors
 
 NUM_UPLOADS = 8
 INDEX_SUFFIX = ".json"  # of the table of what one process has written; the packs end in `.<n>.bin`
-GROUP_BYTES = 1 << 30  # of the leaves that are read at a time
+_GROUP_BYTES = 1 << 30  # of the leaves that are read at a time
 READ_BACK_SHARE = 8  # of so many files in a bucket, one is read in full before a commit, another one each time
 # Errors of a write that fails. They cost one save; anything else is a bug and ends the run.
 WRITE_ERRORS = (OSError, ValueError, RuntimeError)
@@ -89,19 +89,14 @@ class FinishWrite(Protocol):
     def __call__(self, deadline_seconds: float, check: BitsCheck | None = None) -> WriteResult:
         """Block until the parts of all hosts are durable and were read back. May raise one of `WRITE_ERRORS`.
 
-        Args:
-            deadline_seconds: time for the parts to be durable.
-            check: check of the bits, in the first save of an attempt.
+        The parts must be durable within `deadline_seconds`. `check` is given in the first save of an attempt.
         """
 
 
 class ArrayWriter:
     """Writer of arrays below one name of a store. Made and called on every host.
 
-    Args:
-        store: the run's directory.
-        hosts: processes of this job.
-        staging: directory on this host's own disk for files on their way into a bucket; it is deleted in the end.
+    `staging` is a directory on this host's own disk for files on their way into a bucket; it is deleted in the end.
     """
 
     def __init__(self, store: Store, hosts: Hosts, staging: Path):
@@ -114,11 +109,7 @@ class ArrayWriter:
         """Start writing `leaves` below `target`. The arrays may be donated when this returns. Any thread.
 
         Raises none of `WRITE_ERRORS`: process 0 waits for the part of every host, and must learn that there is none.
-
-        Args:
-            target: name of a directory.
-            leaves: the arrays by name.
-            error: one of `WRITE_ERRORS`, with which this host has failed already; then nothing is written.
+        With `error`, one of them with which this host has failed already, nothing is written.
         """
         # All hosts save the same steps in the same order, so the number of the save gives them the same keys.
         self._num_saves += 1
@@ -300,8 +291,7 @@ def _collect(
 ) -> list[JsonObject]:
     """Send the message of this process to process 0; return the messages of all there. Called on every host.
 
-    Raises:
-        OSError: on process 0, the part of a process has failed; on the others, their own.
+    Raises `OSError` on process 0 if the part of any process has failed, and on the others if their own has.
     """
     if error is not None and hosts.is_main:
         # The others cannot change the outcome, so they are not waited for. Their messages are deleted with those of the
@@ -341,18 +331,10 @@ def encode_index(table: BlockTable) -> bytes:
 
 
 def read_index(store: Store, directory: str, name: str, entry: list[Any] | None = None) -> BlockTable:
-    """Return the table of what one process has written.
+    """Return the table of what one process has written; `entry` is its size and CRC-32C, if a commit has recorded them.
 
-    Args:
-        store: the run's directory.
-        directory: the checkpoint.
-        name: name of the table.
-        entry: its size and CRC-32C, which a commit has recorded.
-
-    Raises:
-        DamagedBlockError: it is missing or damaged.
-        NewerFormatError: another version has written it.
-        OSError: the store could not read it.
+    Raises `DamagedBlockError` if it is missing or damaged, `NewerFormatError` if another version has written it, and
+    `OSError` if the store could not read it.
     """
     try:
         content = store.read(f"{directory}/{name}")
@@ -362,12 +344,7 @@ def read_index(store: Store, directory: str, name: str, entry: list[Any] | None 
 
 
 def parse_index(name: str, content: bytes, entry: list[Any] | None = None) -> BlockTable:
-    """Return the table of what one process has written, from the content of its file. Arguments as of `read_index`.
-
-    Raises:
-        DamagedBlockError: it is damaged.
-        NewerFormatError: another version has written it.
-    """
+    """Return the table of what one process has written, from the content of its file. See `read_index`."""
     if entry is not None and [len(content), compute_crc32c(content)] != entry:
         raise blocks.DamagedBlockError(f"{name} does not match its size and CRC-32C in the manifest")
     try:
@@ -382,18 +359,10 @@ def parse_index(name: str, content: bytes, entry: list[Any] | None = None) -> Bl
 
 
 def find_read_back_problems(store: Store, directory: str, index: str, number: int, is_full: bool) -> Iterator[str]:
-    """Iterate over what is wrong with the files of one process before a commit.
+    """Iterate over what is wrong with the files of one process before a commit; `index` is the name of their table.
 
-    Args:
-        store: the run's directory.
-        directory: the checkpoint.
-        index: name of the table of what the process has written.
-        number: number of the save.
-        is_full: read every byte, and not only a share of a bucket's files.
-
-    Raises:
-        NewerFormatError: another version has written the table.
-        OSError: the store could not read a file.
+    Reads every byte if `is_full`, and otherwise a share of a bucket's files that depends on the number of the save.
+    Raises `NewerFormatError` or `OSError` as `read_index` does.
     """
     try:
         table = read_index(store, directory, index)
@@ -424,10 +393,7 @@ def find_read_back_problems(store: Store, directory: str, index: str, number: in
 def make_bits_check(layout: fingerprint.LeafLayout, digests: list[jax.Array], leaves: Leaves) -> BitsCheck:
     """Return a check that what this process would restore has the bits on its devices.
 
-    Args:
-        layout: the leaves of the state.
-        digests: their digests, of `layout.dispatch`.
-        leaves: the leaves as they are stored: shape, dtype, sharding.
+    `digests` are those of `layout.dispatch`, `leaves` the abstract leaves as they are stored.
     """
 
     def check(reader: ArrayReader) -> None:
@@ -538,9 +504,7 @@ class ArrayReader:
     def read(self, leaves: Leaves) -> dict[str, jax.Array]:
         """Return the arrays that `leaves` describe (shape, dtype, sharding). Called on every host.
 
-        Raises:
-            ValueError: bytes are missing or wrong.
-            OSError: the store could not read them.
+        Raises `ValueError` for bytes that are missing or wrong, and `OSError` for those that the store cannot read.
         """
         needed: set[int] = set()
         for name, leaf in leaves.items():
@@ -555,7 +519,7 @@ class ArrayReader:
         return blocks.read_block(self._fetch, self._shards.get(name, []), leaf.dtype, index, leaf.shape)
 
 
-class OrbaxReader:
+class _OrbaxReader:
     """Reader of arrays that Orbax has written to a disk: zarr arrays in an OCDBT database. Any thread.
 
     TensorStore reads them, without Orbax: it needs no meeting of all processes, and raises its errors as they are.
@@ -566,47 +530,31 @@ class OrbaxReader:
         self._base = f"file://{urllib.parse.quote(str(path.absolute()))}/"
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
 
-    def _open(self, name: str, leaf: Any) -> Any:
+    def _read(self, name: str, leaf: Any) -> jax.Array:
         spec = {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": self._base, "path": f"{name}/"}}
         array = tensorstore.open(spec, open=True, read=True, context=self._context).result()
         if array.shape != leaf.shape or array.dtype.numpy_dtype != leaf.dtype:
             raise ValueError(f"{name} is {array.dtype.name}{list(array.shape)}, not {leaf.dtype}{list(leaf.shape)}")
-        return array
+        indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+        # All blocks of an array are read side by side, and each once.
+        reads = {str(index): array[index].read() for index in indices}
+        contents = {key: read.result() for key, read in reads.items()}
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: contents[str(index)])
 
     def read(self, leaves: Leaves) -> dict[str, jax.Array]:
         """Return the arrays that `leaves` describe (shape, dtype, sharding). Raises `ValueError` or `OSError`."""
-        found: dict[str, jax.Array] = {}
         try:
-            for name, leaf in leaves.items():
-                array = self._open(name, leaf)
-                indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-                # All blocks of an array are read side by side, and each once.
-                reads = {str(index): array[index].read() for index in indices}
-                contents = {key: read.result() for key, read in reads.items()}
-                found[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, _ByIndex(contents))
+            return {name: self._read(name, leaf) for name, leaf in leaves.items()}
         # TensorStore raises these for files that are missing or damaged.
         except (KeyError, IndexError, NotImplementedError, RuntimeError, TypeError) as error:
             raise ValueError(format_error(error)) from error
-        return found
-
-
-class _ByIndex:
-    """Function that returns the block at an index."""
-
-    def __init__(self, blocks: Mapping[str, np.ndarray]):
-        self._blocks = blocks
-
-    def __call__(self, index: Index | None) -> np.ndarray:
-        return self._blocks[str(index)]
 
 
 @contextlib.contextmanager
-def open_arrays(store: Store, directory: str, manifest: Manifest) -> Iterator[ArrayReader | OrbaxReader]:
+def open_arrays(store: Store, directory: str, manifest: Manifest) -> Iterator[ArrayReader | _OrbaxReader]:
     """Yield the reader of a committed checkpoint. Called on every host.
 
-    Raises:
-        ValueError: a table of what it holds is missing or damaged.
-        OSError: the store could not read it.
+    Raises `ValueError` if a table of what it holds is missing or damaged, and `OSError` if it cannot be read.
     """
     if manifest.indexes is not None:
         yield ArrayReader(store, directory, manifest.indexes, manifest.files, owners=manifest.owners)
@@ -615,7 +563,7 @@ def open_arrays(store: Store, directory: str, manifest: Manifest) -> Iterator[Ar
             store, directory, files=manifest.files, shards=blocks.parse_records(manifest.shards, manifest.files)
         )
     elif store.root is not None:
-        yield OrbaxReader(store.root / directory / manifest.arrays)
+        yield _OrbaxReader(store.root / directory / manifest.arrays)
     else:
         # A checkpoint that Orbax has written comes into a bucket by copying it there. It is read from a copy on this
         # host's disk.
@@ -631,16 +579,11 @@ def open_arrays(store: Store, directory: str, manifest: Manifest) -> Iterator[Ar
 
             with ThreadPoolExecutor(blocks.NUM_READERS, thread_name_prefix="read") as pool:
                 list(pool.map(download, manifest.files))
-            yield OrbaxReader(Path(temporary) / directory / manifest.arrays)
+            yield _OrbaxReader(Path(temporary) / directory / manifest.arrays)
 
 
 def read_arrays(store: Store, directory: str, manifest: Manifest, leaves: Leaves) -> dict[str, jax.Array]:
-    """Return the arrays that `leaves` describe (shape, dtype, sharding) from one checkpoint. Called on every host.
-
-    Raises:
-        ValueError: bytes are missing or wrong.
-        OSError: the store could not read them.
-    """
+    """Return the arrays of one checkpoint that `leaves` describe; see `ArrayReader.read`. Called on every host."""
     with open_arrays(store, directory, manifest) as reader:
         return reader.read(leaves)
 
@@ -656,11 +599,7 @@ class RestoredLeaf(NamedTuple):
 def read_leaves(store: Store, directory: str, manifest: Manifest, names: Iterable[str]) -> Iterator[RestoredLeaf]:
     """Iterate over leaves by name, on the first device of this process, in the types that they were saved in.
 
-    About `GROUP_BYTES` of them are in memory at a time.
-
-    Raises:
-        ValueError: bytes are missing or wrong.
-        OSError: the store could not read them.
+    About `_GROUP_BYTES` of them are in memory at a time. Raises as `ArrayReader.read` does.
     """
     sharding = SingleDeviceSharding(jax.local_devices()[0])
     with open_arrays(store, directory, manifest) as reader:
@@ -676,7 +615,7 @@ def read_leaves(store: Store, directory: str, manifest: Manifest, names: Iterabl
 
 
 def _group_leaves(manifest: Manifest, names: Iterable[str], sharding: SingleDeviceSharding) -> Iterator[Leaves]:
-    """Yield abstract leaves by name in groups of about `GROUP_BYTES`."""
+    """Yield abstract leaves by name in groups of about `_GROUP_BYTES`."""
     group: Leaves = {}
     num_bytes = 0
     for name in names:
@@ -686,7 +625,7 @@ def _group_leaves(manifest: Manifest, names: Iterable[str], sharding: SingleDevi
         except TypeError as error:
             raise ValueError(f"{name} is of type {dtype}, which cannot be read without its job") from error
         num_bytes += int(np.prod(shape)) * group[name].dtype.itemsize
-        if num_bytes >= GROUP_BYTES:
+        if num_bytes >= _GROUP_BYTES:
             yield group
             group, num_bytes = {}, 0
     if group:

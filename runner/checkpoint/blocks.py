@@ -139,14 +139,9 @@ def parse_records(records: dict[str, list[ShardRecord]], files: Files) -> Shards
 
 
 def parse_shards(records: JsonObject, files: Files) -> Shards:
-    """Return the shards in the table of one process.
+    """Return the shards in the table of one process, from its key `shards`, whose keys have been checked.
 
-    Args:
-        records: the key `shards` of the table, whose keys have been checked.
-        files: size and CRC-32C of each file of the process.
-
-    Raises:
-        ValueError: a piece is not inside a file of the process, or a number is none.
+    Raises `ValueError` if a piece is not inside one of the `files` of the process, or a number is none.
     """
     found: Shards = {}
     for name, shards in records.items():
@@ -171,10 +166,8 @@ def parse_shards(records: JsonObject, files: Files) -> Shards:
 def copy_to_host(leaves: dict[str, jax.Array], share: Literal["own", "all"] = "own") -> Blocks:
     """Copy this process's shards of every leaf to host memory. The arrays may be donated when this returns.
 
-    Args:
-        leaves: the arrays by name.
-        share: `own` for the shards that no device of lower rank has too, so that all processes together have each
-            once; `all` for everything that this process needs to restore itself alone.
+    The share `own` has the shards that no device of lower rank has too, so that all processes together have each once;
+    `all` has everything that this process needs to restore itself alone.
     """
     shards_of = {}
     for name, leaf in leaves.items():
@@ -196,9 +189,7 @@ def write_packs(directory: Path, stem: str, blocks: Blocks) -> BlockTable:
     """Write every shard of this process into `directory`/`stem`.0.bin, `stem`.1.bin, ..., without flushing.
 
     The directory must exist and not be replaced meanwhile: what is written there is one process's part of one save.
-
-    Returns:
-        The table of what was written, with names relative to `directory`.
+    Returns the table of what was written, with names relative to `directory`.
     """
     table = BlockTable()
     pack: _PackFile | None = None
@@ -258,10 +249,10 @@ def _cut(block: np.ndarray) -> Iterator[np.ndarray]:
 
 # Read.
 
-Fetch = Callable[[list[Piece]], dict[Piece, np.ndarray]]  # reads and verifies a run of pieces
+Fetch = Callable[[list[Piece]], dict[Piece, np.ndarray]]  # reads and verifies a run of pieces, as `read_pieces` does
 
 
-def plan_reads(pieces: Iterable[Piece]) -> list[list[Piece]]:
+def _plan_reads(pieces: Iterable[Piece]) -> list[list[Piece]]:
     """Return the pieces in runs, each adjacent in one file and read at once, of at most `PIECE_BYTES` together."""
     runs: list[list[Piece]] = []
     for piece in sorted(set(pieces)):
@@ -278,14 +269,10 @@ def plan_reads(pieces: Iterable[Piece]) -> list[list[Piece]]:
 
 
 def read_pieces(read: Callable[[str, int, int], bytes], run: list[Piece]) -> dict[Piece, np.ndarray]:
-    """Return the bytes of each piece of a run, verified: uint8[size].
+    """Return the bytes of each piece of a run of `_plan_reads`, verified: uint8[size].
 
-    Args:
-        read: returns the bytes from one offset of a file to another.
-        run: adjacent pieces, of `plan_reads`.
-
-    Raises:
-        DamagedBlockError: a file is missing, or bytes are wrong; the message names the file.
+    `read` returns the bytes from one offset of a file to another. Raises `DamagedBlockError`, which names the file, if
+    it is missing or bytes are wrong.
     """
     first, last = run[0], run[-1]
     try:
@@ -311,13 +298,8 @@ def read_pieces(read: Callable[[str, int, int], bytes], run: list[Piece]) -> dic
 def read_blocks(fetch: Fetch, shards: Shards, leaves: dict[str, Any]) -> dict[str, jax.Array]:
     """Return the arrays that `leaves` describe, from the pieces that this process needs, each read once.
 
-    Args:
-        fetch: reads and verifies a run of pieces, as `read_pieces` does. Called on several threads.
-        shards: the blocks of every array.
-        leaves: shape, dtype and sharding of each array by name.
-
-    Raises:
-        DamagedBlockError: the pieces do not hold all elements of an array; or what `fetch` raises.
+    `fetch` is called on several threads. Raises what it raises, and `DamagedBlockError` if the pieces do not hold all
+    elements of an array.
     """
     with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="read") as pool:
         try:
@@ -331,7 +313,7 @@ def read_blocks(fetch: Fetch, shards: Shards, leaves: dict[str, Any]) -> dict[st
                     if any(_find_overlap(shard, *block) is not None for block in blocks)
                 ]
             futures: dict[Piece, Future[dict[Piece, np.ndarray]]] = {}
-            for run in plan_reads(piece for own in needed.values() for shard in own for piece in shard.pieces):
+            for run in _plan_reads(piece for own in needed.values() for shard in own for piece in shard.pieces):
                 futures |= dict.fromkeys(run, pool.submit(fetch, run))
             return {name: _assemble(leaf, needed[name], futures) for name, leaf in leaves.items()}
         finally:
@@ -339,31 +321,14 @@ def read_blocks(fetch: Fetch, shards: Shards, leaves: dict[str, Any]) -> dict[st
             pool.shutdown(cancel_futures=True)
 
 
-def read_block(
-    fetch: Fetch,
-    shards: list[Shard],
-    dtype: Any,
-    index: Index,
-    shape: tuple[int, ...],
-) -> np.ndarray:
-    """Return the block at `index` of one array of this shape, in host memory.
-
-    Args:
-        fetch: reads and verifies a run of pieces.
-        shards: the shards of the array.
-        dtype: element type of the array.
-        index: the wanted block.
-        shape: global shape of the array.
-
-    Raises:
-        DamagedBlockError: as in `read_blocks`.
-    """
+def read_block(fetch: Fetch, shards: list[Shard], dtype: Any, index: Index, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the block at `index` of an array of this global shape, in host memory. Raises as `read_blocks` does."""
     start, extent = get_start(index, shape), get_extent(index, shape)
     blocks = []
     for shard in shards:
         if _find_overlap(shard, start, extent) is not None:
             found: dict[Piece, np.ndarray] = {}
-            for run in plan_reads(shard.pieces):
+            for run in _plan_reads(shard.pieces):
                 found |= fetch(run)
             blocks.append((shard, _decode_block(shard, dtype, [found[piece] for piece in shard.pieces])))
     return _fill(blocks, dtype, start, extent)

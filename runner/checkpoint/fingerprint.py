@@ -93,12 +93,8 @@ def make_chunks(leaves: Sequence[Any]) -> list[list[int]]:
 def compute_leaf_digest(block: jax.Array, whole: tuple[int, ...] | None = None, start: Any = ()) -> jax.Array:
     """Return the digest of one array, or the part that a block contributes to it: uint32[2].
 
-    Jitted, so that leaves of one shape, as parameters and their moments are, are traced once.
-
-    Args:
-        block: the array, or a block of it.
-        whole: shape of the array that the block belongs to; None if it is the array itself.
-        start: where the block begins on each axis.
+    Jitted, so that leaves of one shape, as parameters and their moments are, are traced once. `whole` is the shape of
+    the array in which the block begins at `start`; None if the block is the array itself.
     """
     if block.size == 0:
         return jnp.zeros(2, jnp.uint32)  # XLA of jax 0.11.2 crashes on a sum over no elements with a shard's offset
@@ -113,7 +109,8 @@ def compute_leaf_digest(block: jax.Array, whole: tuple[int, ...] | None = None, 
     zeros = (jnp.uint32(0), jnp.uint32(0))
     # Both lanes are one reduction: XLA then reads the array once and vectorises, ten times faster on a CPU than two
     # sums.
-    return jnp.stack(lax.reduce(lanes, zeros, _add_lanes, tuple(range(words.ndim))))
+    sums = lax.reduce(lanes, zeros, lambda left, right: tuple(map(jnp.add, left, right)), tuple(range(words.ndim)))
+    return jnp.stack(sums)
 
 
 def _to_words(leaf: jax.Array) -> jax.Array:
@@ -144,10 +141,6 @@ def _mix(words: jax.Array, odd_multiplier: int, shift: int) -> jax.Array:
     """Apply a bijection of 32-bit words: multiply by an odd number, then fold the high bits into the low ones."""
     mixed = words * jnp.uint32(odd_multiplier)
     return mixed ^ (mixed >> shift)
-
-
-def _add_lanes(left: tuple[jax.Array, ...], right: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return tuple(a + b for a, b in zip(left, right, strict=True))
 
 
 def compute_block_digest(block: np.ndarray, whole: tuple[int, ...], start: Sequence[int]) -> np.ndarray:
@@ -252,10 +245,8 @@ class LeafLayout:
     def dispatch(self, tree: Any) -> list[jax.Array]:
         """Start digesting every leaf of `tree` on every device, without waiting. Called on every host.
 
-        The arrays may be donated to a later computation when this returns.
-
-        Returns:
-            The argument of `leaf_digests`: for each chunk uint32[devices, leaves, 2], replicated.
+        The arrays may be donated to a later computation when this returns. Returns the argument of `leaf_digests`: for
+        each chunk uint32[devices, leaves, 2], replicated.
         """
         leaves = jax.tree.leaves(tree)
         digests = []
@@ -270,8 +261,7 @@ class LeafLayout:
     def leaf_digests(self, digests: list[jax.Array]) -> dict[str, str]:
         """Return the hexadecimal digest of every leaf by name. Waits for the device. Any thread.
 
-        Raises:
-            ReplicaError: the copies of a shard differ; the message names leaf and devices.
+        Raises `ReplicaError`, which names leaf and devices, if the copies of a shard differ.
         """
         values = self._in_leaf_order(digests)
         found = {}
@@ -315,11 +305,21 @@ class LeafLayout:
 def compute_leaf_digests(tree: Any) -> dict[str, str]:
     """Return the hexadecimal digest of every leaf by name. Waits for the device. Called on every host.
 
-    Raises:
-        ReplicaError: the copies of a shard differ.
+    Raises `ReplicaError` if the copies of a shard differ.
     """
     layout = LeafLayout(tree)
     return layout.leaf_digests(layout.dispatch(tree))
+
+
+def find_bits_problem(tree: Any, leaves: Mapping[str, LeafRecord]) -> str | None:
+    """Return the first leaf with other bits than a manifest records, as a sentence; None if all are right.
+
+    Waits for the device. Called on every host. Raises `ReplicaError` if the copies of a shard differ.
+    """
+    for name, digest in compute_leaf_digests(tree).items():
+        if digest != leaves[name]["digest"]:
+            return f"the bits of {name} are not those that were saved"
+    return None
 
 
 def compute_fingerprint(tree: Any) -> str:

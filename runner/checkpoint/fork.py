@@ -17,7 +17,6 @@ would have at that step if the run had had them from its start.
 Every manifest of the fork holds its lineage (`LINEAGE_KEYS`), and with it that of its parent.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from runner.checkpoint.inspect import BEST, find_best_checkpoint, read_document
@@ -31,7 +30,7 @@ from runner.checkpoint.manifest import (
     read_manifest,
     read_newest_manifest,
 )
-from runner.checkpoint.restore import RestoredState, restore_from_run, validate_files_of_run
+from runner.checkpoint.restore import RestoredState, SourceRun
 from runner.console import escape_unprintable, warn
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, ResumeError, StorageError, suggest_nearest
@@ -48,7 +47,7 @@ _MAX_LEAVES = 16  # in a message
 # The parent.
 
 
-def validate_parent_name(fork: ForkConfig) -> None:
+def _validate_parent_name(fork: ForkConfig) -> None:
     """Raise `InvalidError` if `run` names a checkpoint, or cannot be a directory. Reads nothing."""
     directory, name = split_checkpoint(fork.run)
     if name is not None:
@@ -58,13 +57,13 @@ def validate_parent_name(fork: ForkConfig) -> None:
 
 def open_parent(fork: ForkConfig) -> Store:
     """Return the parent's directory. Raises `InvalidError` if `run` cannot be one."""
-    validate_parent_name(fork)
+    _validate_parent_name(fork)
     return open_store(fork.run)
 
 
 def validate_parent_place(fork: ForkConfig, own: Store) -> None:
     """Raise `InvalidError` if the directories of a fork and its parent overlap. Reads nothing of the parent."""
-    validate_parent_name(fork)
+    _validate_parent_name(fork)
     theirs, ours = (resolve_place(place).split("/") for place in (fork.run, own.url))
     shorter = min(len(theirs), len(ours))
     if theirs[:shorter] != ours[:shorter]:
@@ -79,9 +78,8 @@ def validate_parent_place(fork: ForkConfig, own: Store) -> None:
 def read_parent_manifest(fork: ForkConfig) -> tuple[Store, Manifest]:
     """Return the parent's directory, and the manifest of the checkpoint that a fork would begin with. Process 0 only.
 
-    Raises:
-        InvalidError: there is no such checkpoint, or its manifest is damaged or of a newer runner.
-        StorageError: the parent cannot be reached.
+    Raises `InvalidError` if there is no such checkpoint, or its manifest is damaged or of a newer runner, and
+    `StorageError` if the parent cannot be reached.
     """
     store = open_parent(fork)
     name: str | None = None
@@ -127,11 +125,8 @@ def find_continued_manifest(store: Store, fork: ForkConfig | None) -> Manifest |
 def validate_fork(fork: ForkConfig, run_identity: RunIdentity, abstract: Any, total_steps: int) -> Manifest:
     """Check that a run can begin as this fork, and return the parent's manifest. Process 0 only; writes nothing.
 
-    Only the names and shapes of arrays are checked.
-
-    Raises:
-        InvalidError: it cannot; the message says what to do.
-        StorageError: the parent cannot be reached.
+    Of arrays only names and shapes are checked. Raises `InvalidError`, which says what to do, if it cannot begin so,
+    and `StorageError` if the parent cannot be reached.
     """
     store, manifest = read_parent_manifest(fork)
     where = f"{store.url}/{CHECKPOINTS}/{manifest.name}"
@@ -147,7 +142,7 @@ def validate_fork(fork: ForkConfig, run_identity: RunIdentity, abstract: Any, to
     except ResumeError as error:
         first, *leaves = str(error).split("\n")
         raise ResumeError("\n".join([f"{store.url}: {first}; {ending}", *leaves])) from error
-    validate_changes(fork, run_identity, manifest, where)
+    _validate_changes(fork, run_identity, manifest, where)
     if manifest.step >= total_steps:
         raise InvalidError(
             f"{where} is at step {manifest.step}, and the run ends at step {total_steps}; give it more steps, or "
@@ -170,21 +165,17 @@ def has_weights(manifest: Manifest, abstract: Any) -> bool:
 def validate_parent_files(hosts: Hosts, fork: ForkConfig) -> None:
     """Check the bytes of the checkpoint that a fork would begin with, by reading them. Called on every host.
 
-    Raises:
-        ResumeError: they are not those that were saved.
-        StorageError: the parent cannot be reached.
+    Raises `ResumeError` if they are not those that were saved, and `StorageError` if the parent cannot be reached.
     """
-    store = open_parent(fork)
-    validate_files_of_run(hosts, store, *_list_candidates(store, fork))
+    _make_source(open_parent(fork), fork).validate_files(hosts)
 
 
-def validate_changes(
+def _validate_changes(
     fork: ForkConfig, run_identity: RunIdentity, manifest: Manifest, where: str
 ) -> dict[str, list[Any]]:
     """Return the keys that differ from the parent, with its value and the present one.
 
-    Raises:
-        InvalidError: some of them are not in `fork.changes`, or that names no key.
+    Raises `InvalidError` if some of them are not in `fork.changes`, or that names no key.
     """
     changes = run_identity.compare_values(manifest.identity)
     unlisted = {key: values for key, values in changes.items() if not is_listed(key, fork.changes)}
@@ -206,13 +197,7 @@ def validate_changes(
 
 
 def validate_lineage(fork: ForkConfig, own: Store, manifest: Manifest) -> None:
-    """Raise `ResumeError` if a run that has begun is not the fork that its spec names. Does not read the parent.
-
-    Args:
-        fork: `checkpoint.fork_from` of the spec.
-        own: the run's directory.
-        manifest: its newest manifest.
-    """
+    """Raise `ResumeError` if a run, by its newest manifest, is not the fork that its spec names. Reads no parent."""
     hint = "a run is forked once: use another directory, or leave checkpoint.fork_from out"
     if manifest.lineage is None:
         raise ResumeError(f"{own.url} has a run that is no fork, at step {manifest.step}; {hint}")
@@ -232,13 +217,11 @@ def restore_fork(
 ) -> tuple[RestoredState, JsonObject]:
     """Return the parent's state, and the lineage of the fork that begins with it. Called on every host.
 
-    Raises:
-        ResumeError: no such checkpoint is good, or it is not what the fork may continue.
-        StorageError: it cannot be read now.
+    Raises `ResumeError` if no such checkpoint is good, or it is not what the fork may continue, and `StorageError` if
+    it cannot be read now.
     """
     store, hosts = open_parent(fork), attempt.hosts
-    list_candidates, where, is_named = _list_candidates(store, fork)
-    found, rejected = restore_from_run(hosts, store, list_candidates, abstract, where, is_named)
+    found, rejected = _make_source(store, fork).restore(hosts, abstract)
     manifest = found.manifest
     where = f"{store.url}/{CHECKPOINTS}/{manifest.name}"
     for other in rejected if hosts.is_main else []:
@@ -246,17 +229,15 @@ def restore_fork(
         attempt.events.append(
             "fallback", manifest.step, rejected=int(other.name), reason=f"{store.url}: {other.reason}", tier="durable"
         )
-    changes = validate_changes(fork, run_identity, manifest, where)
+    changes = _validate_changes(fork, run_identity, manifest, where)
     attempt.say(f"forked from {where}" + (f", with other values of {', '.join(changes)}" if changes else ""))
     return found, manifest.make_lineage(store, changes)
 
 
-def _list_candidates(store: Store, fork: ForkConfig) -> tuple[Callable[[], list[str]], str, bool]:
-    """Return the arguments `list_candidates`, `where` and `is_named` of `restore_from_run`."""
-
+def _make_source(store: Store, fork: ForkConfig) -> SourceRun:
     def list_candidates() -> list[str]:
         if fork.step == NEWEST:
             return [str(step) for step in reversed(list_steps(store))]
         return [read_parent_manifest(fork)[1].name]
 
-    return list_candidates, f"{store.url}: no good checkpoint to fork from", fork.step != NEWEST
+    return SourceRun(store, list_candidates, f"{store.url}: no good checkpoint to fork from", fork.step != NEWEST)

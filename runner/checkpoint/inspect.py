@@ -120,17 +120,10 @@ def find_checkpoint(where: str | os.PathLike[str], step: int | str = "newest") -
 def use_checkpoint(
     where: str | os.PathLike[str], step: int | str, use: Callable[[Store, Manifest], Result]
 ) -> tuple[Result, ExecutionSpec]:
-    """Return the result of `use` for a checkpoint, and the resolved spec of its run.
+    """Return the result of `use` for a checkpoint, and the resolved spec of its run; see `open_checkpoint`.
 
-    Args:
-        where: as in `open_checkpoint`.
-        step: as in `open_checkpoint`.
-        use: called with a checkpoint whose files are good. For `newest`, the next older checkpoint is tried if it
-            raises `ValueError` or `OSError`, other than errors of the user or of the store.
-
-    Raises:
-        InvalidError: there is no such checkpoint, or it is not good.
-        StorageError: it cannot be read now.
+    `use` is called with a checkpoint whose files are good. For `newest`, the next older checkpoint is tried if it
+    raises `ValueError` or `OSError`, other than errors of the user or of the store.
     """
     directory, name = split_checkpoint(os.fspath(where))
     if name is not None and step != "newest":
@@ -176,13 +169,8 @@ def find_best_checkpoint(store: Store, spec: ExecutionSpec) -> str:
 def read_document(store: Store, trust: Trust | None = None) -> Document:
     """Return the resolved spec of the run in `store`, not yet validated.
 
-    Args:
-        store: directory of the run.
-        trust: modules that the spec may name besides those of this project; by default none.
-
-    Raises:
-        InvalidError: no run has begun there.
-        StorageError: it cannot be read now.
+    `trust` says which modules the spec may name besides those of this project, by default none. Raises `InvalidError`
+    if no run has begun there, and `StorageError` if the spec cannot be read now.
     """
     try:
         text = store.read(SPEC).decode()
@@ -249,10 +237,7 @@ def find_weight_names(manifest: Manifest, weights: str) -> Mapping[str, str]:
     """Return the name in the manifest of each weight, by its name in the trained model.
 
     All leaves are weights if none is called so. In a run that trains an adapter the weights are the model's own, which
-    are merged when they are read.
-
-    Raises:
-        InvalidError: there are no such `weights`; the message says which there are.
+    are merged when they are read. Raises `InvalidError`, with the weights that there are, if there are no such ones.
     """
     trained = _find_trained_names(manifest, weights)
     return split_adapter(trained).own if has_adapter(manifest.leaves) else trained
@@ -281,11 +266,8 @@ def find_adapter(manifest: Manifest, weights: str) -> tuple[AdapterMerge, Adapte
 def read_weights(store: Store, manifest: Manifest, weights: str) -> Iterator[tuple[str, jax.Array]]:
     """Iterate over the weights by the names of `find_weight_names`, on the first device of this process.
 
-    Some are in memory at a time.
-
-    Raises:
-        ValueError: the bits of a leaf are wrong.
-        OSError: a leaf cannot be read.
+    Some are in memory at a time. Raises `ValueError` if the bits of a leaf are wrong, and `OSError` if it cannot be
+    read.
     """
     names = {saved: name for name, saved in find_weight_names(manifest, weights).items()}
     merge, parts = find_adapter(manifest, weights)
@@ -302,14 +284,14 @@ def read_weights(store: Store, manifest: Manifest, weights: str) -> Iterator[tup
 def read_named_leaves(store: Store, manifest: Manifest, names: Iterable[str]) -> Iterator[tuple[str, jax.Array]]:
     """Iterate over leaves by their names in the manifest, like `read_weights`."""
     names = [*names]
-    validate_leaf_memory(store, manifest, names)
+    _validate_leaf_memory(store, manifest, names)
     for leaf in read_leaves(store, f"{CHECKPOINTS}/{manifest.name}", manifest, names):
         if leaf.problem is not None:
             raise ValueError(leaf.problem)
         yield leaf.name, leaf.array
 
 
-def validate_leaf_memory(store: Store, manifest: Manifest, names: Iterable[str]) -> None:
+def _validate_leaf_memory(store: Store, manifest: Manifest, names: Iterable[str]) -> None:
     """Raise `InvalidError` if this machine cannot hold one of these leaves. The manifest may declare any shape."""
     limit_bytes = read_memory_bytes()
     for name in names:
@@ -373,18 +355,17 @@ def _read_merged_like(store: Store, manifest: Manifest, like: Any, weights: str)
 
 def _read_verified(store: Store, manifest: Manifest, abstract: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Return leaves like those of `abstract`, by their names in the manifest, each checked by its bits."""
-    validate_leaf_memory(store, manifest, abstract)
+    _validate_leaf_memory(store, manifest, abstract)
     directory = f"{CHECKPOINTS}/{manifest.name}"
     arrays = readers.read_arrays(store, directory, manifest, encode_leaves(dict(abstract)))
     found = decode_leaves(arrays, dict(abstract))
-    for name, digest in fingerprint.compute_leaf_digests(found).items():
-        if digest != manifest.leaves[name]["digest"]:
-            raise ValueError(f"the bits of {name} are not those that were saved")
+    problem = fingerprint.find_bits_problem(found, manifest.leaves)
+    if problem is not None:
+        raise ValueError(problem)
     return found
 
 
 def _nest(arrays: dict[str, jax.Array]) -> Any:
-    """Return nested dictionaries by the parts of dotted names."""
     tree: Any = {}
     for name, array in arrays.items():
         *parents, last = name.split(".")
@@ -403,8 +384,7 @@ def _nest(arrays: dict[str, jax.Array]) -> Any:
 def copy_checkpoint(source: Store, name: str | None, target: Store) -> str:
     """Copy one committed checkpoint, by default the newest, to the same name in `target`; return its name.
 
-    Raises:
-        InvalidError: there is none, it is damaged, or the target has one of that name.
+    Raises `InvalidError` if there is none, if it is damaged, or if the target has one of that name.
     """
     if name is not None:
         return _copy_named(source, name, target)
@@ -481,21 +461,13 @@ class VerifyDepth(enum.Enum):
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """One directory below `checkpoints/`, and what is wrong with it.
-
-    Attributes:
-        name: name of the directory.
-        manifest: None if it is missing, damaged, or of a newer runner.
-        problems: one line each.
-        is_committed: False if the directory has no manifest.
-        is_newer: True if a newer runner has written it.
-    """
+    """One directory below `checkpoints/`, and what is wrong with it, one line each."""
 
     name: str
-    manifest: Manifest | None
+    manifest: Manifest | None  # None if it is missing, damaged, or of a newer runner
     problems: tuple[str, ...] = ()
-    is_committed: bool = True
-    is_newer: bool = False
+    is_committed: bool = True  # False if the directory has no manifest
+    is_newer: bool = False  # True if a newer runner has written it
 
 
 def list_entries(store: Store, depth: VerifyDepth = VerifyDepth.MANIFEST) -> Iterator[CheckpointEntry]:
@@ -550,7 +522,7 @@ def _find_problems(store: Store, directory: str, manifest: Manifest, depth: Veri
         return problems
     if fingerprint.combine_digests(manifest.leaves) != manifest.fingerprint:
         return ["the fingerprint is not that of the leaves"]
-    validate_leaf_memory(store, manifest, manifest.leaves)
+    _validate_leaf_memory(store, manifest, manifest.leaves)
     try:
         leaves = read_leaves(store, directory, manifest, manifest.leaves)
         return [leaf.problem for leaf in leaves if leaf.problem is not None]
@@ -561,16 +533,10 @@ def _find_problems(store: Store, directory: str, manifest: Manifest, depth: Veri
 
 
 def format_report(store: Store, depth: VerifyDepth, best: str | None = None) -> tuple[list[str], int]:
-    """Return lines for a person about every checkpoint, and an exit code.
+    """Return lines for a person about every checkpoint, with a mark at the best, and an exit code.
 
-    Args:
-        store: the run's directory.
-        depth: how far each checkpoint is verified.
-        best: name of the checkpoint to mark as the best.
-
-    Returns:
-        The lines, and 0 if everything committed is good as far as it was verified, 1 if not, 2 if a newer runner has
-        written some of it.
+    The code is 0 if everything committed is good as far as it was verified, 1 if not, 2 if a newer runner has written
+    some of it.
     """
     lines, code = [], EXIT_DONE
     for entry in list_entries(store, depth):

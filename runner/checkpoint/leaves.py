@@ -36,7 +36,7 @@ from runner.checkpoint.manifest import LeafShape, Manifest
 from runner.errors import InvalidError, ResumeError, StateError
 from runner.spec import PARAMS, Trajectory
 
-MAX_LISTED = 8  # problems in one message
+_MAX_LISTED = 8  # problems in one message
 _MAX_NAME_BYTES = 200  # of a leaf's dotted path, which becomes part of file names
 _KEY_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 
@@ -89,13 +89,9 @@ def make_strongly_typed(tree: Any) -> Any:
 
 
 def init_sharded(make: Callable[[], Any], abstract: Any) -> Any:
-    """Return the tree that `make` makes, strongly typed, each leaf created in its final sharding.
+    """Return the tree that `make`, a pure function, makes, strongly typed, each leaf in the sharding of `abstract`.
 
     Called on every host.
-
-    Args:
-        make: pure function.
-        abstract: the same tree of abstract leaves with shardings.
     """
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.jit(lambda: make_strongly_typed(make()), out_shardings=shardings)()
@@ -196,15 +192,11 @@ def _find_form_problem(leaf: Any, expected: Any) -> str | None:
 
 
 def validate_manifest_leaves(
-    manifest: Manifest, abstract: Any, may_hold_more: bool = False, max_listed: int = MAX_LISTED
+    manifest: Manifest, abstract: Any, may_hold_more: bool = False, max_listed: int = _MAX_LISTED
 ) -> None:
     """Raise `ResumeError` if the job's state has other leaves than the checkpoint: its code or spec has changed.
 
-    Args:
-        manifest: the checkpoint.
-        abstract: the job's state.
-        may_hold_more: ignore leaves that only the checkpoint has.
-        max_listed: number of leaves that the message names.
+    Leaves that only the checkpoint has are ignored if it `may_hold_more`. The message names up to `max_listed` leaves.
     """
     expected = describe_leaves(abstract)
     saved = {name: LeafShape(shape=leaf["shape"], dtype=leaf["dtype"]) for name, leaf in manifest.leaves.items()}
@@ -227,7 +219,7 @@ def format_type(dtype: Any, shape: Iterable[int]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def format_problems(problems: list[str], max_listed: int = MAX_LISTED) -> str:
+def format_problems(problems: list[str], max_listed: int = _MAX_LISTED) -> str:
     """Return the first problems, each on a new line, to be put after a sentence; an empty text if there are none."""
     more = [f"and {len(problems) - max_listed} more"] if len(problems) > max_listed else []
     return "".join(f"\n  {problem}" for problem in [*problems[:max_listed], *more])
@@ -282,29 +274,25 @@ def decode_leaves(arrays: Leaves, abstract: Leaves) -> Leaves:
 # Averages.
 
 
-def list_averages(leaves: Collection[str]) -> list[str]:
-    """Return the averages of which every parameter is among the leaves, as `ema_<decay>`, sorted."""
+def validate_weight_name(leaves: Collection[str], weights: str) -> None:
+    """Raise `InvalidError`, with the names that exist, if `weights` is neither `params` nor an average.
+
+    An average exists if every parameter of it is among the leaves.
+    """
     params = [name.removeprefix(PARAMS) for name in leaves if name.startswith(_PARAMS)]
     # A decay may contain dots, so it is found as that which is left of a name without the name of a parameter.
     prefixes = {name.removesuffix(param) for name in leaves for param in params[:1] if name.endswith(param)}
     averages = [prefix for prefix in prefixes if prefix.startswith(_AVERAGE)]
     whole = [prefix for prefix in averages if all(f"{prefix}{param}" in leaves for param in params)]
-    return sorted(f"ema_{prefix.removeprefix(_AVERAGE)}" for prefix in whole)
-
-
-def validate_weight_name(leaves: Collection[str], weights: str) -> None:
-    """Raise `InvalidError`, with the names that exist, if `weights` is neither `params` nor an average."""
-    known = [PARAMS, *list_averages(leaves)]
+    known = [PARAMS, *sorted(f"ema_{prefix.removeprefix(_AVERAGE)}" for prefix in whole)]
     if weights not in known:
         raise InvalidError(f"got weights {weights!r}, has {', '.join(known)}; needs one of them")
 
 
 def map_weight_names(weights: str, names: Iterable[str]) -> dict[str, str]:
-    """Return, for each leaf, the name of the leaf that takes its place in these weights.
+    """Return, for each leaf, the name of the leaf that takes its place in these weights (`params` or `ema_<decay>`).
 
-    Args:
-        weights: `params` or `ema_<decay>`.
-        names: names of leaves; those outside `params` keep their names.
+    Leaves outside `params` keep their names.
     """
     prefix = _AVERAGE + weights.removeprefix("ema_")
     return {
@@ -318,15 +306,10 @@ def map_weight_names(weights: str, names: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class AdapterMerge:
-    """Sum of a frozen weight and the product of its two matrices.
+    """Sum of a frozen weight and the product of its two matrices."""
 
-    Attributes:
-        scale: alpha over rank.
-        compute: element type that the sum has at least; None for that of the weight.
-    """
-
-    scale: float
-    compute: str | None = None
+    scale: float  # alpha over rank
+    compute: str | None = None  # element type that the sum has at least; None for that of the weight
 
     def __call__(self, base: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         """Return `base + scale * a @ b`, computed in float32. Pure."""
@@ -337,15 +320,10 @@ class AdapterMerge:
 
 @dataclass(frozen=True)
 class AdapterSplit:
-    """Leaves of a checkpoint with an adapter, by the names that the model gives its weights.
+    """Leaves of a checkpoint with an adapter, by the names that the model gives its weights."""
 
-    Attributes:
-        own: name in the manifest of each weight of the model, not merged.
-        matrices: names in the manifest of A and B, for each weight that is adapted.
-    """
-
-    own: Mapping[str, str]
-    matrices: Mapping[str, tuple[str, str]]
+    own: Mapping[str, str]  # name in the manifest of each weight of the model, not merged
+    matrices: Mapping[str, tuple[str, str]]  # names in the manifest of A and B, for each weight that is adapted
 
 
 def has_adapter(names: Iterable[str]) -> bool:
@@ -362,8 +340,7 @@ def find_adapter_merge(identity: Trajectory) -> AdapterMerge | None:
 def split_adapter(names: Mapping[str, str]) -> AdapterSplit:
     """Split the weights of a run with an adapter into the model's own weights and the matrices that adapt them.
 
-    Args:
-        names: name in the manifest of each weight, by its name as it is trained.
+    `names` has the name in the manifest of each weight, by its name as it is trained.
     """
     own = {
         name.replace(_BASE, _PARAMS, 1) if name.startswith(_BASE) else name: saved
@@ -379,10 +356,7 @@ def split_adapter(names: Mapping[str, str]) -> AdapterSplit:
 def merge_params(base: Mapping[str, Any], adapter: Mapping[str, Any], merge: Callable[[Any, Any, Any], Any]) -> Any:
     """Return the model's parameters: `merge(base, a, b)` for each that the adapter names, the others unchanged.
 
-    Args:
-        base: nested dictionaries of the frozen parameters.
-        adapter: nested dictionaries of the matrices.
-        merge: sum of a parameter and its two matrices.
+    `base` and `adapter` are nested dictionaries of the frozen parameters and of the matrices.
     """
     merged: Any = {}
     for name, own in base.items():

@@ -255,10 +255,8 @@ class Manifest:
     def from_json(cls, record: JsonObject) -> Self:
         """Return the manifest that a JSON object describes; the inverse of `to_json`.
 
-        Unknown keys are ignored, so that a later version may add keys.
-
-        Raises:
-            ValueError: a key is missing, has another type, or names a file that is not in the manifest.
+        Unknown keys are ignored, so that a later version may add keys. Raises `ValueError` if a key is missing, has
+        another type, or names a file that is not in the manifest.
         """
         validate_record(record, MANIFEST_KEYS, _REQUIRED_KEYS)
         manifest = cls(**{each.name: record[each.name] for each in fields(cls) if each.name in record})
@@ -318,9 +316,7 @@ def seal(record: JsonObject) -> bytes:
 def parse_manifest(content: bytes) -> JsonObject:
     """Return the content of a `manifest.json`, checked against its own digest.
 
-    Raises:
-        NewerFormatError: a newer runner has written it.
-        ValueError: it is damaged.
+    Raises `NewerFormatError` if a newer runner has written it, and `ValueError` if it is damaged.
     """
     record = parse_json(content)
     written = record.get("format")
@@ -380,8 +376,7 @@ def read_committed(store: Store) -> dict[int, Manifest]:
 def read_newest_manifest(store: Store) -> Manifest | None:
     """Return the newest manifest that can be read, None if there is none.
 
-    Raises:
-        NewerFormatError: a newer runner has written one of those that come before it.
+    Raises `NewerFormatError` if a newer runner has written one of those that come before it.
     """
     for steps in _list_until_stable(store):
         for step in reversed(steps):
@@ -423,15 +418,10 @@ def is_committed(store: Store, name: str) -> bool:
 def find_file_problems(
     store: Store, directory: str, files: Files, part: int = 0, num_parts: int = 1, trust_store: bool = True
 ) -> list[str]:
-    """Return one line for each file of a checkpoint whose bytes are wrong.
+    """Return one line for each of the `files` of the checkpoint in `directory` whose bytes are wrong.
 
-    Args:
-        store: the run's directory.
-        directory: the checkpoint, `checkpoints/<name>`.
-        files: the files of its manifest.
-        part: this caller's share of the files, so that several processes can divide the work.
-        num_parts: number of such callers.
-        trust_store: accept a digest that the store itself reports; else every byte is read.
+    Several processes can divide the work: each checks one `part` of `num_parts`. With `trust_store` a digest is
+    accepted that the store itself reports; else every byte is read.
     """
     sizes = store.list_sizes(directory)
 

@@ -56,12 +56,8 @@ def compute_best_interval_seconds(
     """Return the seconds between saves that lose the least time: sqrt(2 x stall x mean time between failures).
 
     Young, "A first order approximation to the optimum checkpoint interval" (1974); Daly (2006) refines it where the
-    stall is not small against the interval.
-
-    Args:
-        stall_seconds: time that a save stops training.
-        durable_seconds: time until a save is durable. The interval is never shorter: the next save could not begin.
-        mean_time_between_failures_hours: as the spec estimates it.
+    stall, for which a save stops training, is not small against the interval. The interval is never shorter than the
+    time until a save is durable, since the next save could not begin.
     """
     least_loss_seconds = math.sqrt(2 * stall_seconds * mean_time_between_failures_hours * 3600)
     return max(least_loss_seconds, durable_seconds, 1.0)
@@ -70,11 +66,8 @@ def compute_best_interval_seconds(
 class SavePolicy:
     """Decision at each step whether a save is due, by `checkpoint` of the spec. Called on every host.
 
-    Args:
-        config: the spec's `checkpoint`.
-        logging_every_steps: steps between two checks of `every_minutes`.
-        decide: broadcasts process 0's argument to every host, because clocks differ between hosts.
-        clock: monotonic clock, in seconds.
+    `every_minutes` is checked every `logging_every_steps`. `decide` broadcasts process 0's argument to every host,
+    because clocks differ between hosts.
     """
 
     def __init__(
@@ -95,10 +88,7 @@ class SavePolicy:
     def find_due_save(self, step: int, last_step: int, interval_seconds: float) -> SaveKind | None:
         """Return the kind of save that is due at `step`, None if none is. The same on every host.
 
-        Args:
-            step: the current step.
-            last_step: the step at which the job ends.
-            interval_seconds: interval of `every: auto`; used only with it.
+        `interval_seconds` is that of `every: auto`, and used only with it.
         """
         config = self._config
         if is_due(step, config.every_steps if config.every is None else None, last_step):
@@ -154,26 +144,21 @@ def find_superfluous_steps(
 
 METRIC = "metric.json"  # beside a manifest without a metric: what was measured after its commit
 
-METRIC_KEYS = (
+_METRIC_KEYS = (
     Key("metric", float, "Value that `checkpoint.keep_best` compares."),
     Key("end", bool, "True if the step has it only because the run ended there."),
 )
 
 
 class StepMetric(NamedTuple):
-    """Value that `checkpoint.keep_best` compares, of one step.
+    """Value that `checkpoint.keep_best` compares, of one step."""
 
-    Attributes:
-        at_end: value of the step if the run ends there, or has not gone on yet.
-        before_end: value of the step of a longer run: none if it was evaluated only because the run ended there.
-    """
-
-    at_end: float | None
+    at_end: float | None  # value of the step if the run ends there, or has not gone on yet
+    # Value of the step of a longer run: none if it was evaluated only because the run ended there.
     before_end: float | None
 
 
-def get_step_metric(manifest: Manifest) -> StepMetric:
-    """Return the value with which a step was committed."""
+def _get_step_metric(manifest: Manifest) -> StepMetric:
     carry = manifest.carry or {}
     return StepMetric(manifest.metric, carry.get("metric") if "end" in carry else manifest.metric)
 
@@ -181,10 +166,10 @@ def get_step_metric(manifest: Manifest) -> StepMetric:
 def read_step_metric(store: Store, manifest: Manifest) -> StepMetric:
     """Return the value of a committed step, which may have been measured after its commit."""
     if manifest.metric is not None:
-        return get_step_metric(manifest)
+        return _get_step_metric(manifest)
     try:
         record = read_json(store, f"{CHECKPOINTS}/{manifest.name}/{METRIC}")
-        validate_record(record, METRIC_KEYS, [key.name for key in METRIC_KEYS])
+        validate_record(record, _METRIC_KEYS, [key.name for key in _METRIC_KEYS])
     except (FileNotFoundError, ValueError):  # none was measured, or the file is damaged
         return StepMetric(None, None)
     metric = float(record["metric"])
@@ -240,7 +225,7 @@ class Retention:
         store, self._steps = self._attempt.store, {}
         for step, manifest in read_committed(store).items():
             # Without a rule for the best step no value matters, and each is a file of its own.
-            metric = get_step_metric(manifest) if self._rule[2] is None else read_step_metric(store, manifest)
+            metric = _get_step_metric(manifest) if self._rule[2] is None else read_step_metric(store, manifest)
             self._steps[step] = _CommittedStep(metric, manifest.roll_back_to, manifest.read_back)
         self._undeleted = []
         if self._steps and isinstance(store, LocalStore):
@@ -252,7 +237,7 @@ class Retention:
         """Add a step that has just been committed, and delete the steps that it makes superfluous."""
         # A step that has just been committed has no value that was measured later.
         self._steps[manifest.step] = _CommittedStep(
-            get_step_metric(manifest), manifest.roll_back_to, manifest.read_back
+            _get_step_metric(manifest), manifest.roll_back_to, manifest.read_back
         )
         self._prune()
 

@@ -64,7 +64,7 @@ from runner.storage import DiskError, Store, open_store, read_log, split_checkpo
 Tier = Literal["durable", "fast"]
 Found = TypeVar("Found", "RestoredState", Manifest)
 AttachmentCheck = Callable[[dict[str, bytes]], str | None]  # returns the reason why a job cannot continue
-QUARANTINE = "quarantine"
+_QUARANTINE = "quarantine"
 _MAX_NAMES = 20  # of checkpoints in a message
 _MAX_SOURCES = 3  # of a part whose bits are wrong
 _RESUMING_EVENTS = ("init", "fork", "restore", "load")  # after which an attempt goes on from `step`
@@ -72,45 +72,28 @@ _RESUMING_EVENTS = ("init", "fork", "restore", "load")  # after which an attempt
 
 @dataclass(frozen=True)
 class RestoredState:
-    """State that has passed every check, with its manifest.
-
-    Attributes:
-        state: the pytree.
-        manifest: manifest of the checkpoint.
-        tier: tier that it was read from.
-        attachments: small files that the fast tier stores beside it.
-        fetched: processes whose part of the fast tier, or a file of it, came from a replica.
-        is_committed: True if the run's directory has this state, so that it need not be saved again.
-    """
+    """State that has passed every check, with its manifest."""
 
     state: Any
     manifest: Manifest
-    tier: Tier = "durable"
-    attachments: dict[str, bytes] = field(default_factory=dict)
-    fetched: Sequence[int] = ()
-    is_committed: bool = True
+    tier: Tier = "durable"  # that it was read from
+    attachments: dict[str, bytes] = field(default_factory=dict)  # small files that the fast tier stores beside it
+    fetched: Sequence[int] = ()  # processes whose part of the fast tier, or a file of it, came from a replica
+    is_committed: bool = True  # True if the run's directory has this state, so that it need not be saved again
 
 
 @dataclass(frozen=True)
 class RejectedCheckpoint:
-    """Checkpoint that was not restored, and the reason.
+    """Checkpoint that was not restored, and the reason, one line for a message."""
 
-    Attributes:
-        name: its name, which for a tier's own checkpoints is the step.
-        reason: one line for a message.
-        tier: tier that it lies in.
-        was_committed: False if it has no manifest.
-        may_be_good: True if it could not be read now, which says nothing about its content.
-    """
-
-    name: str
+    name: str  # for a tier's own checkpoints the step
     reason: str
     tier: Tier
-    was_committed: bool = True
-    may_be_good: bool = False
+    was_committed: bool = True  # False if it has no manifest
+    may_be_good: bool = False  # if it could not be read now, which says nothing about its content
 
 
-class RestoreProblem(NamedTuple):
+class _RestoreProblem(NamedTuple):
     """Reason why a host cannot restore a checkpoint, as it is sent to the other hosts."""
 
     reason: str
@@ -129,15 +112,10 @@ def restore_newest(
 ) -> RestoredState | None:
     """Return the newest state that passes every check; None if nothing was ever committed.
 
-    Checkpoints that failed are set aside: durable ones are quarantined, uncommitted ones are deleted.
-
-    Args:
-        attempt: the running attempt.
-        fast_tier: the fast tier, if the run has one.
-        abstract: shape, dtype and sharding of every leaf. The checkpoint may have been written on any other mesh.
-        is_own: returns True for a trajectory, saved at a step, that this run continues; parts of another one in the
-            fast tier are ignored.
-        find_attachment_problem: called on process 0 with the attachments of a state in the fast tier.
+    Checkpoints that failed are set aside: durable ones are quarantined, uncommitted ones are deleted. `abstract` has
+    shape, dtype and sharding of every leaf; the checkpoint may have been written on any other mesh. Parts in the fast
+    tier are ignored unless `is_own` returns True for their trajectory and step, and refused if
+    `find_attachment_problem`, which is called on process 0, returns a reason.
 
     Raises:
         ResumeError: checkpoints exist and none can be restored; nothing was touched.
@@ -218,10 +196,9 @@ def find_limits(store: Store, durable_steps: list[int]) -> tuple[list[tuple[int,
 
 
 def load_checkpoint(attempt: Attempt, name: str, abstract: Any) -> RestoredState:
-    """Return the checkpoint `name` of the job's own run, after the same checks as in `restore_newest`.
+    """Return the checkpoint `name` of the job's own run if it passes the checks of `restore_newest`.
 
-    Raises:
-        ResumeError: it cannot be restored.
+    Raises `ResumeError` if it does not.
     """
     found = _try_durable(attempt.hosts, attempt.store, name, abstract)
     if isinstance(found, RejectedCheckpoint):
@@ -247,16 +224,16 @@ def _try_fast(
             validate_manifest_leaves(part.manifest, abstract)
             attachments = part.read_attachments()
             reason = find_attachment_problem(attachments) if hosts.is_main else None
-            problem = None if reason is None else RestoreProblem(reason)
+            problem = None if reason is None else _RestoreProblem(reason)
         except (ValueError, OSError, KeyError) as error:
-            problem = RestoreProblem(f"process {hosts.process_id}: {error}")
+            problem = _RestoreProblem(f"process {hosts.process_id}: {error}")
         # A fingerprint is a collective, so no host may compute it before all hosts have their arrays.
         problem = _gather_first_problem(hosts, problem)
         if problem is not None:
             return RejectedCheckpoint(str(step), problem.reason, "fast")
         state = _unflatten(abstract, arrays)
         try:
-            bits_problem = _find_bits_problem(state, part.manifest)
+            bits_problem = fingerprint.find_bits_problem(state, part.manifest.leaves)
         except fingerprint.ReplicaError as error:  # on every host
             bits_problem = str(error)
         # Each host compares with the digests of its own part, so one may find a problem that the others do not.
@@ -294,17 +271,17 @@ def _try_durable(
     try:
         arrays = readers.read_arrays(store, directory, manifest, encode_leaves(flatten_with_names(abstract)))
     except DiskError as error:
-        problem = RestoreProblem(str(error), may_be_good=True)
+        problem = _RestoreProblem(str(error), may_be_good=True)
     except StorageError:
         raise
     except (OSError, ValueError) as error:
-        problem = RestoreProblem(str(error))
+        problem = _RestoreProblem(str(error))
     problem = _gather_first_problem(hosts, problem)
     if problem is not None:
         return RejectedCheckpoint(name, problem.reason, "durable", may_be_good=problem.may_be_good)
     # 3. Bits.
     state = _unflatten(abstract, arrays)
-    bits_problem = _find_bits_problem(state, manifest)
+    bits_problem = fingerprint.find_bits_problem(state, manifest.leaves)
     if bits_problem is not None:
         return RejectedCheckpoint(name, bits_problem, "durable")
     return RestoredState(state, manifest)
@@ -313,11 +290,7 @@ def _try_durable(
 def _check_files(hosts: Hosts, store: Store, name: str, with_pieces: bool = False) -> Manifest | RejectedCheckpoint:
     """Return the manifest of a checkpoint whose files have the right bytes. Every host checks its share of them.
 
-    Args:
-        hosts: processes of this job.
-        store: directory of the run.
-        name: the checkpoint.
-        with_pieces: check arrays too whose bytes are checked again when they are read.
+    Arrays whose bytes are checked again when they are read are left out, unless `with_pieces`.
     """
     directory = f"{CHECKPOINTS}/{name}"
     manifest, problem, was_committed = None, None, True
@@ -325,40 +298,33 @@ def _check_files(hosts: Hosts, store: Store, name: str, with_pieces: bool = Fals
         manifest = read_manifest(store, directory)
         if with_pieces or not manifest.is_checked_in_reading:
             bad = find_file_problems(store, directory, manifest.files, hosts.process_id, hosts.num_processes)
-            problem = RestoreProblem(bad[0]) if bad else None
+            problem = _RestoreProblem(bad[0]) if bad else None
     except NotCommittedError as error:
-        problem, was_committed = RestoreProblem(str(error)), False
+        problem, was_committed = _RestoreProblem(str(error)), False
     except NewerFormatError:
         raise
     except DiskError as error:
-        problem = RestoreProblem(f"{MANIFEST} or a file: {error}", may_be_good=True)
+        problem = _RestoreProblem(f"{MANIFEST} or a file: {error}", may_be_good=True)
     except StorageError:
         raise  # that the store is down says nothing about the checkpoint
     except (ValueError, OSError) as error:
-        problem = RestoreProblem(f"{MANIFEST}: {error}")
+        problem = _RestoreProblem(f"{MANIFEST}: {error}")
     problem = _gather_first_problem(hosts, problem)
     if problem is not None or manifest is None:
-        problem = problem or RestoreProblem("no manifest")
+        problem = problem or _RestoreProblem("no manifest")
         return RejectedCheckpoint(name, problem.reason, "durable", was_committed, problem.may_be_good)
     return manifest
 
 
-def _gather_first_problem(hosts: Hosts, problem: RestoreProblem | None) -> RestoreProblem | None:
+def _gather_first_problem(hosts: Hosts, problem: _RestoreProblem | None) -> _RestoreProblem | None:
     """Return the first problem that any host has, on every host."""
     found = (other for other in hosts.gather(problem) if other is not None)
-    return next((RestoreProblem(*other) for other in found), None)
+    return next((_RestoreProblem(*other) for other in found), None)
 
 
 def _unflatten(abstract: Any, arrays: dict[str, jax.Array]) -> Any:
     leaves = decode_leaves(arrays, flatten_with_names(abstract))
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves.values())
-
-
-def _find_bits_problem(state: Any, manifest: Manifest) -> str | None:
-    for name, digest in fingerprint.compute_leaf_digests(state).items():
-        if digest != manifest.leaves[name]["digest"]:
-            return f"the bits of {name} are not those that were saved"
-    return None
 
 
 def _set_aside(
@@ -394,11 +360,11 @@ def quarantine(attempt: Attempt, step: int, reason: str) -> None:
     store = attempt.store
     # Attempts are numbered from 1 again if the files of earlier attempts were lost, so the name may be taken.
     name = place = f"{step}.{attempt.number}"
-    taken, number = set(store.list_names(QUARANTINE)), 0
+    taken, number = set(store.list_names(_QUARANTINE)), 0
     while place in taken:
         number += 1
         place = f"{name}.{number}"
-    source, target = f"{CHECKPOINTS}/{step}", f"{QUARANTINE}/{place}"
+    source, target = f"{CHECKPOINTS}/{step}", f"{_QUARANTINE}/{place}"
     # A bucket moves file by file, so the manifest is moved first: a kill in between must not leave a manifest with
     # some of its files, which the next restore would try again.
     if store.root is None and store.exists(f"{source}/{MANIFEST}"):
@@ -411,109 +377,72 @@ def quarantine(attempt: Attempt, step: int, reason: str) -> None:
 # State and weights of another run.
 
 
-def restore_from_run(
-    hosts: Hosts,
-    store: Store,
-    list_candidates: Callable[[], list[str]],
-    abstract: Any,
-    where: str,
-    is_named: bool,
-    weights_only: bool = False,
-) -> tuple[RestoredState, list[RejectedCheckpoint]]:
-    """Return the first good checkpoint of another run, and those rejected before it. Changes nothing there.
+@dataclass(frozen=True)
+class SourceRun:
+    """Another run from whose checkpoints this one begins; nothing is changed there."""
 
-    Args:
-        hosts: processes of this job.
-        store: directory of the other run.
-        list_candidates: returns names of checkpoints in the order in which they are tried. Called on process 0.
-        abstract: shape, dtype and sharding of every leaf to read.
-        where: beginning of the message if none is good.
-        is_named: True if the user named the checkpoint. Else those that were never committed are skipped silently.
-        weights_only: ignore leaves that only the checkpoint has.
+    store: Store  # its directory
+    # Returns names of checkpoints in the order in which they are tried. Called on process 0.
+    list_candidates: Callable[[], list[str]]
+    where: str  # beginning of the message if none is good
+    is_named: bool  # by the user; else those that were never committed are skipped silently.
 
-    Raises:
-        ResumeError: no candidate is good.
-        StorageError: one cannot be read now, and none of the others is good.
-    """
+    def restore(
+        self, hosts: Hosts, abstract: Any, weights_only: bool = False
+    ) -> tuple[RestoredState, list[RejectedCheckpoint]]:
+        """Return the first good checkpoint, and those rejected before it. Called on every host.
 
-    def restore(name: str) -> RestoredState | RejectedCheckpoint:
-        return _try_durable(hosts, store, name, abstract, weights_only)
+        With `weights_only`, leaves that only the checkpoint has are ignored. Raises `ResumeError` if no candidate is
+        good, and `StorageError` if one cannot be read now, and none of the others is good.
+        """
+        return self._find_first_good(hosts, lambda name: _try_durable(hosts, self.store, name, abstract, weights_only))
 
-    return _find_first_good(hosts, store, list_candidates, where, is_named, restore)
+    def validate_files(self, hosts: Hosts) -> None:
+        """Check, with the errors of `restore`, that it will find a checkpoint whose files have the right bytes."""
+        self._find_first_good(hosts, lambda name: _check_files(hosts, self.store, name, with_pieces=True))
 
+    def _find_first_good(
+        self, hosts: Hosts, check: Callable[[str], Found | RejectedCheckpoint]
+    ) -> tuple[Found, list[RejectedCheckpoint]]:
+        def has_changed(candidates: list[str], rejected: list[str]) -> bool:
+            return self.list_candidates() != candidates or not all(is_committed(self.store, each) for each in rejected)
 
-def validate_files_of_run(
-    hosts: Hosts, store: Store, list_candidates: Callable[[], list[str]], where: str, is_named: bool
-) -> None:
-    """Check that `restore_from_run` will find a checkpoint whose files have the right bytes.
-
-    The arguments are those of `restore_from_run`.
-
-    Raises:
-        ResumeError: no candidate is good.
-        StorageError: one cannot be read now, and none of the others is good.
-    """
-    _find_first_good(
-        hosts, store, list_candidates, where, is_named, lambda name: _check_files(hosts, store, name, with_pieces=True)
-    )
-
-
-def _find_first_good(
-    hosts: Hosts,
-    store: Store,
-    list_candidates: Callable[[], list[str]],
-    where: str,
-    is_named: bool,
-    check: Callable[[str], Found | RejectedCheckpoint],
-) -> tuple[Found, list[RejectedCheckpoint]]:
-    """Return what `check` returns for the first good candidate, and those rejected before it."""
-
-    def has_changed(candidates: list[str], rejected: list[str]) -> bool:
-        return list_candidates() != candidates or not all(is_committed(store, other) for other in rejected)
-
-    for _ in range(MAX_LISTINGS):
-        candidates: list[str] = hosts.run_on_main(list_candidates)
-        rejected: list[RejectedCheckpoint] = []
-        for candidate in candidates:
-            found = check(candidate)
-            if not isinstance(found, RejectedCheckpoint):
-                return found, [other for other in rejected if other.was_committed or is_named]
-            rejected.append(found)
-        # The other run may be alive and delete its old checkpoints while they are read: then it has a newer one.
-        bad = [other.name for other in rejected if other.was_committed]
-        if not hosts.run_on_main(functools.partial(has_changed, candidates, bad)):
-            break
-    reasons = "; ".join(f"{other.name}: {other.reason}" for other in rejected if other.was_committed or is_named)
-    if any(other.may_be_good for other in rejected):
-        raise StorageError(f"{where}: no checkpoint can be read now: {reasons}")
-    raise ResumeError(f"{where}: {reasons or 'no checkpoint is here'}")
+        for _ in range(MAX_LISTINGS):
+            candidates: list[str] = hosts.run_on_main(self.list_candidates)
+            rejected: list[RejectedCheckpoint] = []
+            for candidate in candidates:
+                found = check(candidate)
+                if not isinstance(found, RejectedCheckpoint):
+                    return found, [other for other in rejected if other.was_committed or self.is_named]
+                rejected.append(found)
+            # The other run may be alive and delete its old checkpoints while they are read: then it has a newer one.
+            bad = [other.name for other in rejected if other.was_committed]
+            if not hosts.run_on_main(functools.partial(has_changed, candidates, bad)):
+                break
+        told = [f"{other.name}: {other.reason}" for other in rejected if other.was_committed or self.is_named]
+        if any(other.may_be_good for other in rejected):
+            raise StorageError(f"{self.where}: no checkpoint can be read now: {'; '.join(told)}")
+        raise ResumeError(f"{self.where}: {'; '.join(told) or 'no checkpoint is here'}")
 
 
 def load_weights(attempt: Attempt, source: str, weights: Any, name: str = PARAMS) -> Any:
-    """Return the weights of another run, from its newest good checkpoint.
+    """Return the weights of another run, from its newest good checkpoint, or from `source` if that names one.
 
-    Args:
-        attempt: the running attempt.
-        source: directory or URL of a run, or one of its `checkpoints/<name>`; then no other checkpoint is tried.
-        weights: arrays with the names, shapes, types and shardings of the result.
-        name: `params` for the trained weights, or the name of an average. Averages are stored in float32 and cast to
-            the types of `weights`.
-
-    Raises:
-        ResumeError: there is no such checkpoint, or it is not good.
-        StorageError: it cannot be read now.
+    `weights` are arrays with the names, shapes, types and shardings of the result. `name` is `params`, or that of an
+    average; averages are stored in float32 and cast. Raises `ResumeError` if there is no such checkpoint, or it is not
+    good, and `StorageError` if it cannot be read now.
     """
     directory, checkpoint = split_checkpoint(source)
     wanted = {leaf_name: make_abstract(leaf) for leaf_name, leaf in flatten_with_names(weights).items()}
     saved_names = map_weight_names(name, wanted)
     abstract = _make_saved_abstract(wanted, name)
-    store, hosts = open_store(directory), attempt.hosts
+    store = open_store(directory)
 
     def list_candidates() -> list[str]:
         return [checkpoint] if checkpoint is not None else [str(step) for step in reversed(list_steps(store))]
 
-    where = f"checkpoint.init_from: {store.url}"
-    found, _ = restore_from_run(hosts, store, list_candidates, abstract, where, checkpoint is not None, True)
+    run = SourceRun(store, list_candidates, f"checkpoint.init_from: {store.url}", is_named=checkpoint is not None)
+    found, _ = run.restore(attempt.hosts, abstract, weights_only=True)
     attempt.say(f"{'weights' if name == PARAMS else name} of step {found.manifest.step} taken from {source}")
     leaves = [
         found.state[saved_names[leaf_name]]
@@ -541,8 +470,7 @@ def _make_saved_abstract(wanted: Leaves, name: str) -> Leaves:
 def validate_checkpoints(store: Store, run_identity: RunIdentity) -> Manifest | None:
     """Return the manifest of the run's newest checkpoint; None if it has none. Process 0 only.
 
-    Raises:
-        ResumeError: the checkpoint is of another trajectory.
+    Raises `ResumeError` if the checkpoint is of another trajectory.
     """
     manifest = read_newest_manifest(store)
     if manifest is None:
@@ -553,12 +481,9 @@ def validate_checkpoints(store: Store, run_identity: RunIdentity) -> Manifest | 
 
 
 def validate_source_run(source: str, weights: Any, name: str = PARAMS) -> None:
-    """Raise `InvalidError` if another run, or one of its checkpoints, does not have these weights. Process 0 only.
+    """Raise `InvalidError` if a run does not have the weights that `load_weights`, with these arguments, would read.
 
-    Args:
-        source: directory or URL of a run, or one of its `checkpoints/<name>`.
-        weights: abstract arrays with the names, shapes and types to load.
-        name: `params` or the name of an average.
+    Process 0 only. `weights` may be abstract.
     """
     directory, checkpoint = split_checkpoint(source)
     store = open_store(directory)

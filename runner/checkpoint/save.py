@@ -141,27 +141,16 @@ class DoubleBuffer:
 
 @dataclass
 class _Save:
-    """Save in progress: everything that its background part needs.
+    """Save in progress: everything that its background part needs."""
 
-    Attributes:
-        manifest: without digests and files, which are not known yet.
-        layout: names, shapes and shardings of the leaves.
-        contents: what is saved besides the state.
-        started_seconds: start of the save, by the monotonic clock.
-        attachments: small files for the fast tier.
-        leaves: the abstract leaves as they are stored, if their bits are read back; else None.
-        finish: blocks until the arrays of all hosts are durable and were read back.
-        digests: digests of the leaves, which the device may still be computing.
-    """
-
-    manifest: Manifest
+    manifest: Manifest  # without digests and files, which are not known yet
     layout: fingerprint.LeafLayout
     contents: SaveContents
-    started_seconds: float
-    attachments: dict[str, bytes]
-    leaves: Leaves | None = None
+    started_seconds: float  # by the monotonic clock
+    attachments: dict[str, bytes]  # for the fast tier
+    leaves: Leaves | None = None  # abstract, as they are stored, if their bits are read back
     finish: FinishWrite | None = None
-    digests: list[jax.Array] = field(default_factory=list)
+    digests: list[jax.Array] = field(default_factory=list)  # the device may still be computing them
 
     @property
     def directory(self) -> str:
@@ -180,18 +169,12 @@ class Checkpointer:
     """Checkpoints of one attempt: restore, save policy, save, commit, retention.
 
     Made and called on every host, from the training thread alone. At most one durable save is in progress at a time.
+    `abstract` has shape, dtype and sharding of every leaf of the state; `is_own` returns True for a trajectory, saved
+    at a step, that `identity` continues, by default for an equal one. The constructor raises `InvalidError`, on every
+    host, if the fast tier of one cannot hold its parts, and the run has saved nothing.
 
-    Args:
-        attempt: the running attempt.
-        config: `checkpoint` of the spec.
-        logging_every_steps: steps between two checks of `every_minutes`.
-        identity: values that identify the trajectory.
-        abstract: shape, dtype and sharding of every leaf of the state.
-        writer: writes the arrays; by default the one for the run's store.
-        is_own: returns True for a trajectory, saved at a step, that this one continues; by default for an equal one.
-
-    Raises:
-        InvalidError: on every host, if the fast tier of one cannot hold its parts, and the run has saved nothing.
+    Attributes:
+        saved_step: newest step whose durable save has begun in this attempt, or with which the attempt has begun.
     """
 
     def __init__(
@@ -233,18 +216,13 @@ class Checkpointer:
         self._reads_bits_back = True  # until the first commit of the attempt
         self._has_committed = False  # the run, in this attempt or an earlier one
         self._requested_step: int | None = None
-        self._saved_step: int | None = None  # durable, or in progress
+        self.saved_step: int | None = None
         self._pending_step: int | None = None  # the step of `_pending`; None for a checkpoint with another name
         self._unsaved_since_seconds: float | None = None  # start of the first save since the last commit
         self._stall_seconds: float | None = None  # time for which the last durable save blocked training
         self._durable_seconds = 0.0  # from the start of the last durable save to its commit
         self._reported_interval_seconds = 1e-9
         self._has_warned_of_grace = False
-
-    @property
-    def saved_step(self) -> int | None:
-        """Newest step whose durable save has begun in this attempt, or with which it has begun."""
-        return self._saved_step
 
     def set_identity(self, identity: Trajectory) -> None:
         """Save this trajectory with later states. Called between two steps."""
@@ -253,14 +231,7 @@ class Checkpointer:
     # Restore.
 
     def restore(self, find_attachment_problem: AttachmentCheck) -> RestoredState | None:
-        """Return the newest good state of this run; None if nothing was ever committed.
-
-        Args:
-            find_attachment_problem: called on process 0 with the attachments of a state in the fast tier.
-
-        Raises:
-            ResumeError, StorageError, NewerFormatError: as `restore_newest`.
-        """
+        """Return the newest good state of this run; None if nothing was ever committed. See `restore_newest`."""
         if self._tier_problem is not None:
             if self._attempt.hosts.is_main:
                 warn(f"checkpoint.local_directory: {self._tier_problem}; this attempt continues without the fast tier")
@@ -277,15 +248,13 @@ class Checkpointer:
             self._attempt.lineage.update(found.manifest.lineage or {})
             # A step that is only in the fast tier is not saved yet: it is lost with the machine.
             if found.is_committed:
-                self._saved_step = step
+                self.saved_step = step
         return found
 
     def load(self, name: str) -> RestoredState:
         """Return the checkpoint `name` of this run, which a save in progress may be about to commit.
 
-        Raises:
-            InvalidError: no checkpoint can have that name.
-            ResumeError: it is not good.
+        Raises `InvalidError` if no checkpoint can have that name, and `ResumeError` if it is not good.
         """
         if parse_number(name) is None:
             _validate_name(name)
@@ -293,15 +262,10 @@ class Checkpointer:
         return load_checkpoint(self._attempt, name, self._abstract)
 
     def go_back(self, found: RestoredState) -> Any:
-        """Continue from a state of `load`: a restart must not resume from a later step.
+        """Continue from a state of `load`, and return the state to train on with: a restart must not resume later.
 
-        Later checkpoints are moved to `quarantine/`. The state is saved if no other would be left.
-
-        Returns:
-            The state to continue training with.
-
-        Raises:
-            StorageError: the step could not be saved.
+        Later checkpoints are moved to `quarantine/`. The state is saved if no other would be left; raises
+        `StorageError` if it could not be.
         """
         step, hosts, state = found.manifest.step, self._attempt.hosts, found.state
         self._wait_for_fast_save()
@@ -310,7 +274,7 @@ class Checkpointer:
         # from. Retention must not count them any more, or it would delete this step as an old one.
         later = self._retention.forget_after(step) if hosts.is_main else []
         committed = hosts.run_on_main(lambda: list(read_committed(self._attempt.store)))
-        self._saved_step = step if step in committed else None
+        self.saved_step = step if step in committed else None
         if committed and min(committed) > step:
             manifest = found.manifest
             contents = SaveContents(
@@ -330,10 +294,8 @@ class Checkpointer:
     def discard_after(self, step: int, reason: str) -> bool:
         """Quarantine the checkpoints of steps after `step`, and delete such states of the fast tier.
 
-        Called on every host, right before the job ends. Changes nothing if no other checkpoint would be left.
-
-        Returns:
-            True if they were discarded.
+        Called on every host, right before the job ends. Changes nothing and returns False if no other checkpoint would
+        be left.
         """
         attempt = self._attempt
         self.wait_until_finished()
@@ -358,8 +320,7 @@ class Checkpointer:
     def begin(self, state: Any, step: int) -> None:
         """Prepare for the first step: delete what a killed attempt should have deleted, and start the clock.
 
-        Raises:
-            StateError: `state` has another form than `abstract`, so it could not be restored.
+        Raises `StateError` if `state` has another form than `abstract`, so that it could not be restored.
         """
         validate_leaf_forms(state, self._abstract, step)
         if self._attempt.hosts.is_main:
@@ -369,10 +330,7 @@ class Checkpointer:
     def add_metric(self, step: int, metric: float, *, is_end: bool) -> None:
         """Add the metric of a step that was committed without it. Process 0 only, between two steps, after `begin`.
 
-        Args:
-            step: the step.
-            metric: the value that `checkpoint.keep_best` compares.
-            is_end: True if it was measured only because the run ends there.
+        `is_end` is True if it was measured only because the run ends there.
         """
         # On the thread that commits, so that a save of this step that is in progress is known by then.
         self._worker.submit(self._retention.add_metric, step, metric, is_end=is_end).result()
@@ -418,7 +376,7 @@ class Checkpointer:
             InvalidError: `name` cannot be the name of a checkpoint.
             FencedError: a newer attempt owns the directory.
         """
-        if name is None and kind is not SaveKind.FAST and self._saved_step == step:
+        if name is None and kind is not SaveKind.FAST and self.saved_step == step:
             return state
         if name is not None:
             _validate_name(name, step)
@@ -441,7 +399,7 @@ class Checkpointer:
         if is_durable:
             self._policy.record_save()
             if manifest.is_step:
-                self._saved_step = step
+                self.saved_step = step
             self._pending_step = step if manifest.is_step else None
         return state
 
@@ -456,10 +414,7 @@ class Checkpointer:
         return True
 
     def _start(self, manifest: Manifest, state: Any, contents: SaveContents, is_durable: bool, is_fast: bool) -> Any:
-        """Do points 1 and 2 of the protocol and start the rest in the background.
-
-        Returns the state to continue training with.
-        """
+        """Do points 1 and 2 of the protocol, and start the rest. Returns the state to continue training with."""
         attempt, step = self._attempt, manifest.step
         if is_durable and manifest.is_step:
             contents.announce()
@@ -612,8 +567,7 @@ class Checkpointer:
     def _add_digests(self, save: _Save) -> Manifest:
         """Return the manifest with the fingerprint of every leaf. Waits for the devices.
 
-        Raises:
-            ReplicaError: the state is corrupt on some device, so it must not be saved.
+        Raises `ReplicaError` if the state is corrupt on some device, so that it must not be saved.
         """
         step = save.manifest.step
         try:
@@ -634,11 +588,8 @@ class Checkpointer:
     def wait_until_finished(self) -> bool:
         """Block until the save in progress is committed or has failed. Called on every host.
 
-        Returns:
-            True if process 0 has committed it, on every host; True if no save is in progress.
-
-        Raises:
-            FencedError: a newer attempt owns the directory.
+        Returns False on every host if process 0 could not commit it. Raises `FencedError` if a newer attempt owns the
+        directory.
         """
         with self._attempt.progress.report_phase(SAVE):
             return self._wait_until_finished()
@@ -658,18 +609,15 @@ class Checkpointer:
             raise (RemovedError if is_removed else FencedError)(fenced)
         # Every host must learn this from process 0: they read a checkpoint back together.
         self._reads_bits_back = self._reads_bits_back and not is_committed
-        if not is_committed and self._saved_step == self._pending_step:
-            self._saved_step = None  # a later save of the step, such as that of a stop, must not be skipped
+        if not is_committed and self.saved_step == self._pending_step:
+            self.saved_step = None  # a later save of the step, such as that of a stop, must not be skipped
         return bool(is_committed)
 
     def raise_if_failing(self) -> None:
         """Raise if the job must not continue without a save. Never waits.
 
-        Each host decides alone, since every one of these errors ends with exit code 76.
-
-        Raises:
-            ReplicaError: the state was found corrupt.
-            StorageError: nothing could be committed for `max_unsaved_minutes`.
+        Raises `ReplicaError` if the state was found corrupt, and `StorageError` if nothing could be committed for
+        `max_unsaved_minutes`. Each host decides alone, since both errors end with exit code 76.
         """
         for pending in (self._pending, self._pending_fast):
             error = pending.exception() if pending is not None and pending.done() else None

@@ -1,4 +1,4 @@
-"""Policies of keys, which say beside each key what may change during a run: `Annotated[int, Policy.FREE]`.
+"""Policies of keys, which say beside each key what depends on it during a run: `Annotated[int, Policy.FREE]`.
 
 A policy of a section holds for all keys in it. The reference in specs/README.md shows them.
 """
@@ -19,6 +19,9 @@ class Policy(enum.Enum):
     STAGE = enum.auto()  # a stage of the run may set it (`config.stages`)
     STATE = enum.auto()  # shapes and types of the arrays of the state depend on it
     NO_STATE = enum.auto()  # shapes and types do not depend on it, although its section is marked `STATE`
+    # The program of a step depends on it only by other facts of the program, such as the shapes of a batch
+    # (`runner.train.program_history`).
+    NO_PROGRAM = enum.auto()
 
 
 @functools.cache

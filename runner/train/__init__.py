@@ -9,9 +9,9 @@
 - `step`: optimizer step and validation step
 - `lora`: LoRA adapters
 - `evaluators`: evaluators, their schedule, and validation
-- `report`: rows of metrics
 - `feature`: what a key of the config switches on
 - `features`: features, each in one file
+- `report`: rows of metrics
 - `layout`: split of the batch over devices and micro-batches
 - `compile`: compiled steps, and the micro-batch that fits
 - `kernel_check`: self-test of the kernels of a step

@@ -27,51 +27,32 @@ Scalars = dict[str, jax.Array]  # metrics of one step by name
 
 @dataclass(frozen=True)
 class HalfBatchGradients:
-    """Statistics of the gradients over the two halves of a global batch, by the order of its examples.
+    """Statistics of the gradients over the two halves of a global batch, by the order of its examples."""
 
-    Attributes:
-        squares: squared norm of the mean gradient of each half; float32[2].
-        product: scalar product of the two mean gradients.
-        counts: total target weight (number of real target tokens) of each half; float32[2].
-    """
-
-    squares: jax.Array
-    product: jax.Array
-    counts: jax.Array
+    squares: jax.Array  # squared norm of the mean gradient of each half; float32[2]
+    product: jax.Array  # scalar product of the two mean gradients
+    counts: jax.Array  # total target weight (number of real target tokens) of each half; float32[2]
 
 
 @dataclass(frozen=True)
 class StepObservation:
-    """Traced values of a step that auxiliary states are updated from.
+    """Traced values of a step that auxiliary states are updated from."""
 
-    Attributes:
-        step: completed steps, this one included; int32.
-        params: parameters after the step, in the type in which they are stored.
-        grads: gradients of the mean loss over the whole batch, float32, before clipping.
-        halves: statistics of the halves of the batch, only if an auxiliary state has `needs_halves`.
-    """
-
-    step: jax.Array
-    params: Any
-    grads: Any
+    step: jax.Array  # completed steps, this one included; int32
+    params: Any  # parameters after the step, in the type in which they are stored
+    grads: Any  # gradients of the mean loss over the whole batch, float32, before clipping
+    # Statistics of the halves of the batch, only if an auxiliary state has `needs_halves`.
     halves: HalfBatchGradients | None = None
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """Traced values of a step that decide whether its update is applied.
+    """Traced values of a step that decide whether its update is applied."""
 
-    Attributes:
-        loss: mean loss over the whole batch; float32.
-        grad_norm: global norm of the gradients before clipping; float32.
-        has_target: False if the batch turned out to have no target.
-        step: completed steps, this one included; int32.
-    """
-
-    loss: jax.Array
-    grad_norm: jax.Array
-    has_target: jax.Array
-    step: jax.Array | int
+    loss: jax.Array  # mean over the whole batch; float32
+    grad_norm: jax.Array  # of all gradients, before clipping; float32
+    has_target: jax.Array  # False if the batch turned out to have no target
+    step: jax.Array | int  # completed steps, this one included; int32
 
 
 @dataclass(frozen=True)
@@ -152,13 +133,10 @@ def validate_auxiliary(auxiliary_states: Sequence[AuxiliaryState], before: Any, 
 
 
 def compare_halves(first: Any, both: Any, counts: jax.Array, divisor: jax.Array | None) -> HalfBatchGradients:
-    """Return the statistics of two halves of a batch.
+    """Return the statistics of two halves of a batch, from gradients summed over the first half, and over both.
 
-    Args:
-        first: gradients summed over the first half.
-        both: gradients summed over both halves.
-        counts: total target weight of each half; float32[2].
-        divisor: number by which the summed losses were divided; None if they were not.
+    `counts` is the total target weight of each half, float32[2], and `divisor` the number by which the summed losses
+    were divided; None if they were not.
     """
     # Counts of 0, of a half that holds only padding, would give NaN; `tiny` keeps the division finite.
     second = jax.tree.map(jnp.subtract, both, first)

@@ -80,10 +80,7 @@ def validate_hardware(spec: ExecutionSpec, topology: Topology, config: TrainerCo
 
 
 def validate_hosts(hosts: Hosts, fits: Callable[[int], bool]) -> None:
-    """Raise `RetryableError` if an elastic job cannot run on the hosts that joined, but could on all.
-
-    `fits` returns True if the job can run on a number of devices.
-    """
+    """Raise `RetryableError` if an elastic job cannot run on the devices of the hosts that joined, but could on all."""
     num_devices = jax.device_count()
     if hosts.num_missing and not fits(num_devices) and fits(_count_expected_devices(hosts)):
         raise RetryableError(
@@ -168,7 +165,7 @@ def validate_same_on_all_hosts(digest: str, name: str, hosts: Hosts, prefix: str
     `name` says what was digested. Hosts with different data would make different batches. Hosts with different
     evaluation questions would run different numbers of steps, and deadlock in a collective.
     """
-    if different := list_different_processes(digest, hosts):
+    if different := _list_different_processes(digest, hosts):
         raise DataError(
             f"{prefix}processes {different} read other {name} than process 0; give every host the same files"
         )
@@ -176,14 +173,14 @@ def validate_same_on_all_hosts(digest: str, name: str, hosts: Hosts, prefix: str
 
 def validate_same_program(digest: str, hosts: Hosts) -> None:
     """Raise `InvalidError` on every host if one of them has traced a different train step than process 0."""
-    if different := list_different_processes(digest, hosts):
+    if different := _list_different_processes(digest, hosts):
         raise InvalidError(
             f"processes {different} have another program of the step than process 0: their code, environment or "
             "arguments differ; give every host the same image and command"
         )
 
 
-def list_different_processes(digest: str, hosts: Hosts) -> list[int]:
+def _list_different_processes(digest: str, hosts: Hosts) -> list[int]:
     """Return the processes whose digest differs from that of process 0. Called on every host."""
     digests = hosts.gather(digest)
     return [process for process, other in enumerate(digests) if other != digests[0]]

@@ -62,15 +62,8 @@ def trace_train_step(
 
     If the layout `is_replayable`, the function also takes `ReplayInputs` and returns the digests of the gradients,
     see `runner.train.replay`. The meta gets the `learning_rate` of the step, if there is a schedule or an optimizer
-    whose state holds the rate, and the `token_count`, if batches differ in it.
-
-    Args:
-        train_step: function of (state, batch, key of the step, accumulation steps).
-        schedule: learning rate by completed steps, or None.
-        abstract: shape, dtype and sharding of every leaf of the state.
-        key: random key of the run, which may be abstract; the key of step k is `fold_in(key, k)`.
-        layout: split of the global batch.
-        auxiliary_states: auxiliary states that the step must update.
+    whose state holds the rate, and the `token_count`, if batches differ in it. `train_step` is a function of (state,
+    batch, key of the step, accumulation steps). `key`, that of the run, may be abstract.
 
     Raises:
         StateError: `train_step` returns leaves of another shape or type than it takes; the error names them.
@@ -209,21 +202,13 @@ def _remove_positions(match: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class ProgramMemory:
-    """Memory that a compiled program needs on each device, in bytes, by the compiler's own figures.
-
-    Attributes:
-        arguments: arguments.
-        outputs: outputs that do not reuse the memory of arguments.
-        temporaries: temporaries as planned: those alive at the same time, and fragmentation.
-        code: generated code.
-        peak: temporaries that are alive at the same time; 0 where the compiler does not report it.
-    """
+    """Memory that a compiled program needs on each device, in bytes, by the compiler's own figures."""
 
     arguments: int
-    outputs: int
-    temporaries: int
-    code: int
-    peak: int = 0
+    outputs: int  # those that do not reuse the memory of arguments
+    temporaries: int  # as planned: those alive at the same time, and fragmentation
+    code: int  # generated
+    peak: int = 0  # temporaries that are alive at the same time; 0 where the compiler does not report it
 
     @property
     def needed(self) -> int:
@@ -246,20 +231,14 @@ def get_program_memory(compiled: Any) -> ProgramMemory:
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """Compiled train step and the layout of the batch that it is for.
+    """Compiled train step and the layout of the batch that it is for."""
 
-    Attributes:
-        layout: split of the global batch.
-        executable: `(state, batch, key) -> (state, loss, meta)`, the state donated; see `trace_train_step`.
-        digest: digest of the StableHLO that the compiler was given.
-        memory: memory that the program needs.
-        options: XLA options that the compiler was given (`runner.accelerator.make_compiler_options`).
-    """
-
-    layout: BatchLayout
+    layout: BatchLayout  # split of the global batch
+    # `(state, batch, key) -> (state, loss, meta)`, the state donated; see `trace_train_step`.
     executable: jax.stages.Compiled
-    digest: str
+    digest: str  # of the StableHLO that the compiler was given
     memory: ProgramMemory
+    # XLA options that the compiler was given (`runner.accelerator.make_compiler_options`).
     options: CompilerOptions = field(default_factory=dict)
 
     @property
@@ -278,7 +257,7 @@ class StepTooLargeError(InvalidError):
         self.needed_bytes = needed_bytes
 
 
-class SizedStep(Protocol):
+class _SizedStep(Protocol):
     """Step whose memory is known."""
 
     @property
@@ -286,18 +265,14 @@ class SizedStep(Protocol):
         """Memory that the step needs."""
 
 
-SizedStepT = TypeVar("SizedStepT", bound=SizedStep)
+SizedStepT = TypeVar("SizedStepT", bound=_SizedStep)
 
 
 def compile_to_fit(compile_step: Callable[[int], SizedStepT], sizes: list[int], limit_bytes: int) -> SizedStepT:
     """Compile with the largest micro-batch whose arguments, outputs and temporaries fit, and return the result.
 
-    After a size that does not fit, the next guess is the largest size whose share of the temporaries would fit.
-
-    Args:
-        compile_step: function that compiles with a micro-batch of a number of examples per device.
-        sizes: micro-batch sizes to try, descending.
-        limit_bytes: memory per device.
+    After a size that does not fit, the next guess is the largest size whose share of the temporaries would fit. `sizes`
+    are the micro-batches to try, in examples per device and descending; `limit_bytes` is the memory of a device.
 
     Raises:
         StepTooLargeError: even the smallest size does not fit; the error has the numbers.

@@ -39,7 +39,7 @@ from runner.train.state import PARAMS, RIDERS, VARIABLES, TrainState, get_merge
 from runner.train.step import Batch
 
 EvaluationMetrics = Row
-VAL_ACCURACY = f"val/{ACCURACY}"
+_VAL_ACCURACY = f"val/{ACCURACY}"
 
 
 class Evaluator(Protocol):
@@ -106,13 +106,13 @@ class EvaluatorSchedule:
         with self._attempt.progress.report_phase(EVALUATION):
             for evaluator in self.list_due(step) or (self._evaluators if is_requested else []):
                 is_validation = isinstance(evaluator, Validation)
-                before = {key: value for key, value in metrics.items() if not (is_validation and key == VAL_ACCURACY)}
+                before = {key: value for key, value in metrics.items() if not (is_validation and key == _VAL_ACCURACY)}
                 own_metrics = self._call(evaluator, weights, step, before)
                 if own_metrics is None:
                     return None
                 # An evaluator of the job may have an accuracy of its own, which replaces the built-in one.
-                if is_validation and VAL_ACCURACY in own_metrics:
-                    accuracy = {VAL_ACCURACY: own_metrics.pop(VAL_ACCURACY)}
+                if is_validation and _VAL_ACCURACY in own_metrics:
+                    accuracy = {_VAL_ACCURACY: own_metrics.pop(_VAL_ACCURACY)}
                 metrics |= own_metrics
             metrics = {**accuracy, **metrics}
         numbers = {key: value for key, value in metrics.items() if not isinstance(value, str | list | dict)}
@@ -192,34 +192,21 @@ class ValidationSet:
 
 @dataclass(frozen=True)
 class ValidationSize:
-    """Size of a validation set.
+    """Size of a validation set."""
 
-    Attributes:
-        num_targets: number of real target tokens.
-        num_bytes: bytes of their text; None if unknown.
-        reason: reason why the bytes are unknown.
-    """
-
-    num_targets: int
-    num_bytes: int | None
-    reason: str = ""
+    num_targets: int  # real target tokens
+    num_bytes: int | None  # of their text; None if unknown
+    reason: str = ""  # why the bytes are unknown
 
 
 @dataclass(frozen=True)
 class ValidationSums:
-    """Sums over a set or a part of it.
-
-    Attributes:
-        loss: summed loss.
-        num_tokens: number of real tokens.
-        last_meta: meta of the last batch, as rows hold it.
-        meta_sums: `sums` of the meta over all batches.
-    """
+    """Sums over a validation set or a part of it."""
 
     loss: float
-    num_tokens: float
-    last_meta: Mapping[str, RowValue] = field(default_factory=dict)
-    meta_sums: Mapping[str, Any] = field(default_factory=dict)
+    num_tokens: float  # real target tokens
+    last_meta: Mapping[str, RowValue] = field(default_factory=dict)  # of the last batch, as rows hold it
+    meta_sums: Mapping[str, Any] = field(default_factory=dict)  # `sums` of the meta over all batches
 
     @property
     def meta(self) -> dict[str, RowValue]:
@@ -229,7 +216,6 @@ class ValidationSums:
         return dict(sorted({**self.last_meta, **{name: to_row_value(each) for name, each in means.items()}}.items()))
 
     def __add__(self, other: "ValidationSums") -> "ValidationSums":
-        """Return the sums over this part of a set and the next one."""
         sums = jax.tree.map(np.add, self.meta_sums, other.meta_sums) if self.meta_sums else other.meta_sums
         return ValidationSums(self.loss + other.loss, self.num_tokens + other.num_tokens, other.last_meta, sums)
 
@@ -270,13 +256,9 @@ class Validation:
     ):
         """Prepare the evaluator; compiles nothing.
 
-        Args:
-            abstract: abstract train state.
-            compile_val: function that compiles `val_step` for a state without optimizer and auxiliary states.
-            sets: validation sets.
-            is_stopping: function that returns True if the job was asked to stop, which an evaluation must not delay.
-            measure: function that returns the size of a set by name, for bits per byte; None: not reported.
-            step: what `compile_val` would return, if that has been called already.
+        `compile_val` compiles `val_step` for a state without optimizer and auxiliary states; `step` has its result, if
+        it has been called already. An evaluation ends early if `is_stopping`, since it must not delay a stop. `measure`
+        returns the size of a set by name, for bits per byte; without it they are not reported.
         """
         self._measure = None if measure is None else functools.cache(measure)
         self._warned: set[str] = set()  # sets whose bytes are unknown

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import jax
-from jax.sharding import Mesh
 
 from runner.checkpoint.manifest import Manifest
 from runner.config import TrainerConfig
@@ -22,6 +21,7 @@ from runner.spec import Trajectory
 from runner.storage import JsonObject
 from runner.train.auxiliary import AuxiliaryState
 from runner.train.evaluators import Evaluator, Validation
+from runner.train.replay import ReplayedStep
 from runner.train.state import TrainState
 from runner.train.step import Batch
 
@@ -53,16 +53,8 @@ class ExecutableProgram(Protocol):
         """Compiled train step."""
 
     @property
-    def abstract_state(self) -> TrainState:
-        """Shape, dtype and sharding of every leaf."""
-
-    @property
-    def mesh(self) -> Mesh:
-        """Device mesh."""
-
-    @property
-    def is_ordered(self) -> bool:
-        """True if sums have an order independent of the number of devices."""
+    def replayed(self) -> ReplayedStep:
+        """Compiled train step that can compute its gradients again, if a feature `compares_gradients`."""
 
 
 class Feature:
@@ -145,16 +137,13 @@ class Feature:
     def watch(self, step: int, loss: float, meta: Mapping[str, Any], values: dict[str, RowValue]) -> bool:
         """Look at the fetched results of a step. Return True if its update was skipped, so that it may be not finite.
 
-        Args:
-            step: the step.
-            loss: its loss.
-            meta: its meta.
-            values: metrics of its row, to which the feature may add.
-
-        Raises:
-            DivergedError: the run must end.
-            RewindError: the run must go back.
+        The feature may add to `values`, the metrics of its row. Raises `DivergedError` if the run must end, and
+        `RewindError` if it must go back.
         """
+        return False
+
+    def is_suspect(self, row: Row) -> bool:
+        """Return True if a `RewindError` of this feature may still discard the step of a row."""
         return False
 
     def rewind(
@@ -165,22 +154,17 @@ class Feature:
         batch_examples: int,
         list_rows_after: Callable[[int], Sequence[Row]],
     ) -> list[int]:
-        """Decide how the run goes back because of a `RewindError` of this feature.
+        """Return the steps of the checkpoints at which the run may continue after `cause`, the best one first.
+
+        If it restores none of them, the run cannot go on. Raises `DivergedError` if it cannot go back.
 
         Args:
             job: the run's job.
-            cause: the error.
+            cause: error of this feature.
             data_start: start of the data of the stage in which the cause begins: that of the first one of successive
                 stages with the same data and batch size.
             batch_examples: examples of a step in this stage.
             list_rows_after: function that returns the rows after a step.
-
-        Returns:
-            Steps of the checkpoints at which the run may continue, the best one first. If it restores none of them, the
-            run cannot go on.
-
-        Raises:
-            DivergedError: the run cannot go back.
         """
         raise NotImplementedError
 

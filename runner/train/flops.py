@@ -33,28 +33,19 @@ CALLS = (  # primitives that run the program inside them once
     "custom_vjp_call",
     "custom_vjp_call_jaxpr",
 )
-KERNEL_PREFIXES = ("pallas_call", "ffi_call", "dot_product_attention_", "ragged_dot")
+_KERNEL_PREFIXES = ("pallas_call", "ffi_call", "dot_product_attention_", "ragged_dot")
 
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of a train step for one token, or for one example where the data are arrays.
+    """FLOPs of a train step for one token, or for one example where the data are arrays."""
 
-    Attributes:
-        per_token: FLOPs of the forward and backward pass, each operation once.
-        recomputed_per_token: FLOPs of operations that are repeated because their results were not kept.
-        formula: derivation of `per_token`, with the terms and their values.
-        quantised_per_token: part of `per_token` whose operands have 8 bits.
-        quantised_recomputed_per_token: such a part of `recomputed_per_token`.
-        matmul: type of these operands, as `precision.matmul` names it.
-    """
-
-    per_token: float
-    recomputed_per_token: float
-    formula: str
-    quantised_per_token: float = 0.0
-    quantised_recomputed_per_token: float = 0.0
-    matmul: MatmulType = "compute"
+    per_token: float  # FLOPs of the forward and backward pass, each operation once
+    recomputed_per_token: float  # FLOPs of operations that are repeated because their results were not kept
+    formula: str  # derivation of `per_token`, with the terms and their values
+    quantised_per_token: float = 0.0  # part of `per_token` whose operands have 8 bits
+    quantised_recomputed_per_token: float = 0.0  # such a part of `recomputed_per_token`
+    matmul: MatmulType = "compute"  # type of these operands, as `precision.matmul` names it
 
     def convert_to_bfloat16(self, speeds: PeakRates) -> "Flops":
         """Return the FLOPs in bfloat16 that take the same time on a chip with these peak rates."""
@@ -165,7 +156,7 @@ def _count_equation_flops(equation: Any, platform: str) -> int:
         kernel = equation.invars[1].aval
         features = kernel.shape[params["dimension_numbers"].rhs_spec[0]]
         return 2 * equation.outvars[0].aval.size * (kernel.size // features)
-    if name.startswith(KERNEL_PREFIXES):
+    if name.startswith(_KERNEL_PREFIXES):
         estimate = params.get("cost_estimate")
         if estimate is None:
             raise ValueError(f"the kernel {name} does not say how many FLOPs it takes; use a formula")
@@ -235,28 +226,19 @@ def compute_mfu_per_token_rate(flops_per_token: Callable[[TrainSetup], Flops], t
 
 @dataclass(frozen=True)
 class Sizing:
-    """Memory and communication of a device, per token of its own part of a sequence, in every micro-batch.
+    """Memory and communication of a device, per token of its own part of a sequence, in every micro-batch."""
 
-    Attributes:
-        activation_bytes_per_token: activations kept for the backward pass.
-        head_bytes: all-gathered output head (the matrix that makes logits) and its gradient on a device; not per token.
-        tensor_bytes_per_token: arrays that are all-gathered before and reduce-scattered after tensor-parallel matmuls,
-            forward and backward; an array that is both counts once.
-        sequence_bytes_per_token: keys and values that go to the devices which share a sequence (context parallelism),
-            and their gradients.
-        expert_bytes_per_token: tokens on their way to experts and back (all-to-all), forward and backward.
-        num_experts: experts of a layer, over which `expert` can shard; 1 without experts.
-        expert_parameters: parameters of all experts.
-        can_shard_sequences: True if `sequence` can shard the positions of a sequence.
-    """
-
-    activation_bytes_per_token: float = 0.0
+    activation_bytes_per_token: float = 0.0  # activations kept for the backward pass
+    # All-gathered output head (the matrix that makes logits) and its gradient on a device; not per token.
     head_bytes: float = 0.0
+    # Arrays that are all-gathered before and reduce-scattered after tensor-parallel matmuls, forward and backward;
+    # an array that is both counts once.
     tensor_bytes_per_token: float = 0.0
+    # Keys and values that go to the devices which share a sequence (context parallelism), and their gradients.
     sequence_bytes_per_token: float = 0.0
-    expert_bytes_per_token: float = 0.0
-    num_experts: int = 1
-    expert_parameters: int = 0
+    expert_bytes_per_token: float = 0.0  # tokens on their way to experts and back (all-to-all), forward and backward
+    num_experts: int = 1  # experts of a layer, over which `expert` can shard; 1 without experts
+    expert_parameters: int = 0  # of all experts
     can_shard_sequences: bool = True
 
     def get_shardable_length(self, sequence_length: int) -> int:
@@ -266,21 +248,13 @@ class Sizing:
 
 @dataclass(frozen=True)
 class ExpertSizing:
-    """Experts of a decoder.
+    """Experts of a decoder."""
 
-    Attributes:
-        num_experts: experts of a layer.
-        experts_per_token: experts that compute a token.
-        layers: number of layers with experts.
-        parameters: parameters of one expert.
-        journeys: transfers of a token to one of its experts or back, forward and backward.
-    """
-
-    num_experts: int
+    num_experts: int  # of a layer
     experts_per_token: int
-    layers: int
-    parameters: int
-    journeys: float
+    layers: int  # those with experts
+    parameters: int  # of one expert
+    journeys: float  # transfers of a token to one of its experts or back, forward and backward
 
 
 NO_EXPERTS = ExpertSizing(1, 0, 0, 0, 0)

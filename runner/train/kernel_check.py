@@ -78,29 +78,17 @@ class KernelTrial(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelCase:
-    """A kernel with everything that its code depends on.
+    """A kernel with everything that its code depends on."""
 
-    Attributes:
-        kernel: name of the kernel, by which it is avoided.
-        role: operation that it computes, in a word.
-        owner: maintainer of the kernel: this repository or a library.
-        fallback: replacement that computes the same operation, in a few words.
-        facts: everything that the code of the kernel depends on, as JSON values.
-        dtype: dtype of results, which `TOLERANCES` has a tolerance for.
-        make_trial: function that makes the functions to compare and their inputs.
-        sources: files with the source of the kernel, whose content is part of the digest.
-        is_demanded: True if the spec demands this kernel, so that a failure ends the run.
-    """
-
-    kernel: str
-    role: str
-    owner: Owner
-    fallback: str
-    facts: Mapping[str, Any]
-    dtype: str
+    kernel: str  # its name, by which it is avoided
+    role: str  # operation that it computes, in a word
+    owner: Owner  # its maintainer: this repository or a library
+    fallback: str  # replacement that computes the same operation, in a few words
+    facts: Mapping[str, Any]  # everything that the code of the kernel depends on, as JSON values
+    dtype: str  # dtype of results, which `TOLERANCES` has a tolerance for
     make_trial: Callable[[], KernelTrial]
-    sources: tuple[str, ...] = ()
-    is_demanded: bool = False
+    sources: tuple[str, ...] = ()  # files with the source of the kernel, whose content is part of the digest
+    is_demanded: bool = False  # True if the spec demands this kernel, so that a failure ends the run
 
     @functools.cached_property
     def digest(self) -> str:
@@ -226,7 +214,7 @@ def find_difference(found: Any, wanted: Any, tolerance: float) -> str:
     return ""
 
 
-def make_cache_key(case: KernelCase) -> str:
+def _make_cache_key(case: KernelCase) -> str:
     """Return the name of a case in the host's cache: of its digest, the chip and the versions."""
     device = jax.local_devices()[0]
     parts = [case.digest, device.device_kind, device.client.platform_version, jax.__version__, jax.lib.__version__]
@@ -241,7 +229,6 @@ class KernelChecker:
     """Check of the kernels of a job's steps before the first one. All methods are called on every process."""
 
     def __init__(self, attempt: Attempt):
-        """Prepare; reads nothing yet."""
         self._attempt, self._hosts = attempt, attempt.hosts
         self._cache = LocalStore(default_cache_directory() / _FOLDER)
         # On process 0 the content of the record: the kernels to avoid with the reason, and the starts of open cases.
@@ -251,16 +238,10 @@ class KernelChecker:
     def check(
         self, uses: Sequence[KernelUse], list_cases: Callable[[], list[KernelCase]], trace: Callable[[], None]
     ) -> None:
-        """Replace kernels that fail.
+        """Replace kernels that fail, in the `uses` of the job's programs, whose cases `list_cases` returns.
 
-        Args:
-            uses: choices of kernels of the job's programs, which get the kernels to avoid.
-            list_cases: function that returns the cases of these programs.
-            trace: function that traces them again.
-
-        Raises:
-            InvalidError: a kernel fails that the spec demands.
-            RetryableError: a case did not end in time on another process.
+        `trace` traces the programs again. Raises `InvalidError` if a kernel fails that the spec demands, and
+        `RetryableError` if a case did not end in time on another process.
         """
         if not list_cases():
             return
@@ -327,7 +308,7 @@ class KernelChecker:
             if not own and is_missing:
                 # Saves work at the next start. If the disk is full, the next start runs the case again.
                 with contextlib.suppress(OSError):
-                    self._cache.write(make_cache_key(case), encode_json({"case": case.digest, "passed": True}))
+                    self._cache.write(_make_cache_key(case), encode_json({"case": case.digest, "passed": True}))
         if not reason:
             return ""
         if case.is_demanded:
@@ -364,7 +345,7 @@ class KernelChecker:
     def has_passed(self, case: KernelCase) -> bool:
         """Return True if this host's cache says that a case has passed; anything unexpected there means False."""
         with contextlib.suppress(OSError, ValueError):
-            found = parse_json(self._cache.read(make_cache_key(case)))
+            found = parse_json(self._cache.read(_make_cache_key(case)))
             return found.get("passed") is True and found.get("case") == case.digest
         return False
 

@@ -25,24 +25,16 @@ from runner.train.loss import target_weights
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Split of the global batch into S accumulation steps, each a micro-batch of B examples over all devices.
-
-    Attributes:
-        mesh: device mesh.
-        global_batch_examples: examples of an optimizer step.
-        micro_batch_examples: examples of a micro-batch per device.
-        fields: arrays of a batch by name, as the data declare them: (S, B, T) for tokens, (S, B, ...) for others.
-        is_ordered: True if sums have an order independent of the number of devices (`train.same_bits_devices`): then
-            each micro-batch is placed on one device, and a device computes its micro-batches one after another.
-        is_replayable: True if the gradients of a step can be compared with another computation of them
-            (`train.replay_every_steps`).
-    """
+    """Split of the global batch into S accumulation steps, each a micro-batch of B examples over all devices."""
 
     mesh: Mesh
-    global_batch_examples: int
-    micro_batch_examples: int
-    fields: Fields
+    global_batch_examples: int  # examples of an optimizer step
+    micro_batch_examples: int  # examples of a micro-batch per device
+    fields: Fields  # arrays of a batch by name, as the data declare them: (S, B, T) for tokens, (S, B, ...) for others
+    # True if sums have an order independent of the number of devices (`train.same_bits_devices`): then each
+    # micro-batch is placed on one device, and a device computes its micro-batches one after another.
     is_ordered: bool = False
+    # True if the gradients of a step can be compared with another computation of them (`train.replay_every_steps`).
     is_replayable: bool = False
 
     @property
@@ -109,16 +101,9 @@ def list_batch_layouts(
 ) -> list[BatchLayout]:
     """Return every split of the global batch over `mesh` that the config allows, the largest micro-batch first.
 
-    Args:
-        config: config of the trainer.
-        mesh: device mesh.
-        micro_batch: examples per device of the only split to return, if the config allows it.
-        fields: arrays of a batch; None: those of `get_batch_fields`.
-        features: features of the job; None: those of the runner that the config switches on.
-
-    Raises:
-        InvalidError: no split exists, or sequences do not divide over the devices that share one; the error has the
-            nearest valid numbers.
+    `micro_batch` is the size of the only split to return, if the config allows it. `fields` are by default those of
+    `get_batch_fields`, and `features` those of the runner that the config switches on. Raises `InvalidError`, with the
+    nearest valid numbers, if no split exists, or sequences do not divide over the devices that share one.
     """
     train, data = config.train, config.data
     validate_sequence_sharding(mesh, data.sequence_length, config.memory.loss_chunk_positions)
@@ -145,9 +130,8 @@ def list_batch_layouts(
 def make_val_layout(config: TrainerConfig, layout: BatchLayout) -> BatchLayout:
     """Return the split of a validation batch; that of a training batch, `layout`, if no key changes it.
 
-    Raises:
-        InvalidError: the batch does not divide over the devices, or into micro-batches; the error has the nearest
-            valid numbers.
+    Raises `InvalidError`, with the nearest valid numbers, if the batch does not divide over the devices, or into
+    micro-batches.
     """
     batch_examples = config.eval.global_batch_examples or layout.global_batch_examples
     wanted = config.eval.micro_batch_examples

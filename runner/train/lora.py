@@ -29,11 +29,6 @@ _INIT_KEY = 2**32 - 1  # folded into the run's key for A; no step has this numbe
 DONATED = "it has donated the weights that it was given, which the next step needs; donate a copy of them"
 
 
-def make_merge(config: AdapterConfig, compute: str) -> AdapterMerge:
-    """Return the merge of an adapter in a step that computes in the dtype `compute`."""
-    return AdapterMerge(config.alpha / config.rank, compute)
-
-
 def make_abstract_adapter(boxed: Any, config: AdapterConfig) -> Any:
     """Return abstract A and B with their logical axis names, from the boxed parameters of the model.
 

@@ -207,13 +207,8 @@ def evaluate_cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the sums of `cross_entropy_sum` and `count_correct`, from the same logits. For evaluations.
 
-    Args:
-        unembed: function from (weights, (B, C, D)) to logits (B, C, V).
-        weights: its weights.
-        x_BxTxD: hidden states.
-        y_BxT: labels.
-        mask_BxT: weight of each token.
-        chunk_positions: number of positions whose logits exist at a time; None: all.
+    `unembed` maps (weights, (B, C, D)) to logits (B, C, V). Logits of `chunk_positions` positions exist at a time;
+    None: of all.
     """
 
     def evaluate_chunk(chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
@@ -289,12 +284,12 @@ def _cast_varying(tree: Any, other: jax.Array) -> Any:
     return jax.tree.map(cast, tree)
 
 
-ChunkSum = Callable[..., tuple[jax.Array, jax.Array]]  # (weights, x, mask, y, *others) -> (loss_sum, token_count)
+_ChunkSum = Callable[..., tuple[jax.Array, jax.Array]]  # (weights, x, mask, y, *others) -> (loss_sum, token_count)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_over_chunks(
-    sum_chunk: ChunkSum, held: tuple[Any, ...], x_KxBxCxD: jax.Array, mask_KxBxC: jax.Array, y_KxBxC: jax.Array
+    sum_chunk: _ChunkSum, held: tuple[Any, ...], x_KxBxCxD: jax.Array, mask_KxBxC: jax.Array, y_KxBxC: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the sums of `sum_chunk(weights, x, mask, y, *others)` over all chunks; `held` is (weights, *others)."""
     weights, *others = held
@@ -303,7 +298,7 @@ def _sum_over_chunks(
 
 
 def _sum_with_gradients(
-    sum_chunk: ChunkSum, held: tuple[Any, ...], x_KxBxCxD: jax.Array, mask_KxBxC: jax.Array, y_KxBxC: jax.Array
+    sum_chunk: _ChunkSum, held: tuple[Any, ...], x_KxBxCxD: jax.Array, mask_KxBxC: jax.Array, y_KxBxC: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
     """Return the sums, and for the backward pass `held`, its gradients in float32, and those of x and mask."""
 
@@ -325,7 +320,7 @@ def _sum_with_gradients(
 
 
 def _scale_gradients(
-    sum_chunk: ChunkSum, kept: tuple[Any, ...], given: tuple[jax.Array, jax.Array]
+    sum_chunk: _ChunkSum, kept: tuple[Any, ...], given: tuple[jax.Array, jax.Array]
 ) -> tuple[Any, jax.Array, jax.Array, None]:
     """Scale the gradients of the forward pass by those of the two sums, `given`."""
     held, sums, x_grads_KxBxCxD, mask_grads_KxBxC = kept

@@ -31,16 +31,12 @@ SPEC = "spec"  # returned by `BaseTrainer.optimizer` and `schedule` to choose th
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """Optimizer and schedule of a job. Made by `choose_optimizer`.
+    """Optimizer and schedule of a job. Made by `choose_optimizer`."""
 
-    Attributes:
-        optimizer: library name, or a custom optax transformation, which is used unchanged.
-        schedule: library name, or a custom optax schedule.
-        overridden: names of the methods (`optimizer`, `schedule`) that return a library name other than `SPEC`.
-    """
-
+    # Library name, or a custom optax transformation, which is used unchanged.
     optimizer: str | optax.GradientTransformation
-    schedule: str | optax.Schedule
+    schedule: str | optax.Schedule  # library name, or a custom optax schedule
+    # Names of the methods (`optimizer`, `schedule`) that return a library name other than `SPEC`.
     overridden: tuple[str, ...]
 
     def build_schedule(
@@ -48,10 +44,8 @@ class OptimizerChoice:
     ) -> optax.Schedule | None:
         """Return the learning rate by completed steps; None if a custom optimizer contains its own schedule.
 
-        Args:
-            config: config of the trainer.
-            get_config_in_steps: function that converts a total in epochs to steps and returns that config. It reads the
-                data, so it is called only when a train step is traced, which read-only tools never do.
+        `get_config_in_steps` returns the config with a total in epochs converted to steps. It reads the data, so it is
+        called only when a train step is traced, which read-only tools never do.
         """
         if callable(self.schedule):
             return self.schedule
@@ -108,36 +102,24 @@ class OptimizerChoice:
 
 @dataclass(frozen=True)
 class ScheduleStage:
-    """Learning rate of a stage of a run, as its config describes it.
+    """Learning rate of a stage of a run, as its config describes it."""
 
-    Attributes:
-        start: steps before the stage.
-        begins_schedule: True if the stage begins a schedule; False if that of the previous stage continues.
-        schedule: schedule of the stage.
-        peak: peak learning rate that the stage sets. None: that of the continued schedule, or for a new schedule the
-            rate that the run has reached.
-        total_steps: steps of the run, at which a schedule that begins here ends.
-    """
-
-    start: int
-    begins_schedule: bool
+    start: int  # steps before the stage
+    begins_schedule: bool  # True if the stage begins a schedule; False if that of the previous stage continues
     schedule: ScheduleConfig
+    # Peak learning rate that the stage sets. None: that of the continued schedule, or for a new schedule the rate
+    # that the run has reached.
     peak: float | None
-    total_steps: int
+    total_steps: int  # steps of the run, at which a schedule that begins here ends
 
 
 @dataclass(frozen=True)
 class StageRates:
-    """Learning rates of a stage.
+    """Learning rates of a stage."""
 
-    Attributes:
-        start: steps before the stage.
-        schedule: learning rate by completed steps of the run.
-        pieces: pieces of the schedule, by completed steps of the run; the first may begin before the stage.
-    """
-
-    start: int
-    schedule: optax.Schedule
+    start: int  # steps before the stage
+    schedule: optax.Schedule  # learning rate by completed steps of the run
+    # Pieces of the schedule, by completed steps of the run; the first may begin before the stage.
     pieces: Sequence[SchedulePiece]
 
 

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import jax
 import optax
-from jax.sharding import Mesh
 
 from runner.checkpoint.fork import find_continued_manifest
 from runner.checkpoint.leaves import format_type, list_leaf_names
@@ -43,6 +42,7 @@ from runner.train.compile import MEMORY_SHARE, CompiledStep
 from runner.train.flops import Flops
 from runner.train.kernel_check import KernelCase, KernelChecker, set_kernels_of_process
 from runner.train.layout import BatchLayout
+from runner.train.replay import ReplayedStep
 from runner.train.setup import StepRecipe, TrainSetup, TrainSetupBuilder
 from runner.train.stages import (
     CONTINUES,
@@ -56,7 +56,7 @@ from runner.train.stages import (
 from runner.train.state import PARAMS, TrainState, get_shardings
 from runner.train.step import Batch, skip_step
 
-SKIP_STEPS = "config.train.skip_steps"
+_SKIP_STEPS = "config.train.skip_steps"
 
 
 class Program:
@@ -75,13 +75,9 @@ class Program:
         devices: Sequence[jax.Device] | None = None,
         is_evaluated: bool = False,
     ):
-        """Prepare the program; builds and compiles nothing.
+        """Prepare the program on `devices`, by default all; builds and compiles nothing.
 
-        Args:
-            plan: the stage as the spec describes it.
-            builder: builder of its setup.
-            devices: devices of the setup; None: all.
-            is_evaluated: True if the validation step is compiled ahead, after the train step.
+        If `is_evaluated`, the validation step is compiled ahead, after the train step.
         """
         self.plan, self.builder = plan, builder
         self._devices = devices
@@ -116,20 +112,11 @@ class Program:
         """Executable of the compiled train step."""
         return self.compiled.executable
 
-    @property
-    def abstract_state(self) -> TrainState:
-        """Shape, dtype and sharding of every leaf of the state."""
-        return self.train_setup.abstract_state
-
-    @property
-    def mesh(self) -> Mesh:
-        """Device mesh."""
-        return self.train_setup.mesh
-
-    @property
-    def is_ordered(self) -> bool:
-        """True if sums have an order independent of the number of devices."""
-        return self.layout.is_ordered
+    @functools.cached_property
+    def replayed(self) -> ReplayedStep:
+        """Compiled train step of a layout that `is_replayable`."""
+        setup = self.train_setup
+        return ReplayedStep(self.executable, setup.abstract_state, setup.mesh, self.layout.is_ordered)
 
     @property
     def compiled(self) -> CompiledStep:
@@ -156,9 +143,7 @@ class Program:
     def compile(self, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
         """Return the compiled train step; compiles on this thread, or waits for the one that does.
 
-        Args:
-            limit_bytes: memory of a device that the step may use.
-            micro_batch: micro-batch that an earlier attempt has chosen; None: the largest that fits.
+        `micro_batch` is the one that an earlier attempt has chosen; None: the largest that fits in `limit_bytes`.
         """
         with self._lock:
             if self._compiled is None:
@@ -257,13 +242,8 @@ class StagedRecipe(StepRecipe, Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class ProgramContext:
-    """Dependence of a stage on the stages before it; see `runner.train.setup.StageContext`.
-
-    Attributes:
-        programs: programs of the run.
-        number: number of the stage.
-    """
+class _ProgramContext:
+    """Dependence of a stage on the stages before it; see `runner.train.setup.StageContext`."""
 
     programs: "Programs"
     number: int
@@ -288,6 +268,8 @@ class ProgramContext:
 class Programs:
     """Programs of a run by stage, with their data and learning rates. The run is in one of the stages.
 
+    The constructor builds and compiles nothing.
+
     Attributes:
         recipe: the training job.
         plans: the stages; the first is the config before any stage of the spec, and the only one if it has no stages.
@@ -297,12 +279,6 @@ class Programs:
     """
 
     def __init__(self, recipe: StagedRecipe, plans: Sequence[StagePlan]):
-        """Prepare the programs; builds and compiles nothing.
-
-        Args:
-            recipe: the training job.
-            plans: its stages.
-        """
         self.recipe, self.plans = recipe, plans
         self.number = 0
         self.limit_bytes = 0
@@ -320,11 +296,9 @@ class Programs:
         ]
 
     def __getitem__(self, number: int) -> Program:
-        """Return the program of a stage."""
         return self._programs[number]
 
     def __iter__(self) -> Iterator[Program]:
-        """Iterate over the programs of all stages."""
         return iter(self._programs)
 
     def at(self, step: int) -> Program:
@@ -346,9 +320,9 @@ class Programs:
         """Learning rate of each stage by completed steps."""
         return make_schedules(self.plans)
 
-    def make_context(self, number: int) -> ProgramContext | None:
+    def make_context(self, number: int) -> _ProgramContext | None:
         """Return the dependencies of a stage on those before it; None if the run has no stages."""
-        return ProgramContext(self, number) if self.has_stages else None
+        return _ProgramContext(self, number) if self.has_stages else None
 
     # Checks and compilation, before the first step. Called on every host.
 
@@ -360,13 +334,7 @@ class Programs:
         validate_hosts(hosts, lambda number: all(program.builder.fits(number) for program in self))
 
     def build(self, hosts: Hosts, store: Store, fork: ForkConfig | None) -> None:
-        """Build the train setup of the first stage, check the others, and find the stage that the run is in.
-
-        Args:
-            hosts: processes of the job.
-            store: the run's directory.
-            fork: `checkpoint.fork_from` of the spec.
-        """
+        """Build the train setup of the first stage, check the others, and find the stage that the run is in."""
         if self.has_stages:
 
             def read_past() -> tuple[int, list[int]]:
@@ -561,10 +529,10 @@ class Programs:
         )
 
         def find_first(saved: Trajectory, keys: Sequence[str]) -> int | None:
-            others = [key for key in keys if key != SKIP_STEPS]
+            others = [key for key in keys if key != _SKIP_STEPS]
             found = [find_first_other(saved)] if others else []
-            if SKIP_STEPS in keys:
-                found.append(DataPosition.from_ranges(saved[SKIP_STEPS]).find_first_change(builder.data_position))
+            if _SKIP_STEPS in keys:
+                found.append(DataPosition.from_ranges(saved[_SKIP_STEPS]).find_first_change(builder.data_position))
             return min((step for step in found if step is not None), default=None)
 
         def is_discarded(saved: Trajectory, step: int) -> bool:

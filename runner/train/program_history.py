@@ -7,18 +7,19 @@ facts and other digests, the code has changed. If facts differ too, they are rep
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from runner.checkpoint.fork import find_continued_manifest
 from runner.checkpoint.manifest import Manifest
-from runner.config import TOTAL_KEYS, TrainerConfig
+from runner.config import TrainerConfig
 from runner.console import say, warn
 from runner.distributed.agreement import Hosts
 from runner.run.attempt import Attempt
 from runner.run.environment import collect_options, collect_versions, compare_environments
 from runner.spec import Document, ExecutionSpec, Trajectory, hash_record
+from runner.spec.policy import Policy, list_keys
 from runner.storage import JsonObject, Store
 from runner.train.compile import compute_program_digest
 from runner.train.layout import BatchLayout
@@ -28,23 +29,15 @@ from runner.train.stages import list_schedule_stages
 _DIGEST_CHARACTERS = 12
 KNOWN_MAX = 8  # programs in a manifest, each with other facts
 _RECORD_KEYS = {"digest", "facts", "known", "changes"}
-# Sections of the config that are no part of the program of a step, or of which only what is named below is.
-_OTHER_SECTIONS = ("data", "eval", "schedule", "stages", "train")
-_OTHER_TRAIN_KEYS = {*(key.partition(".")[2] for key in TOTAL_KEYS), "batch_ramp", "micro_batch_examples", "skip_steps"}
 _SOFTWARE = ("versions", "options")  # facts that are compared as a part of the environment
 
 
 @dataclass(frozen=True)
 class ProgramRecord:
-    """Program of a train step, as it is recorded.
+    """Program of a train step, as it is recorded."""
 
-    Attributes:
-        digest: digest of its StableHLO.
-        facts: values on which the digest depends, other than the code: JSON values by name.
-    """
-
-    digest: str
-    facts: JsonObject
+    digest: str  # digest of its StableHLO
+    facts: JsonObject  # values on which the digest depends, other than the code: JSON values by name
 
     @functools.cached_property
     def facts_digest(self) -> str:
@@ -54,19 +47,12 @@ class ProgramRecord:
 
 @dataclass(frozen=True)
 class ProgramChange:
-    """Difference of a program from the one that has made the newest step.
+    """Difference of a program from the one that has made the newest step."""
 
-    Attributes:
-        before: digest of the recorded program.
-        now: digest of the present one.
-        settings: differing facts that belong to the spec or the hardware, as text.
-        software: differing versions and options, as text.
-    """
-
-    before: str
-    now: str
-    settings: Sequence[str]
-    software: Sequence[str]
+    before: str  # digest of the recorded program
+    now: str  # digest of the present one
+    settings: Sequence[str]  # differing facts that belong to the spec or the hardware, as text
+    software: Sequence[str]  # differing versions and options, as text
 
     @property
     def is_expected(self) -> bool:
@@ -83,7 +69,7 @@ class ProgramChange:
         return f"these have changed since step {step} was saved: {'; '.join(self.list_changes())}"
 
 
-def get_program_record(topology: JsonObject | None) -> JsonObject | None:
+def _get_program_record(topology: JsonObject | None) -> JsonObject | None:
     """Return the program from `topology` of a manifest; None if it has none, as those of older versions."""
     record = (topology or {}).get("program", {})
     return record if record.keys() >= _RECORD_KEYS else None
@@ -133,35 +119,24 @@ def find_change(record: JsonObject, program: ProgramRecord) -> ProgramChange | N
         return None if known == program.digest else ProgramChange(known, program.digest, [], [])
     if record["digest"] == program.digest:
         return None
-    settings, software = compare_facts(record["facts"], program.facts)
-    return ProgramChange(record["digest"], program.digest, settings, software)
-
-
-def compare_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the differences (of spec and hardware, of software) as text. A fact that one side lacks is ignored."""
-    settings = []
-    for name in sorted({*before} & {*now} - {*_SOFTWARE}):
-        if before[name] != now[name]:
-            # Sections of the config are given by their digests.
-            settings.append(name if name.startswith("config.") else f"{name} {before[name]} -> {now[name]}")
+    before, now = record["facts"], program.facts
+    # A fact that one side lacks is ignored. Sections of the config are given by their digests.
+    settings = [
+        name if name.startswith("config.") else f"{name} {before[name]} -> {now[name]}"
+        for name in sorted({*before} & {*now} - {*_SOFTWARE})
+        if before[name] != now[name]
+    ]
     software = compare_environments(
         *({name: facts[name] for name in _SOFTWARE if name in facts} for facts in (before, now))
     )
-    return settings, software
+    return ProgramChange(record["digest"], program.digest, settings, software)
 
 
 class ProgramGuard:
     """Comparison of the programs of this attempt with those that have made the steps of the run."""
 
     def __init__(self, spec: ExecutionSpec, document: Document, programs: Programs, hooks: Trajectory):
-        """Begin without records of earlier attempts.
-
-        Args:
-            spec: the spec, whose key `checkpoint.program` may refuse other programs.
-            document: where it came from.
-            programs: programs of the run.
-            hooks: identity of the hooks, whose counters the programs may update.
-        """
+        """Begin without records of earlier attempts. `hooks` is their identity: programs may update their counters."""
         self._spec, self._document, self._programs, self._hooks = spec, document, programs, hooks
         self._history = ProgramHistory()
         self._described: dict[tuple[int, str], ProgramRecord] = {}  # by number of the stage and digest, for saves
@@ -172,14 +147,7 @@ class ProgramGuard:
         return {"versions": collect_versions(), "options": collect_options()}
 
     def describe(self, program: Program, layout: BatchLayout, digest: str, num_processes: int) -> ProgramRecord:
-        """Return the record of a program, with the values besides the code on which its digest depends.
-
-        Args:
-            program: the program.
-            layout: split of the batch for which it was made.
-            digest: digest of its StableHLO.
-            num_processes: number of processes of the job.
-        """
+        """Return the record of a program of this `layout` and `digest`, with the values on which that depends."""
         key = program.plan.number, digest
         if key in self._described:
             return self._described[key]
@@ -188,9 +156,10 @@ class ProgramGuard:
         if len(plans) == 1:  # The total of a run without stages may be in epochs.
             plans = [replace(plans[0], config=builder.config_in_steps)]
         config: TrainerConfig[Any] = plans[-1].config
-        sections = config.model_dump(mode="json")
-        described = {name: value for name, value in sections.items() if name not in _OTHER_SECTIONS}
-        described["train"] = {key: value for key, value in sections["train"].items() if key not in _OTHER_TRAIN_KEYS}
+        other_keys = list_keys(type(config), Policy.NO_PROGRAM)
+        described = {name: value for name, value in config.model_dump(mode="json").items() if name not in other_keys}
+        train = described.pop("train")
+        described["train"] = {key: value for key, value in train.items() if f"train.{key}" not in other_keys}
         described["schedule"] = [
             [each.start, each.begins_schedule, each.schedule.model_dump(mode="json"), each.peak]
             # Other schedules are the same function of the step in a run that is extended.
@@ -236,16 +205,15 @@ class ProgramGuard:
             layout = program.builder.list_layouts(program.train_setup, known_micro_batch)[0]
             lowered = program.train_setup.lower_train(program.builder.train_step, layout)
             record = self.describe(program, layout, compute_program_digest(lowered), hosts.num_processes)
-            former = get_program_record(manifest.topology)
+            former = _get_program_record(manifest.topology)
             self._validate_change(None if former is None else find_change(former, record), manifest.step)
 
         hosts.run_on_main(compare)
 
     def continue_from(self, manifest: Manifest, attempt: Attempt, is_start: bool) -> None:
-        """Compare with the program that has made a restored step, and report or refuse a change. Called on every host.
+        """Compare with the program that has made a restored step, and report a change. Called on every host.
 
-        Raises:
-            SpecError: the spec refuses the change.
+        Raises `SpecError` if the spec refuses the change.
         """
         # The step was made by this stage; later ones have other programs.
         program = self._programs.at(max(manifest.step - 1, 0))
@@ -253,7 +221,7 @@ class ProgramGuard:
         record, step = self.describe_compiled(program, attempt.hosts.num_processes), manifest.step
 
         def resume() -> None:
-            change = self._history.resume(get_program_record(manifest.topology), record)
+            change = self._history.resume(_get_program_record(manifest.topology), record)
             if change is None or not is_start:
                 return
             self._validate_change(change, step)

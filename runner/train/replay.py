@@ -45,19 +45,15 @@ _DIGEST_FACTORS = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1  # 
 
 @struct.dataclass
 class ReplayInputs:
-    """Inputs of a step whose gradients can be compared with those of another computation. Traced.
+    """Inputs of a step whose gradients can be compared with those of another computation. Traced."""
 
-    Attributes:
-        action: `UPDATE`: a usual step; `COMPARE`: apply the update only if the digests of the gradients are `expected`,
-            and else return the unchanged state; `DIGEST`: return the unchanged state. int32.
-        shift: number of shards (0 to 2) by which the computation is moved: shard n is computed by the devices that hold
-            shard n + shift, modulo N. int32.
-        expected: digests by shard and array of gradients; uint32 (N, L).
-    """
-
+    # `UPDATE`: a usual step; `COMPARE`: apply the update only if the digests of the gradients are `expected`, and
+    # else return the unchanged state; `DIGEST`: return the unchanged state. int32.
     action: jax.Array
+    # Number of shards (0 to 2) by which the computation is moved: shard n is computed by the devices that hold
+    # shard n + shift, modulo N. int32.
     shift: jax.Array
-    expected: jax.Array
+    expected: jax.Array  # digests by shard and array of gradients; uint32 (N, L)
 
 
 _current_replay: contextvars.ContextVar[ReplayInputs | None] = contextvars.ContextVar("replay", default=None)
@@ -103,22 +99,16 @@ def get_digests(meta: Meta) -> jax.Array:
 
 
 def make_abstract_replay(abstract: TrainState, mesh: Mesh, is_ordered: bool) -> ReplayInputs:
-    """Return shapes, dtypes and sharding of the inputs of a step that can be replayed.
-
-    Args:
-        abstract: shape, dtype and sharding of every leaf of the state.
-        mesh: device mesh.
-        is_ordered: True if sums have an order independent of the number of devices (`BatchLayout.is_ordered`).
-    """
+    """Return shapes, dtypes and sharding of the inputs of a step that can be replayed; see `BatchLayout.is_ordered`."""
     replicated = NamedSharding(mesh, PartitionSpec())
     num_shards = len(list_gradient_shards(mesh.abstract_mesh, is_ordered))
-    shape = num_shards, len(list_trained_names(abstract))
+    shape = num_shards, len(_list_trained_names(abstract))
     scalar: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
     digests: Any = jax.ShapeDtypeStruct(shape, jnp.uint32, sharding=replicated)
     return ReplayInputs(scalar, scalar, digests)
 
 
-def list_trained_names(state: TrainState) -> list[str]:
+def _list_trained_names(state: TrainState) -> list[str]:
     """Return the names of the parameters that get gradients, in the order of the digests of a replayed step."""
     trained, _ = split_frozen(state.params, state.opt_state)
     return [format_leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(trained)]
@@ -129,15 +119,10 @@ def list_trained_names(state: TrainState) -> list[str]:
 
 @dataclass(frozen=True)
 class DeviceFault:
-    """Result of a replay in which two computations of the same gradients differ.
+    """Result of a replay in which two computations of the same gradients differ."""
 
-    Attributes:
-        parameters: names of the parameters whose gradients differ.
-        devices: devices that include the defective one.
-    """
-
-    parameters: list[str]
-    devices: list[jax.Device]
+    parameters: list[str]  # names of those whose gradients differ
+    devices: list[jax.Device]  # they include the defective one
 
     def __str__(self) -> str:
         count = len(self.parameters) - 1
@@ -151,15 +136,8 @@ class ReplayedStep:
     """Compiled train step that can compute the gradients of a step again. All calls are made on every process."""
 
     def __init__(self, executable: jax.stages.Compiled, abstract: TrainState, mesh: Mesh, is_ordered: bool):
-        """Prepare the inputs.
-
-        Args:
-            executable: compiled step of a layout that `is_replayable`.
-            abstract: as in `make_abstract_replay`, and so are the other arguments.
-            mesh: as there.
-            is_ordered: as there.
-        """
-        self._run, self._names = executable, list_trained_names(abstract)
+        """Prepare the inputs of `executable`, the compiled step of a layout that `is_replayable`."""
+        self._run, self._names = executable, _list_trained_names(abstract)
         flat = mesh.devices.flat
         shards = list_gradient_shards(mesh.abstract_mesh, is_ordered)
         self._groups = [[flat[index] for index in shard] for shard in shards]
@@ -183,8 +161,7 @@ class ReplayedStep:
     ) -> tuple[TrainState, jax.Array, Any, DeviceFault | None]:
         """Make a step whose gradients are computed twice, and wait for it.
 
-        Returns:
-            (state, loss, meta, None), or the unchanged state and the fault if the gradients differ.
+        Returns (state, loss, meta, None), or the unchanged state and the fault if the gradients differ.
         """
         state, _, _, moved = self._run(state, batch, key, self._moved)
         inputs = ReplayInputs(self._compare, self._update.shift, moved)
@@ -205,11 +182,9 @@ def _replicate(value: int, abstract: Any) -> jax.Array:
 
 
 def find_faulty_groups(digests: Sequence[np.ndarray]) -> list[int]:
-    """Return the groups of devices that include the one that made two computations differ.
+    """Return the groups of devices that include the one that made the first two of three computations differ.
 
-    Args:
-        digests: uint32 (N, L) of three computations; in number k, group n + k, modulo N, computed shard n. The first
-            two differ.
+    The `digests` of each are uint32 (N, L); in number k, group n + k, modulo N, computed shard n.
     """
     num_groups = len(digests[0])
     suspects = []

@@ -13,23 +13,23 @@ from runner.checkpoint.policy import is_due
 from runner.config import TrainerConfig
 from runner.errors import ResumeError
 from runner.metrics.file import METRICS_FILE, find_tail_problem, open_metrics_file, read_encoded_rows
-from runner.metrics.meta import HIGH_LOSS_STEPS, Meta
+from runner.metrics.meta import Meta
 from runner.metrics.rows import Row, RowTail
-from runner.metrics.window import NO_SUMS, MetricsWindow, StepTimer, StepWatcher
+from runner.metrics.window import NO_SUMS, MetricsWindow, StepTimer
 from runner.metrics.writers import RowDisplay, open_displays
 from runner.parallel.mesh import read_peak_memory_bytes
 from runner.run.attempt import Attempt
 from runner.spec import ExecutionSpec
 from runner.storage import JsonObject
 from runner.train.evaluators import Evaluator, EvaluatorSchedule
+from runner.train.feature import Feature
 from runner.train.profiler import Profiler
 
-DISCARDED_MAX = 500  # rows in the record of a roll-back
+_DISCARDED_MAX = 500  # rows in the record of a roll-back
 # In the carry of the last step: what it has only because the run ends there.
 END, _END_ROW, _END_EVALUATION = "end", "row", "evaluation"
 _AT_END = "perf/at_end"  # in a row whose evaluation it has only because the run ends there
-_HIGH_LOSS = f"train/{HIGH_LOSS_STEPS}"
-DISCARDED_KEYS = ("step", "train/tokens", "train/examples", "perf/time", "train/loss")
+_DISCARDED_KEYS = ("step", "train/tokens", "train/examples", "perf/time", "train/loss")
 
 
 class Report:
@@ -37,6 +37,8 @@ class Report:
 
     Attributes:
         window: metrics of the steps since the last row.
+        lacks_last_row: True if the run ends at the step that the attempt resumes from, and the row of this step is
+            still missing.
     """
 
     def __init__(
@@ -49,20 +51,14 @@ class Report:
         get_data_metrics: Callable[[int], Row],
         after_row: Callable[[], None],
         is_language_model: bool = True,
-        watchers: Sequence[StepWatcher] = (),
+        features: Sequence[Feature] = (),
     ):
-        """Open the metrics of an attempt.
+        """Open the metrics of an attempt, by the resolved spec and the config with its total in steps.
 
-        Args:
-            attempt: attempt that the rows belong to.
-            spec: resolved spec.
-            config: config of the trainer, with its total in steps.
-            evaluators: evaluators of the weights.
-            mfu_per_token_rate: MFU of one token (or example, by the unit of the data) per second; 0 if unknown.
-            get_data_metrics: function that returns the metrics of the data at a step.
-            after_row: function called after each row, to start slow work that the first steps do not need.
-            is_language_model: False for a model whose outputs are not logits of tokens.
-            watchers: features that look at the results of each step.
+        `mfu_per_token_rate` is the MFU of one token (or example, by the unit of the data) per second, 0 if unknown.
+        `get_data_metrics` returns the metrics of the data at a step. `after_row` is called after each row, to start
+        slow work that the first steps do not need. A model is no language model if its outputs are not logits of
+        tokens.
         """
         self._attempt, self._spec, self._config = attempt, spec, config
         self._is_language_model = is_language_model
@@ -77,10 +73,10 @@ class Report:
         self._profiler = Profiler(attempt, spec.logging.profile)
         self._resumed_row: Row | None = None  # row of the step that was resumed from
         self._end_carry: JsonObject | None = None  # at the last step, for a run that is extended beyond it
-        self._lacks_last_row = False
+        self.lacks_last_row = False
         self._timer: StepTimer | None = None  # on process 0, while rows are displayed
-        self._watchers = watchers
-        self.window = MetricsWindow(0, watchers=watchers)
+        self._features = features
+        self.window = MetricsWindow(0, watchers=features)
 
     # Resuming.
 
@@ -93,12 +89,8 @@ class Report:
 
         A row of `step` that the present spec does not ask for is removed too, and so is such an evaluation: the run
         ended there, and was extended. Called before the first step, and again if the running job loads a checkpoint.
-        Displays then restart with the remaining rows.
-
-        Args:
-            step: step that the attempt resumes from.
-            attachments: rows that were saved with the state; they may be newer than those of the file.
-            carry: `carry` of the save; None if `step` has a row.
+        Displays then restart with the remaining rows. The rows in `attachments`, saved with the state, may be newer
+        than those of the file. `carry` is that of the save; None if `step` has a row.
         """
         end, is_last = (carry or {}).get(END), step == self._config.total_steps
         # The sums of the steps since the row before `step`; with them the row of `step` can be made again.
@@ -122,8 +114,8 @@ class Report:
         # Without carry the means of the next row would lack the steps before the save.
         is_whole = carry is not None or step == 0 or has_row
         sums = carry if has_sums else None
-        self.window = MetricsWindow(step, sums, is_whole, self._watchers, has_row=has_row or step == 0)
-        self._lacks_last_row = is_last and step > 0 and not has_row and has_sums
+        self.window = MetricsWindow(step, sums, is_whole, self._features, has_row=has_row or step == 0)
+        self.lacks_last_row = is_last and step > 0 and not has_row and has_sums
         if self._displays:
             for display in self._displays:
                 display.close()
@@ -145,47 +137,34 @@ class Report:
         num_anyway = len(self._evaluations.list_due(step, has_end=False))
         return not row.get(_AT_END) and 0 < num_anyway < len(self._evaluations.list_due(step))
 
-    @property
-    def lacks_last_row(self) -> bool:
-        """True if the run ends at the step that the attempt resumes from, and the row of this step is still missing."""
-        return self._lacks_last_row
-
     def complete_row(self, weights: Any, step: int, before_write: Callable[[Row], None] = lambda row: None) -> bool:
         """Write what the step that the attempt resumes from lacks: an evaluation, the last row, or that of step 0.
 
         An evaluation is missing if the previous attempt was asked to stop: it then saves the step without evaluating
         it. The last row is missing if the total was set to a step that an earlier attempt has reached. Called before
-        the first step.
+        the first step. `before_write` is called with the complete row on every host, before it is written; not for the
+        last row, which is the newest one afterwards.
 
-        Args:
-            weights: weights to evaluate.
-            step: step that the attempt resumes from.
-            before_write: function called with the complete row on every host, before it is written; not for the last
-                row, which is the newest one afterwards.
-
-        Returns:
-            False if the job was asked to stop during the evaluation.
-
-        Raises:
-            ResumeError: the last row cannot be made, since an earlier version has saved the step without its results.
+        Returns False if the job was asked to stop during the evaluation. Raises `ResumeError` if the last row cannot
+        be made, since an earlier version has saved the step without its results.
         """
         row = self._attempt.hosts.agree(self._resumed_row)
         if row is not None:
             return not self.is_evaluation_missing(row, step) or self.evaluate_row(weights, row, before_write)
         is_due_now = bool(self._evaluations.list_due(step))
-        if not self._lacks_last_row and (step > 0 or not is_due_now):
+        if not self.lacks_last_row and (step > 0 or not is_due_now):
             return True
-        if self._lacks_last_row and not self.window.has_last:
+        if self.lacks_last_row and not self.window.has_last:
             raise ResumeError(
                 f"{self._attempt.store.url}: step {step} was saved by an earlier version, without the metrics of its "
                 f"last row; set the total of the run to {step + 1} steps or more"
             )
-        row = self._close_window(step) if self._lacks_last_row else {"step": 0, f"train/{self._config.data.unit}": 0}
+        row = self._close_window(step) if self.lacks_last_row else {"step": 0, f"train/{self._config.data.unit}": 0}
         metrics = self._evaluations.evaluate(weights, step) if is_due_now else {}
         self.restart_clock()
         if metrics is not None:
             self._append(row | metrics)
-            self._lacks_last_row = False
+            self.lacks_last_row = False
         return metrics is not None
 
     # Rows during training.
@@ -267,13 +246,13 @@ class Report:
         """Return True if the row, or the calls of hooks for it, are there only because the run ends at its step."""
         step = row["step"]
         is_due_anyway = is_due(step, self._spec.logging.every_steps) or self._evaluations.list_due(step, has_end=False)
-        return step == self._config.total_steps and (not is_due_anyway or bool(row.get(_HIGH_LOSS)))
+        return step == self._config.total_steps and (not is_due_anyway or self._may_be_discarded(row))
 
     def is_end_evaluation(self, row: Row) -> bool:
         """Return True if an evaluation of the step of a row is made only because the run ends there."""
         step = row["step"]
         due = self._evaluations.list_due(step)
-        due_anyway = [] if row.get(_HIGH_LOSS) else self._evaluations.list_due(step, has_end=False)
+        due_anyway = [] if self._may_be_discarded(row) else self._evaluations.list_due(step, has_end=False)
         return step == self._config.total_steps and len(due_anyway) < len(due)
 
     def _append(self, row: Row) -> None:
@@ -315,11 +294,14 @@ class Report:
         return bool(self._evaluations.list_due(step)) and not self.is_evaluated(row) and not self.is_suspect(row)
 
     def is_suspect(self, row: Row) -> bool:
-        """Return True if the step of a row may still be rolled back because of its loss.
+        """Return True if a feature may still discard the step of a row, such as one with a high loss.
 
         Evaluators and hooks are then not called, and it cannot be the best step.
         """
-        return bool(row.get(_HIGH_LOSS)) and row["step"] != self._config.total_steps
+        return self._may_be_discarded(row) and row["step"] != self._config.total_steps
+
+    def _may_be_discarded(self, row: Row) -> bool:
+        return any(feature.is_suspect(row) for feature in self._features)
 
     def is_evaluated(self, row: Row) -> bool:
         """Return True if the row has metrics of an evaluation."""
@@ -389,8 +371,8 @@ class Report:
         with contextlib.suppress(OSError):
             self._metrics.sync()
         lines = read_encoded_rows(self._attempt.store)
-        rows = [line.row for line in collections.deque((line for line in lines if line.step > step), DISCARDED_MAX)]
-        return [{key: row[key] for key in DISCARDED_KEYS if key in row} for row in rows]
+        rows = [line.row for line in collections.deque((line for line in lines if line.step > step), _DISCARDED_MAX)]
+        return [{key: row[key] for key in _DISCARDED_KEYS if key in row} for row in rows]
 
     def attachments(self) -> dict[str, bytes]:
         """Return the rows to save with a state in the fast tier; they may not be durable yet. Process 0 only."""

@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh
 
 from runner.accelerator import find_chip, parse_accelerator, validate_matmul
-from runner.checkpoint.leaves import make_strongly_typed
+from runner.checkpoint.leaves import AdapterMerge, list_leaf_names, make_strongly_typed
 from runner.config import AdapterConfig, TrainerConfig
 from runner.data import DataPosition, Dataset, Fields, get_batch_fields, load_dataset
 from runner.errors import InvalidError
@@ -44,41 +44,30 @@ from runner.train.compile import (
 from runner.train.feature import Feature, TrainStep
 from runner.train.kernel_check import KernelUse, use_kernels
 from runner.train.layout import BatchLayout, list_batch_layouts, make_val_layout
-from runner.train.lora import combine_with_base, init_adapter, make_abstract_adapter, make_merge, merge_adapter
+from runner.train.lora import combine_with_base, init_adapter, make_abstract_adapter, merge_adapter
 from runner.train.optimizer import OptimizerChoice, choose_optimizer
 from runner.train.state import PARAMS, TrainState, drop_params
 
 
 @dataclass(frozen=True)
 class TrainSetup:
-    """Abstract train state, shardings and optimizer of a job on a mesh. Allocates nothing until `init_state`.
+    """Abstract train state, shardings and optimizer of a job on a mesh. Allocates nothing until `init_state`."""
 
-    Attributes:
-        mesh: device mesh, which may be abstract.
-        key: random key of the run; the key of step k is `fold_in(key, k)`.
-        schedule: learning rate by completed steps; None if a custom optimizer contains its own.
-        optimizer: whole optax transformation, clipping included; it works in float32.
-        abstract_state: shape, dtype and sharding of every leaf.
-        make_state: function from a key to the state at step 0, to be jitted with the shardings of `abstract_state`.
-        auxiliary_states: auxiliary states of the train state.
-        rules: logical axis rules of the model.
-        num_logits: V of the model's logits (B, T, V); None if it returns no such array.
-        kernels: choice of kernels, with the test cases of the kernels in the traced steps.
-        traced: traced, uncompiled train steps by micro-batch size, kept so that compilation need not trace again.
-        traced_val: traced, uncompiled validation steps, by the sizes of their batch and micro-batch.
-    """
-
-    mesh: Mesh
-    key: jax.Array
-    schedule: optax.Schedule | None
-    optimizer: optax.GradientTransformation
-    abstract_state: TrainState
+    mesh: Mesh  # may be abstract
+    key: jax.Array  # random key of the run; the key of step k is `fold_in(key, k)`
+    schedule: optax.Schedule | None  # learning rate by completed steps; None if a custom optimizer contains its own
+    optimizer: optax.GradientTransformation  # the whole transformation, clipping included; it works in float32
+    abstract_state: TrainState  # shape, dtype and sharding of every leaf
+    # Function from a key to the state at step 0, to be jitted with the shardings of `abstract_state`.
     make_state: Callable[[jax.Array], TrainState]
     auxiliary_states: Sequence[AuxiliaryState] = ()
     rules: Sequence[LogicalAxisRule] = LOGICAL_AXIS_RULES
-    num_logits: int | None = None
+    num_logits: int | None = None  # V of the model's logits (B, T, V); None if it returns no such array
+    # Choice of kernels, with the test cases of the kernels in the traced steps.
     kernels: KernelUse = field(default_factory=KernelUse, repr=False, compare=False)
+    # Traced, uncompiled train steps by micro-batch size, kept so that compilation need not trace again.
     traced: dict[int, jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
+    # Traced, uncompiled validation steps, by the sizes of their batch and micro-batch.
     traced_val: dict[tuple[int, int], jax.stages.Traced] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -90,6 +79,11 @@ class TrainSetup:
         """Return the hardware for which a micro-batch size is chosen, as manifests record it."""
         kind = self.mesh.devices.flat[0].device_kind
         return {"mesh": self.mesh_sizes, "device_kind": kind, "processes": num_processes}
+
+    @property
+    def abstract_val_state(self) -> TrainState:
+        """Abstract state of the validation step: an adapter merged, without optimizer and auxiliary states."""
+        return merge_adapter(self.abstract_state).replace(opt_state=(), riders={})
 
     @contextlib.contextmanager
     def sharding_rules(self) -> Iterator[None]:
@@ -193,22 +187,11 @@ def build_train_setup(
 ) -> TrainSetup:
     """Build the setup of `model` on `mesh`. Allocates nothing; neither mesh nor key needs real devices.
 
-    Args:
-        model: Flax module.
-        sharded_init: function of (model, key, *inputs, mesh=..., deterministic=...) that returns the variables and
-            their shardings.
-        fields: arrays of a batch. The model is traced with one example to find its shapes.
-        make_optimizer: function from a tree of `Parameter` to the optax transformation.
-        schedule: learning rate by completed steps, or None.
-        mesh: device mesh.
-        key: random key of the run.
-        auxiliary_states: auxiliary states of the train state.
-        adapter: config of the adapter that is trained instead of the model's own parameters, or None.
-        compute: dtype of activations, in which an adapter is merged.
-        rules: logical axis rules of the model.
-        offload_optimizer: True to keep the arrays of the optimizer state in pinned host memory.
-        model_inputs: function from a batch (B, ...) to the positional arguments of the model.
-        kernels: choice of kernels; None: by default the fastest.
+    `sharded_init` is a function of (model, key, *inputs, mesh=..., deterministic=...) that returns the variables and
+    their shardings, `model_inputs` one from a batch (B, ...) to the positional arguments of the model, and
+    `make_optimizer` one from a tree of `Parameter` to the optax transformation. The model is traced with one example
+    of the `fields` to find its shapes. An `adapter` is trained instead of the model's own parameters, and merged in the
+    dtype `compute`. `offload_optimizer` keeps the arrays of the optimizer state in pinned host memory.
     """
 
     def init(init_function: Callable[..., Any], key: jax.Array, **options: Any) -> Any:
@@ -233,7 +216,7 @@ def build_train_setup(
     if sharded_init is not train_state.sharded_init:
         shapes, shardings = _trace_sharded_init(init_sharded, key, mesh, rules)
         # Rules, parameter groups and checkpoints refer to parameters by name, so the names of both must be equal.
-        if _list_names(shapes) != _list_names(nn.unbox(boxed)):
+        if list_leaf_names(shapes) != list_leaf_names(nn.unbox(boxed)):
             raise InvalidError(
                 "sharded_init returns other parameters or variables than the model, by their names; return those of "
                 "model.init"
@@ -241,7 +224,7 @@ def build_train_setup(
 
     # 2. The trained parameters (those of an adapter, if there is one), and their optimizer.
     trained = boxed[PARAMS] if adapter is None else make_abstract_adapter(boxed[PARAMS], adapter)
-    merge = None if adapter is None else make_merge(adapter, compute)
+    merge = None if adapter is None else AdapterMerge(adapter.alpha / adapter.rank, compute)
     # Only what is trained has optimizer state; the frozen base of an adapter has none.
     optimizer = update_in_float32(make_optimizer(describe_parameters(trained)))
     if adapter is not None:
@@ -287,10 +270,6 @@ def _trace_sharded_init(
 
     with mesh_rules.use_sharding_rules(mesh, rules):
         return jax.eval_shape(init_variables, key), found[0]
-
-
-def _list_names(tree: Any) -> list[str]:
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 class StepRecipe(Protocol):
@@ -356,25 +335,15 @@ class StageContext(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TrainSetupBuilder:
-    """Training job independent of devices; builds its `TrainSetup` on a mesh.
+    """Training job independent of devices; builds its `TrainSetup` on a mesh."""
 
-    Attributes:
-        document: origin of the spec, for errors with a line.
-        config: config of the trainer.
-        topology: topology of the spec.
-        seed: seed of the run.
-        recipe: what the job says about its model, its optimizer and its steps.
-        rules: logical axis rules.
-        stage: dependence of a stage on the stages before it; None for a run without stages.
-    """
-
-    document: Document
+    document: Document  # origin of the spec, for errors with a line
     config: TrainerConfig[Any]
     topology: Topology
     seed: int
-    recipe: StepRecipe
+    recipe: StepRecipe  # what the job says about its model, its optimizer and its steps
     rules: Sequence[LogicalAxisRule] = LOGICAL_AXIS_RULES
-    stage: StageContext | None = None
+    stage: StageContext | None = None  # dependence of a stage on the stages before it; None for a run without stages
 
     @functools.cached_property
     def optimizer_choice(self) -> OptimizerChoice:
@@ -609,9 +578,8 @@ class TrainSetupBuilder:
             self.validate_tasks(train_setup)
         self.trace(train_setup, micro_batch)
         if micro_batch is None and self.dataset.validation:
-            abstract = merge_adapter(train_setup.abstract_state).replace(opt_state=(), riders={})
             layout = make_val_layout(self.config, self.list_layouts(train_setup)[0])
-            train_setup.trace_val(self.recipe.val_step, abstract, layout)
+            train_setup.trace_val(self.recipe.val_step, train_setup.abstract_val_state, layout)
 
     def compile(self, train_setup: TrainSetup, limit_bytes: int, micro_batch: int | None = None) -> CompiledStep:
         """Compile the train step with the largest micro-batch that fits in `limit_bytes` of each device.
@@ -638,8 +606,8 @@ class TrainSetupBuilder:
 
     def compile_val(self, train_setup: TrainSetup, layout: BatchLayout) -> jax.stages.Compiled:
         """Compile the validation step that belongs to a train step of this layout."""
-        abstract = merge_adapter(train_setup.abstract_state).replace(opt_state=(), riders={})
-        return train_setup.compile_val(self.recipe.val_step, abstract, make_val_layout(self.config, layout))
+        layout = make_val_layout(self.config, layout)
+        return train_setup.compile_val(self.recipe.val_step, train_setup.abstract_val_state, layout)
 
     def compile_smallest(self, train_setup: TrainSetup) -> CompiledStep:
         """Compile the train step with the smallest micro-batch, whether it fits or not."""

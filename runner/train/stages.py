@@ -44,28 +44,19 @@ _RATE_KEYS = ("schedule", "optimizer.learning_rate", *TOTAL_KEYS)
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage of a run, as the spec describes it.
+    """One stage of a run, as the spec describes it."""
 
-    Attributes:
-        number: 0 for the config itself, before the first stage of the spec.
-        start: completed steps before it.
-        stop: completed steps before the next stage, or the steps of the run; 0 in a run without stages, whose total may
-            not be known yet.
-        config: config of the stage, with `stages` empty; its total is the total of the run as of this stage.
-        document: origin of the config, for errors with a line.
-        values: values that the stage sets, by dotted key below `config`.
-        key: dotted key of the stage in the spec; empty for stage 0.
-        why: reason of the stage; empty if it has none.
-    """
-
-    number: int
-    start: int
+    number: int  # 0 for the config itself, before the first stage of the spec
+    start: int  # completed steps before it
+    # Completed steps before the next stage, or the steps of the run; 0 in a run without stages, whose total may not
+    # be known yet.
     stop: int
+    # Config of the stage, with `stages` empty; its total is the total of the run as of this stage.
     config: TrainerConfig[Any]
-    document: Document
-    values: Mapping[str, Any]
-    key: str = ""
-    why: str = ""
+    document: Document  # origin of the config, for errors with a line
+    values: Mapping[str, Any]  # values that the stage sets, by dotted key below `config`
+    key: str = ""  # dotted key of the stage in the spec; empty for stage 0
+    why: str = ""  # reason of the stage; empty if it has none
 
     def sets(self, *sections: str) -> bool:
         """Return True if the stage sets one of these dotted keys, or a part of one."""
@@ -219,18 +210,12 @@ def make_schedules(stages: Sequence[StagePlan]) -> list[optax.Schedule]:
 
 @dataclass(frozen=True)
 class TrajectoryPiece:
-    """Part of a trajectory: its keys from one step until the next piece.
+    """Part of a trajectory: its keys from one step until the next piece."""
 
-    Attributes:
-        start: completed steps before it.
-        keys: trajectory without stages.
-        values: dotted keys below `config` that the stage sets.
-        continues_data: False if the interleaving of sources restarts at its start; None if the data are not known.
-    """
-
-    start: int
-    keys: Trajectory
-    values: frozenset[str] = frozenset()
+    start: int  # completed steps before it
+    keys: Trajectory  # trajectory without stages
+    values: frozenset[str] = frozenset()  # dotted keys below `config` that the stage sets
+    # False if the interleaving of sources restarts at its start; None if the data are not known.
     continues_data: bool | None = True
 
 
@@ -282,13 +267,9 @@ def find_first_change(
     Both are compared piece by piece. Keys that affect an update only through the learning rate are compared by the
     resulting rates.
 
-    Args:
-        identities: start of each stage, and its part of the identity of the run.
-        present: identity of the run.
-        config: config of the run.
-        uses_config_rates: True if the learning rates are those that the config describes.
-        get_num_examples: function that returns the training examples of an epoch; called for totals in epochs.
-        saved: the saved trajectory.
+    `identities` are the start of each stage, and its part of `present`, the identity of the run. `uses_config_rates` is
+    True if the learning rates are those that the config describes. `get_num_examples` returns the training examples of
+    an epoch; called for totals in epochs.
     """
     pieces = split_trajectory(saved)
     borders = sorted({start for start, _ in identities} | {piece.start for piece in pieces})

@@ -170,12 +170,9 @@ def _fit_sharding(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> Na
 
 
 def compute_variable_shardings(boxed: Any, mesh: Mesh, rules: Sequence[LogicalAxisRule] | None = None) -> Any:
-    """Return the shardings of a model's variables.
+    """Return the shardings of a model's abstract variables, with or without boxes (`nn.LogicallyPartitioned`).
 
-    Args:
-        boxed: abstract variables, with or without logical axis names (`nn.LogicallyPartitioned` boxes).
-        mesh: device mesh.
-        rules: logical axis rules; None: the active ones (`use_sharding_rules`).
+    The logical axis rules are by default the active ones (`use_sharding_rules`).
     """
     specs = nn.logical_to_mesh(nn.get_partition_spec(boxed), rules or get_active_rules())
     return jax.tree.map(
@@ -203,19 +200,11 @@ def make_abstract_state(
     variable_shardings: Any = None,
     offload_optimizer: bool = False,
 ) -> TrainState:
-    """Return shape, dtype and sharding of every leaf of `make(argument)`. Computes nothing.
+    """Return shape, dtype and sharding of every leaf of the train state `make(argument)`, which is only traced.
 
     Moments and auxiliary states are sharded like the parameter of the same name and shape. Other auxiliary leaves are
-    replicated.
-
-    Args:
-        make: function that returns a train state; only traced.
-        argument: its argument, which may be abstract.
-        param_shardings: shardings of the parameters.
-        mesh: device mesh.
-        variable_shardings: shardings of the model's other variables, if it has any.
-        offload_optimizer: True to place the arrays of the optimizer state in pinned host memory. Its scalars stay on
-            the device.
+    replicated. With `offload_optimizer` the arrays of the optimizer state are placed in pinned host memory, and its
+    scalars stay on the device.
     """
 
     def get_keys(path: Any) -> tuple[str, ...]:
@@ -288,17 +277,8 @@ def _move(tree: Any, like: Any, space: Any) -> Any:
 def sharded_init(model: nn.Module, key: jax.Array, *args: Any, mesh: Mesh, **kwargs: Any) -> tuple[Any, Any]:
     """Initialise a model's variables sharded over `mesh`, without materialising a whole array on one device.
 
-    Called on every host. It may be traced: parameters and moments of the state at step 0 are computed by one program.
-
-    Args:
-        model: Flax module.
-        key: random key.
-        *args: arguments of `model.init` after the key.
-        mesh: device mesh.
-        **kwargs: keyword arguments of `model.init`.
-
-    Returns:
-        (variables, shardings), without logical axis boxes.
+    Called on every host, with the arguments of `model.init`. It may be traced: parameters and moments of the state at
+    step 0 are computed by one program. Returns (variables, shardings), without logical axis boxes.
     """
     shardings = compute_variable_shardings(jax.eval_shape(lambda key: model.init(key, *args, **kwargs), key), mesh)
 

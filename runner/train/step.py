@@ -96,24 +96,17 @@ _ROUNDING_KEY = 0x726F756E
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Settings of a train step that follow from the job's class and config.
+    """Settings of a train step that follow from the job's class and config."""
 
-    Attributes:
-        update_variables: pure function that makes the next variables from the statistics of the step.
-        auxiliary_states: auxiliary states that the step updates after the optimizer.
-        rounding: rounding of bfloat16 parameters after their update in float32.
-        norms: norms of gradients and parameters that the step adds to its meta.
-        num_groups: number of groups of micro-batches whose sums have a fixed order, for any number of devices
-            (`train.same_bits_devices`); None: the usual order.
-        replay: inputs of a step that can be replayed; None: it cannot.
-    """
-
+    # Pure function that makes the next variables from the statistics of the step.
     update_variables: UpdateVariables = keep_variables
-    auxiliary_states: Sequence[AuxiliaryState] = ()
-    rounding: Rounding = "nearest"
-    norms: Norms = "none"
+    auxiliary_states: Sequence[AuxiliaryState] = ()  # auxiliary states that the step updates after the optimizer
+    rounding: Rounding = "nearest"  # rounding of bfloat16 parameters after their update in float32
+    norms: Norms = "none"  # norms of gradients and parameters that the step adds to its meta
+    # Number of groups of micro-batches whose sums have a fixed order, for any number of devices
+    # (`train.same_bits_devices`); None: the usual order.
     num_groups: int | None = None
-    replay: ReplayInputs | None = None
+    replay: ReplayInputs | None = None  # inputs of a step that can be replayed; None: it cannot
 
 
 def train_step(
@@ -124,15 +117,7 @@ def train_step(
     accumulate_steps: int,
     options: StepOptions | None = None,
 ) -> tuple[TrainState, jax.Array, dict[str, jax.Array]]:
-    """Make one optimizer step over a global batch.
-
-    Args:
-        forward: loss of a micro-batch, see `Forward`.
-        state: train state.
-        batch: arrays (S, B, ...) by name, as the data declare them.
-        key: random key of this step.
-        accumulate_steps: S.
-        options: settings of the step; None: all defaults.
+    """Make one optimizer step over a global batch: arrays (S, B, ...) by name, as the data declare them.
 
     Returns:
         (state, loss, meta). `loss` is the mean over the real target tokens of the batch. `meta` holds `grad_norm`
@@ -214,7 +199,7 @@ def train_step(
         if is_applied is None:
             state, scalars = apply_update(state)
         else:
-            state, scalars = apply_conditionally(is_applied, apply_update, state, _count_step(given))
+            state, scalars = _apply_conditionally(is_applied, apply_update, state, _count_step(given))
         # 6. A step that turns out to have no target.
         if is_applied is None and TOKEN_COUNT in meta:
             state = jax.tree.map(functools.partial(jnp.where, meta[TOKEN_COUNT] > 0), state, _count_step(given))
@@ -227,12 +212,12 @@ def train_step(
     else:
         agrees = jnp.all(digests == options.replay.expected)
         is_completed = (options.replay.action == UPDATE) | ((options.replay.action == COMPARE) & agrees)
-        state, scalars = apply_conditionally(is_completed, complete_step, state, given)
+        state, scalars = _apply_conditionally(is_completed, complete_step, state, given)
         own_meta[REPLAY_DIGESTS] = digests
     return state, loss, meta | scalars | own_meta
 
 
-def apply_conditionally(
+def _apply_conditionally(
     is_applied: jax.Array, apply_update: Callable[[TrainState], Any], state: TrainState, skipped: TrainState
 ) -> tuple[TrainState, Scalars]:
     """Return (state, scalars) of `apply_update` if `is_applied`, else `skipped` with NaN for each scalar.
@@ -281,13 +266,9 @@ def _count_step(state: TrainState) -> TrainState:
 def val_step(
     forward: Forward, state: TrainState, batch: Batch, num_groups: int | None = None
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Evaluate the loss over a batch (S, B, ...), without dropout.
+    """Evaluate the loss over a batch (S, B, ...), without dropout. Reads no optimizer state.
 
-    Args:
-        forward: loss of a micro-batch, see `Forward`.
-        state: train state, whose optimizer state is not read.
-        batch: arrays (S, B, ...) by name.
-        num_groups: as in `StepOptions`; any number selects the fixed order of sums.
+    `num_groups` is as in `StepOptions`: any number selects the fixed order of sums.
 
     Returns:
         (loss_sum, token_count, last_meta), sums and not means, so that every token of a validation set weighs the same.
@@ -519,7 +500,6 @@ def _rename_target_count(forward: Forward) -> Forward:
 
 
 def _get_leading_shape(batch: Batch) -> tuple[int, int]:
-    """Return (S, B) of a batch, whatever its fields are."""
     S, B, *_ = next(iter(batch.values())).shape
     return S, B
 

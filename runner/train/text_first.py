@@ -31,15 +31,7 @@ class TextsFirst:
     """
 
     def __init__(self, document: Document, spec: ExecutionSpec, data: DataConfig, store: Store, text_job: str):
-        """Prepare the jobs; reads no text.
-
-        Args:
-            document: the spec as the user wrote it.
-            spec: the spec.
-            data: its `config.data`.
-            store: the run's directory, in which the corpora are made.
-            text_job: path (`module:Class`) of the `TextJob`.
-        """
+        """Prepare the jobs, of the class `text_job` (`module:Class`); reads no text. `store` gets the corpora."""
         self.data, self._store, self._jobs = data, store, list[tuple[RawText, TextJob]]()
         self.document = document
         if data.tokenise is not None:
@@ -49,11 +41,9 @@ class TextsFirst:
                 self._jobs.append((text, job_class(validate_spec(text.document), text.document)))
 
     def __iter__(self) -> Iterator[tuple[RawText, TextJob]]:
-        """Iterate over the texts and their jobs."""
         return iter(self._jobs)
 
     def __len__(self) -> int:
-        """Return the number of texts."""
         return len(self._jobs)
 
     def restore(self, config: JsonObject) -> JsonObject:
@@ -64,8 +54,7 @@ class TextsFirst:
     def find_unfinished(self, run: RestoreableJob) -> list[str]:
         """Return the names of the texts whose corpus is not complete; none if the `run` is done. Process 0 only.
 
-        Raises:
-            SpecError: a corpus was made with other keys, or from another text, than the spec has.
+        Raises `SpecError` if a corpus was made with other keys, or from another text, than the spec has.
         """
         names = []
         for text, job in self._jobs:
@@ -94,17 +83,9 @@ class TextsFirst:
         return [] if names and run.lifecycle.validate_directory() else names
 
     def run(self, run: RestoreableJob, programs: Programs, hosts: Hosts, stop: StopNotice, clock: Clock) -> None:
-        """Tokenise the texts that are not tokenised yet. Called on every host.
+        """Tokenise the texts that are not tokenised yet, for `run`, which must be able to start. Called on every host.
 
-        Args:
-            run: the job that trains on them, which must be able to start.
-            programs: its programs.
-            hosts: all processes of the job.
-            stop: notice that the job was asked to stop.
-            clock: accounting of the attempt's time.
-
-        Raises:
-            PreemptedError: the job was asked to stop.
+        Raises `PreemptedError` if the job was asked to stop.
         """
         builder = programs.recipe.setup_builder
         incidents = IncidentRecorder()

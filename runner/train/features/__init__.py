@@ -25,11 +25,8 @@ def make_features(
     run_config: TrainerConfig[Any] | None = None,
     classes: Sequence[type[Feature]] = FEATURES,
 ) -> list[Feature]:
-    """Return the features that a config switches on, in order.
+    """Return the features of a job that the config of its run, or of one of its stages, switches on, in order.
 
-    Args:
-        config: config of the run, or of one of its stages.
-        run_config: config of the run; None if it is `config`.
-        classes: features of the job.
+    `run_config` is by default `config`.
     """
     return [feature(config, run_config or config) for feature in classes if feature.is_on(config)]

@@ -11,7 +11,7 @@ from runner.job import RestoreableJob
 from runner.process import report_faulty_host
 from runner.run.attempt import Attempt
 from runner.train.feature import ExecutableProgram, Feature, StepResults
-from runner.train.replay import DeviceFault, ReplayedStep
+from runner.train.replay import DeviceFault
 from runner.train.state import TrainState
 from runner.train.step import Batch
 
@@ -30,7 +30,6 @@ class Replay(Feature):
         super().__init__(config, run_config)
         self._job: RestoreableJob | None = None  # from the first restore on
         self._is_just_restored = True
-        self._step: tuple[jax.stages.Compiled, ReplayedStep] | None = None  # of the current stage
         self.verified_step = 0
 
     @staticmethod
@@ -47,19 +46,14 @@ class Replay(Feature):
     ) -> StepResults:
         """Make optimizer step `step`, and wait for the device if it is replayed.
 
-        Raises:
-            DeviceError: the gradients differ. What was saved since the last replay is discarded.
+        Raises `DeviceError` if the gradients differ. What was saved since the last replay is discarded.
         """
         every_steps = self.config.train.replay_every_steps
         assert every_steps is not None, "the feature is on"
         assert self._job is not None, "the job has a state"
-        if self._step is None or self._step[0] is not program.executable:
-            compiled = ReplayedStep(program.executable, program.abstract_state, program.mesh, program.is_ordered)
-            self._step = program.executable, compiled
-        compiled = self._step[1]
         if not self._is_just_restored and step % every_steps != 0:
-            return compiled.run(state, batch, key)
-        state, loss, meta, fault = compiled.compare(state, batch, key)
+            return program.replayed.run(state, batch, key)
+        state, loss, meta, fault = program.replayed.compare(state, batch, key)
         if fault is not None:
             raise _discard_unverified(self._job.attempt, self._job.checkpointer, fault, step, self.verified_step)
         self._is_just_restored, self.verified_step = False, step

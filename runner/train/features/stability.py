@@ -27,7 +27,7 @@ does not depend on which checkpoints exist, when the values are fetched, or how 
 record holds the trajectory of the spec that made it. If the present spec differs before that step, or ends before it,
 the skipped range no longer follows from it. A run that has not passed the beginning of the range withdraws the
 roll-back (`Stability.before_restore`) and finds out again; one that has passed it cannot continue
-(`validate_roll_backs`).
+(`Stability.validate_newest`).
 
 The window holds the observed values, which are summed in a fixed order. If the values are the same on any number of
 devices (`train.same_bits_devices`), so are the decisions.
@@ -120,13 +120,26 @@ class Stability(Feature):
 
     def validate_newest(self, job: RestoreableJob, newest: Manifest) -> None:
         """Raise `ResumeError` if the run has passed a skipped range that no longer follows from the spec."""
-        if self._policy is not None:
-            find_change = job.make_run_identity(job.identity()).find_change
-            validate_roll_backs(job.store, newest, find_change, job.total_steps)
+        if self._policy is None:
+            return
+        find_change = job.make_run_identity(job.identity()).find_change
+        record = find_unfounded(read_roll_backs(job.store), newest.identity, find_change, job.total_steps)
+        if record is not None and record["begin"] < newest.step:
+            begin, detected = record["begin"], record["detected"]
+            raise ResumeError(
+                f"{job.store.url}: step {newest.step} is behind {record['batches']} batches that were skipped after "
+                f"step {begin}, because of the spike that was detected at step {detected}; this does not follow from "
+                f"the spec, which now differs, or ends, before that step; change it from step {detected} on, or fork "
+                f"from a checkpoint of step {begin} or earlier"
+            )
 
     def find_earliest_rewind(self, state: TrainState) -> int | None:
-        """Return the earliest step to which the run may be rolled back."""
-        return None if self._policy is None else find_earliest_begin(state, self._policy)
+        """Return the earliest step to which the run may be rolled back. Waits for the device."""
+        if self._policy is None:
+            return None
+        # The cause would be the current spike, or one that begins with the next step.
+        step, high = jax.device_get((state.step, state.riders[STABILITY][_HIGH]))
+        return max(int(step) - int(high) - self._policy.steps_before, 0)
 
     def watch(self, step: int, loss: float, meta: Mapping[str, Any], values: dict[str, RowValue]) -> bool:
         """Count skipped updates and spikes; see `Feature.watch`."""
@@ -151,6 +164,10 @@ class Stability(Feature):
             if num_high >= policy.roll_back.after_steps:
                 raise RewindError(self, step - num_high + 1, step, f"{found}, {num_high} steps with a high loss")
         return num_skips > 0
+
+    def is_suspect(self, row: Row) -> bool:
+        """Return True if the step has a high loss, which may be the beginning of a spike that lasts."""
+        return bool(row.get(f"train/{HIGH_LOSS_STEPS}"))
 
     def before_restore(self, job: RestoreableJob) -> None:
         """Withdraw roll-backs that no longer follow from the spec, and complete the others."""
@@ -181,8 +198,7 @@ class Stability(Feature):
     def on_restored(self, job: RestoreableJob) -> None:
         """Add the ranges of the roll-backs that were recorded after the restored state was saved.
 
-        Raises:
-            ResumeError: a record is missing.
+        Raises `ResumeError` if a record is missing.
         """
         if self._policy is not None:
             job.state = self.restore(job.state, job.step, job.store.url)
@@ -218,9 +234,6 @@ class Stability(Feature):
 
         From this moment on, every start completes the roll-back. The rows after the checkpoint are kept in the record
         alone. For the arguments see `Feature.rewind`.
-
-        Raises:
-            DivergedError: the run was rolled back too often, or has no such checkpoint.
         """
         attempt, hosts, policy, made = job.attempt, job.attempt.hosts, self._policy, self.skipped
         assert policy is not None, "only a job with this policy finds spikes"
@@ -346,66 +359,25 @@ def _sum_pairwise(values_N: jax.Array) -> jax.Array:
 def plan_roll_back(
     config: RollBackConfig, first: int, batch_examples: int, made: Sequence[SkippedBatches]
 ) -> SkippedBatches:
-    """Return the range to skip because of a spike.
-
-    Args:
-        config: the policy.
-        first: first step of the spike.
-        batch_examples: examples of a step.
-        made: ranges of earlier roll-backs.
-    """
+    """Return the range to skip because of a spike that begins with step `first`; `made` are earlier ranges."""
     # A range never begins before an earlier one: otherwise the data of the earlier one would be used again.
     begin = max(first - 1 - config.steps_before, made[-1].begin if made else 0)
     return SkippedBatches(begin, first - 1 - begin + -(-config.skip_examples // batch_examples))
 
 
-def find_earliest_begin(state: TrainState, config: RollBackConfig) -> int:
-    """Return the earliest step to which a run with this state may be rolled back. Waits for the device.
-
-    The cause would be the current spike, or one that begins with the next step.
-    """
-    own = state.riders[STABILITY]
-    step, high = jax.device_get((state.step, own[_HIGH]))
-    return max(int(step) - int(high) - config.steps_before, 0)
-
-
 def find_unfounded(
     records: Sequence[JsonObject], saved: Trajectory, find_first_change: FirstChange, total_steps: int
 ) -> JsonObject | None:
-    """Return the first record that no longer follows from the spec; None if all do.
+    """Return the first record that no longer follows from the spec, which ends at `total_steps`; None if all do.
 
-    Args:
-        records: records of roll-backs.
-        saved: trajectory of the newest checkpoint, for a record of an earlier version, which has none.
-        find_first_change: function that returns the steps before the first update that differs from an earlier
-            trajectory; None if none differs.
-        total_steps: last step of the spec.
+    `find_first_change` returns the steps before the first update that differs from an earlier trajectory; None if none
+    differs. A record of an earlier version has no trajectory: `saved`, that of the newest checkpoint, stands for it.
     """
     for record in records:
         first = find_first_change(record.get(_IDENTITY, saved))
         if record["detected"] > (total_steps if first is None else min(first, total_steps)):
             return record
     return None
-
-
-def validate_roll_backs(store: Store, newest: Manifest, find_first_change: FirstChange, total_steps: int) -> None:
-    """Raise `ResumeError` if the run has passed a skipped range that no longer follows from the spec. Process 0 only.
-
-    Args:
-        store: the run's directory.
-        newest: manifest of its newest checkpoint.
-        find_first_change: function of an earlier trajectory, as in `find_unfounded`.
-        total_steps: last step of the spec.
-    """
-    record = find_unfounded(read_roll_backs(store), newest.identity, find_first_change, total_steps)
-    if record is not None and record["begin"] < newest.step:
-        begin, detected = record["begin"], record["detected"]
-        raise ResumeError(
-            f"{store.url}: step {newest.step} is behind {record['batches']} batches that were skipped after step "
-            f"{begin}, because of the spike that was detected at step {detected}; this does not follow from the spec, "
-            f"which now differs, or ends, before that step; change it from step {detected} on, or fork from a "
-            f"checkpoint of step {begin} or earlier"
-        )
 
 
 def _get_range(record: JsonObject) -> SkippedBatches:
@@ -442,8 +414,7 @@ def read_withdrawn(store: Store) -> list[list[int]]:
 def record_roll_back(attempt: Attempt, record: JsonObject) -> None:
     """Record a roll-back, before it is carried out. Process 0 only.
 
-    Raises:
-        StateError: another roll-back has this number, so the run has two different trajectories.
+    Raises `StateError` if another roll-back has this number, so that the run has two different trajectories.
     """
     store, name = attempt.store, f"{ROLL_BACK_FOLDER}/{record['number']}"
     attempt.fence.check()
@@ -451,7 +422,7 @@ def record_roll_back(attempt: Attempt, record: JsonObject) -> None:
         create_file(store, name, encode_json(record | {"time": time.time(), "attempt": attempt.number}))
     except FileExistsError:
         # A suspended process of an earlier attempt may have recorded the same decision.
-        known = read_roll_back(store, record["number"])
+        known = _read_record(store, str(record["number"]))
         if any(known.get(key) != record[key] for key in ("begin", "batches")):
             raise StateError(f"{store.url}/{name} skips other data than this attempt found") from None
     _append_event(attempt, record)
@@ -483,19 +454,14 @@ def complete_roll_backs(attempt: Attempt) -> list[JsonObject]:
 def read_roll_backs(store: Store) -> list[JsonObject]:
     """Return the records of all roll-backs of this run, in order. A fork continues the numbering of its parent.
 
-    Raises:
-        InvalidError: a record is damaged, or one between two others is missing.
+    Raises `InvalidError` if a record is damaged, or one between two others is missing.
     """
     numbers = [number for number in map(parse_number, store.list_names(ROLL_BACK_FOLDER)) if number is not None]
-    return [read_roll_back(store, number) for number in range(min(numbers, default=1), max(numbers, default=0) + 1)]
-
-
-def read_roll_back(store: Store, number: int) -> JsonObject:
-    """Return a record. Raises `InvalidError` if it is damaged or missing."""
-    return _read_record(store, str(number))
+    return [_read_record(store, str(number)) for number in range(min(numbers, default=1), max(numbers, default=0) + 1)]
 
 
 def _read_record(store: Store, name: str) -> JsonObject:
+    """Return a record. Raises `InvalidError` if it is damaged or missing."""
     number = int(name.partition(_WITHDRAWN)[0])
     try:
         record = read_json(store, f"{ROLL_BACK_FOLDER}/{name}")
