@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import importlib
 import logging
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -37,12 +39,29 @@ LONGEST_FILES = (
     "tests/survival/test_kill.py",
 )
 ALLOWED_SKIP = "needs an accelerator"
+ROOT = Path(__file__).parents[1]
 
 
 def pytest_unconfigure() -> None:
     """Remove the session directory in the process that made it, which ends last."""
     if _is_session_mine:
         shutil.rmtree(os.environ.pop(SESSION_VARIABLE, ""), ignore_errors=True)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Import the test modules from another one on in each worker of pytest-xdist, if all are collected.
+
+    pytest rewrites the assertions of a module where it finds no rewritten copy on the disk, which takes longer than all
+    imports. Workers that import the modules in one order find none and rewrite every module at the same time.
+    """
+    config = session.config
+    worker = getattr(config, "workerinput", None)
+    if worker is None or config.args != config.getini("testpaths"):
+        return
+    paths = sorted(path.relative_to(ROOT).with_suffix("") for path in (ROOT / "tests").rglob("test_*.py"))
+    first = len(paths) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    for path in paths[first:] + paths[:first]:
+        importlib.import_module(".".join(path.parts))
 
 
 def pytest_collection_finish() -> None:

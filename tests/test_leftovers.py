@@ -12,6 +12,7 @@ import pytest
 from runner import RestoreableJob
 from runner.storage import bucket
 from tests.support.tiny_jobs import make_counter, make_gpt, stop_after
+from tests.test_values import TrainLookup
 
 
 def run(job: RestoreableJob) -> None:
@@ -31,7 +32,7 @@ def make_with_fast_tier(directory: Path) -> RestoreableJob:
 JOBS: dict[str, Callable[[Path], RestoreableJob]] = {
     "counter": make_counter,
     "fast tier": make_with_fast_tier,
-    "trainer": make_gpt,
+    "trainer": lambda directory: make_gpt(directory, TrainLookup),
 }
 
 

@@ -17,6 +17,7 @@ from runner.storage import Key, parse_lines, url
 from tests.benchmarks.scale import Pod
 from tests.support.memory_bucket import MemoryDriver
 from tests.support.tiny_jobs import ROOT, make_counter, make_gpt, stop_after
+from tests.test_values import TrainLookup
 
 # Result keys of runs that a hook ends or extends: tests/hook/test_run.py.
 HOOK_KEYS = {"stopped_by", "stopped_because", "stopped_rule", "best_step", "best_value", "<name>"}
@@ -47,7 +48,7 @@ class GoogleBucket(MemoryDriver):
 
 @pytest.fixture(scope="module")
 def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT that was stopped, lost its newest checkpoint to damage, and resumed to the end."""
+    """A trainer that was stopped, lost its newest checkpoint to damage, and resumed to the end."""
     directory = tmp_path_factory.mktemp("record") / "run"
     changes = {
         "checkpoint.every_steps": 2,
@@ -57,11 +58,11 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "config.eval.bits_per_byte": True,
         "config.eval.every_steps": 3,  # so that the last step is evaluated only because the run ends there
     }
-    job = make_gpt(directory, **changes)
+    job = make_gpt(directory, TrainLookup, **changes)
     stop_after(job, 5)
     files = [path for path in (directory / "checkpoints/5").rglob("*") if path.is_file()]
     max(files, key=lambda path: path.stat().st_size).write_bytes(b"damaged")
-    make_gpt(directory, **changes)()
+    make_gpt(directory, TrainLookup, **changes)()
     return directory
 
 

@@ -277,18 +277,18 @@ def test_resume_on_another_mesh_has_equal_batches_and_losses_within_rounding(und
 # Donation and tracing.
 
 
-class CountingGPT(PretrainGPT):
-    """A job that counts how often forward is traced, and checks that each step donates the previous state."""
+class CountingTrainer(BaseTrainer):
+    """A trainer that counts how often forward is traced, and checks that each step donates the previous state."""
 
     traces = 0
 
     @classmethod
     def forward(cls, apply_fn, params, batch, key):
-        CountingGPT.traces += 1
+        cls.traces += 1
         return super().forward(apply_fn, params, batch, key)
 
     def run(self):
-        self.traces_before_run, self.gone = CountingGPT.traces, []
+        self.traces_before_run, self.gone = type(self).traces, []
         self.before = jax.tree.leaves(self.state)
         super().run()
 
@@ -298,10 +298,15 @@ class CountingGPT(PretrainGPT):
         super().save_or_stop()
 
 
-def test_the_state_is_donated_and_both_programs_are_traced_once(tmp_path):
-    job = make_gpt(tmp_path / "run", CountingGPT, **make_mesh_options(2, 2, 2) | {"config.model.layers": 1})
+@pytest.mark.parametrize("base", [TrainLookup, pytest.param(PretrainGPT, marks=pytest.mark.soak)])
+def test_the_state_is_donated_and_both_programs_are_traced_once(base, tmp_path):
+    class Counting(CountingTrainer, base):
+        """The trainer with a model."""
+
+    job = make_gpt(tmp_path / "run", Counting, **make_mesh_options(2, 2, 2) | {"config.model.layers": 1})
     job()
-    assert (job.traces_before_run, CountingGPT.traces) == (2, 2)  # errors in either shape appear before anything runs
+    traces = type(job).traces
+    assert (job.traces_before_run, traces) == (2, 2)  # errors in either shape appear before anything runs
     assert len(job.gone) == STEPS
     assert all(all(step) for step in job.gone)
 
@@ -909,7 +914,7 @@ def test_a_train_step_that_changes_the_state_type_is_rejected_before_compilation
 def test_a_job_on_cpus_keeps_the_memory_of_its_steps(tmp_path, monkeypatch):
     kept = []
     monkeypatch.setattr("runner.train.program.keep_freed_memory", kept.append)
-    job = make_gpt(tmp_path / "run")
+    job = make_gpt(tmp_path / "run", TrainLookup)
     job()
     assert kept == [jax.local_device_count() * job.compiled.memory.temporaries]
     assert kept[0] > 0

@@ -38,11 +38,12 @@ def get_section(schema: dict[str, Any], *path: str) -> dict[str, Any]:
     return dict(schema["properties"])
 
 
-@pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem)
-def test_every_shipped_spec_is_valid_under_the_schema_of_its_job(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert find_problems(print_schema(capsys, str(path)), load_document(path).data) == []
+def test_every_shipped_spec_is_valid_under_the_schema_of_its_job(capsys: pytest.CaptureFixture[str]) -> None:
+    documents = {path: load_document(path).data for path in SPECS}
+    first_specs = {data["job"]: path for path, data in reversed(documents.items())}
+    schemas = {job: print_schema(capsys, str(path)) for job, path in first_specs.items()}
+    problems = {path: find_problems(schemas[data["job"]], data) for path, data in documents.items()}
+    assert problems == {path: [] for path in SPECS}
 
 
 def test_every_shipped_spec_is_valid_under_the_schema_of_all_jobs(capsys: pytest.CaptureFixture[str]) -> None:

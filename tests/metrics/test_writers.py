@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from experiments.gpt import PretrainGPT
 from runner.cli.app import run_command
 from runner.metrics import writers
 from runner.metrics import writers as tensorboard
@@ -22,6 +21,7 @@ from runner.storage import LocalStore, encode_line, parse_lines, read_json, read
 from tests.support import wandb_file
 from tests.support.memory_bucket import make_memory_bucket
 from tests.support.tiny_jobs import make_gpt
+from tests.test_values import TrainLookup
 
 SAVED_STEP, KILL_STEP = 3, 5
 ALL_ON = {"logging.tensorboard": True, "logging.wandb": "online", "logging.wandb_tags": ["a tag"]}
@@ -32,7 +32,7 @@ class KilledError(Exception):
     """Simulated kill of the process."""
 
 
-class KilledGPT(PretrainGPT):
+class KilledLookup(TrainLookup):
     def save_or_stop(self) -> None:
         super().save_or_stop()
         self.checkpointer.wait_until_finished()
@@ -68,11 +68,11 @@ class ResumedRun:
     def __init__(self, directory: Path):
         self.directory = directory
         with pytest.raises(KilledError):
-            make_gpt(directory, KilledGPT, **CHANGES, **ALL_ON)()
+            make_gpt(directory, KilledLookup, **CHANGES, **ALL_ON)()
         self.lost = self.rows()[SAVED_STEP:]
         self.open_tensorboard = accumulate(directory / "tensorboard")
         assert len(read_scalars(self.open_tensorboard)) == KILL_STEP
-        make_gpt(directory, **CHANGES, **ALL_ON)()
+        make_gpt(directory, TrainLookup, **CHANGES, **ALL_ON)()
         self.open_tensorboard.Reload()
 
     def rows(self) -> list[Row]:
@@ -206,7 +206,7 @@ def test_a_failing_writer_is_switched_off_once_without_waiting(way: str, monkeyp
 def test_failing_writers_print_a_line_and_leave_the_run_bit_identical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_gpt(tmp_path / "undisturbed")()
+    make_gpt(tmp_path / "undisturbed", TrainLookup)()
     monkeypatch.setattr(writers, "CLOSE_SECONDS", 0.1)
     free, told = threading.Event(), {}
 
@@ -216,7 +216,7 @@ def test_failing_writers_print_a_line_and_leave_the_run_bit_identical(
         return _AsyncMetricWriter(name, lambda: BrokenWriter(way, free), earlier, on_off)
 
     monkeypatch.setattr(writers, "_AsyncMetricWriter", broken)
-    make_gpt(tmp_path / "run", **ALL_ON)()
+    make_gpt(tmp_path / "run", TrainLookup, **ALL_ON)()
     free.set()
     assert sorted(told) == sorted(READERS.keys() & {"tensorboard", "wandb"})
     store = LocalStore(tmp_path / "run")

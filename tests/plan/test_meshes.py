@@ -1,5 +1,6 @@
 """Candidate meshes, their predicted traffic, and the bounded search over them."""
 
+import functools
 import math
 import multiprocessing
 from collections import Counter
@@ -134,21 +135,28 @@ def test_experts_are_gathered_over_the_axes_that_do_not_shard_them():
 HYBRID = "{key_heads: 2, value_heads: 4, key_head_dim: 8, value_head_dim: 8}"
 
 
-def make_predictor(*overrides, accelerator="v5p-64", spec="specs/llama3_8b.yaml"):
+def make_job(*overrides, accelerator="v5p-64", spec="specs/llama3_8b.yaml"):
     findings = Findings()
     job = open_job(load_document(spec, [f"topology.accelerator={accelerator}", *overrides]), findings)
     assert isinstance(job, BaseTrainer), findings.problems
+    return job
+
+
+@functools.cache
+def make_predictor(*overrides, accelerator="v5p-64", spec="specs/llama3_8b.yaml"):
+    """Trace a job for its FLOPs, which takes much longer than `make_job`."""
+    job = make_job(*overrides, accelerator=accelerator, spec=spec)
     flops = job.flops_per_token(build_abstract(job.setup_builder, order_sizes(ONES)))
     return job, Predictor(job, flops, parse_accelerator(accelerator))
 
 
 def test_a_decoder_sends_keys_and_values_and_expert_tokens():
-    job, _ = make_predictor()
+    job = make_job()
     sizing = job.sizing(ONES)
     assert sizing.sequence_bytes_per_token == 32 * (3 + 1) * 2 * 8 * 128 * 2  # layers, rounds, keys and values, bf16
     assert sizing.sequence_bytes_per_token == 2 * job.sizing(ONES | {"tensor": 2}).sequence_bytes_per_token
     assert (sizing.num_experts, sizing.expert_parameters, sizing.expert_bytes_per_token) == (1, 0, 0)
-    sparse, _ = make_predictor(
+    sparse = make_job(
         "config.model={vocabulary_size: 256, layers: 3, heads: 4, width: 64, mlp_width: 128, "
         "moe: {experts: 8, experts_per_token: 2, expert_width: 32, dense_layers: 1}}",
         spec="specs/moe_nano.yaml",
@@ -185,7 +193,7 @@ def test_reductions_of_gradients_are_waited_for_on_a_tpu():
 @pytest.mark.parametrize("chunk", ["null", 512])  # of the loss: all logits of a device, or some
 def test_memory_grows_with_the_tokens_per_device_not_with_the_sequence(chunk):
     keys = f"config.memory.loss_chunk_positions={chunk}"
-    rows = {length: make_predictor(f"config.data.sequence_length={length}", keys)[0] for length in (8192, 32_768)}
+    rows = {length: make_job(f"config.data.sequence_length={length}", keys) for length in (8192, 32_768)}
     one, four = (rows[length].sizing(ONES | {"sequence": parts}) for length, parts in ((8192, 1), (32_768, 4)))
     assert one == four
 
@@ -403,13 +411,11 @@ def test_logits_of_extra_predictions_exist_together_unless_the_loss_is_chunked()
     sizes = {}
     for chunk in ("null", "32"):
         options = [f"config.memory.loss_chunk_positions={chunk}", "config.memory.remat=layers"]
-        sizings = [
-            make_predictor(model % extra, *options, spec="specs/llama_nano.yaml")[0].sizing(ONES) for extra in (0, 2)
-        ]
+        sizings = [make_job(model % extra, *options, spec="specs/llama_nano.yaml").sizing(ONES) for extra in (0, 2)]
         sizes[chunk] = sizings[1].activation_bytes_per_token - sizings[0].activation_bytes_per_token
     assert sizes["null"] - sizes["32"] == 2 * 256 * (4 + 4)
 
 
 def test_sequences_of_linear_layers_are_not_sharded():
-    job, _ = make_predictor(f"config.model.linear={HYBRID}", "config.model.layer_pattern=[linear, full]")
+    job = make_job(f"config.model.linear={HYBRID}", "config.model.layer_pattern=[linear, full]")
     assert not job.sizing(ONES).can_shard_sequences

@@ -9,6 +9,7 @@ prints them for the packages `runner`, `experiments` and `launch` of a checkout,
 import argparse
 import ast
 import collections
+import functools
 import io
 import re
 import statistics
@@ -104,7 +105,8 @@ def measure(root: Path, package: str = "") -> Structure:
     texts = {path: text for path, text in everything.items() if path.is_relative_to(parent) or path.stem == parent.name}
     texts = {path: text for path, text in texts.items() if path.is_relative_to(parent) or path.parent == parent.parent}
     trees = {path: ast.parse(text) for path, text in texts.items()}
-    nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
+    walked = {path: list(ast.walk(tree)) for path, tree in trees.items()}
+    nodes = [(path, node) for path, found in walked.items() for node in found]
     classes = {node.name: node for _, node in nodes if isinstance(node, ast.ClassDef)}
     top = [
         (path, node)
@@ -144,14 +146,18 @@ def measure(root: Path, package: str = "") -> Structure:
             f"{path.relative_to(root)}:{node.lineno}" for path, node in nodes if _is_import_by_string(node)
         ],
         any_dictionaries=sum(
-            isinstance(node, ast.Subscript) and ast.unparse(node) == "dict[str, Any]" for _, node in nodes
+            isinstance(node, ast.Subscript)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "dict"
+            and ast.unparse(node) == "dict[str, Any]"
+            for _, node in nodes
         ),
         classes={name: _measure_class(classes[name]) for name in MAIN_CLASSES if name in classes},
         feature_files=_count_feature_files(
-            [tree for path, tree in trees.items() if path.is_relative_to(root / "runner")]
+            [found for path, found in walked.items() if path.is_relative_to(root / "runner")]
         ),
         callables=sum(
-            _count_callables(trees[path]) for path in trees if str(path.relative_to(root)).startswith(TRAINING)
+            _count_callables(walked[path]) for path in trees if str(path.relative_to(root)).startswith(TRAINING)
         ),
         instance_dictionaries=sum(_is_instance_dictionary(node) for _, node in nodes),
         line_shares=(comments / sum(sizes), sum(text.count("\n") + 1 for _, _, text in documented) / sum(sizes)),
@@ -174,35 +180,40 @@ def _measure_class(node: ast.ClassDef) -> tuple[int, int]:
     return (node.end_lineno or node.lineno) - node.lineno + 1, len(methods)
 
 
-def _count_feature_files(trees: list[ast.Module]) -> dict[str, int]:
+def _count_feature_files(files: list[list[ast.AST]]) -> dict[str, int]:
     """Return the number of files whose code mentions each feature, without docstrings and comments."""
     found = dict.fromkeys(FEATURES, 0)
-    for tree in trees:
-        code = " ".join(_list_words(tree))
+    for nodes in files:
+        code = " ".join(_list_words(nodes))
         for feature, words in FEATURES.items():
             found[feature] += re.search(rf"(?<![a-z])({words})(?![a-z])", code, re.IGNORECASE) is not None
     return found
 
 
-def _list_words(tree: ast.Module) -> Iterator[str]:
+@functools.cache
+def _list_word_fields(kind: type[ast.AST]) -> list[str]:
+    """Return the fields of a kind of node that may hold a name."""
+    return [field for field in kind._fields if field in ("id", "attr", "arg", "name", "module")]
+
+
+def _list_words(nodes: list[ast.AST]) -> Iterator[str]:
     """Yield the names and strings of the code of a module; docstrings are expressions by themselves."""
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        for field in ("id", "attr", "arg", "name", "module"):
-            if isinstance(word := getattr(node, field, None), str):
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        for field in _list_word_fields(type(node)):
+            if isinstance(word := getattr(node, field), str):
                 yield word
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             yield node.value
 
 
-def _count_callables(tree: ast.Module) -> int:
+def _count_callables(nodes: list[ast.AST]) -> int:
     """Return how many functions of a module, lambdas included, it passes to constructors of classes."""
-    functions = {node.name for node in ast.walk(tree) if isinstance(node, _FUNCTIONS)}
-    properties = {
-        node.name for node in ast.walk(tree) if isinstance(node, _FUNCTIONS) and "property" in ast.unparse(node)[:40]
-    }
+    defined = [node for node in nodes if isinstance(node, _FUNCTIONS)]
+    functions = {node.name for node in defined}
+    properties = {node.name for node in defined if any("property" in ast.unparse(each) for each in node.decorator_list)}
     count = 0
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call) and re.match(r"_?[A-Z][a-z]", ast.unparse(node.func).rpartition(".")[2]):
             for given in [*node.args, *(keyword.value for keyword in node.keywords)]:
                 name = ast.unparse(given).rpartition(".")[2]

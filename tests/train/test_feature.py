@@ -15,6 +15,7 @@ from runner.storage import LocalStore, read_json
 from runner.train.compile import compute_program_digest
 from tests.repository.structure import ROOT
 from tests.support.tiny_jobs import make_gpt, read_outcome, stop_after
+from tests.test_values import TrainLookup
 
 STEPS = 4
 SETTINGS: dict[str, Any] = {
@@ -40,10 +41,17 @@ def example() -> Iterator[types.ModuleType]:
 def test_a_feature_is_in_state_rows_and_manifest_and_survives_a_stop(example: Any, tmp_path: Path) -> None:
     # The loss begins at log(257), and every step is above the ceiling.
     settings = SETTINGS | {"config.ceiling": {"at": 2.5}}
-    whole = make_gpt(tmp_path / "whole", example.CeilingGPT, **settings)
+
+    class CeilingLookup(TrainLookup):
+        """A trainer with the feature, whose model compiles fast."""
+
+        Config = example.CeilingGPT.Config
+        feature_classes = example.CeilingGPT.feature_classes
+
+    whole = make_gpt(tmp_path / "whole", CeilingLookup, **settings)
     whole()
-    stop_after(make_gpt(tmp_path / "run", example.CeilingGPT, **settings), 3)
-    make_gpt(tmp_path / "run", example.CeilingGPT, **settings)()
+    stop_after(make_gpt(tmp_path / "run", CeilingLookup, **settings), 3)
+    make_gpt(tmp_path / "run", CeilingLookup, **settings)()
     assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
     assert int(whole.state.riders["ceiling"]) == STEPS
     row = whole.session.report.get_newest_row()
