@@ -106,11 +106,9 @@ class LedgerSummary:
     # Step and value of the newest other figures of evaluations, by key.
     figures: dict[str, tuple[int, float]] = field(default_factory=dict)
     is_language_model: bool = True  # False if the newest compiled model returns no logits over ids
-    # The newest notices.
     notices: "collections.deque[Notice]" = field(default_factory=lambda: collections.deque(maxlen=_NOTICES_MAX))
     num_invalid: int = 0  # events without a number of an attempt, a time or a name; they were skipped
     saves: list[SaveRecord] = field(default_factory=list)  # all commits, or a part of very many
-    # The newest events.
     events: "collections.deque[JsonObject]" = field(default_factory=lambda: collections.deque(maxlen=_EVENTS_MAX))
     fork: JsonObject = field(default_factory=dict)  # the newest event `fork`; empty if the run is no fork
     # An event `stage` of each of the first `STAGES_MAX` stages, by its first step: that of its border, if it is known.

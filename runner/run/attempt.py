@@ -367,14 +367,10 @@ def find_sharing_problem(store: Store, token: str, seconds: float) -> str | None
 
 
 class IncidentRecorder:
-    """Callbacks of the watchdog, called on the watchdog's threads.
-
-    Attributes:
-        attempt: None until the directory is claimed; nothing is written there before.
-    """
+    """Callbacks of the watchdog, called on the watchdog's threads."""
 
     def __init__(self) -> None:
-        self.attempt: Attempt | None = None
+        self.attempt: Attempt | None = None  # until the directory is claimed; nothing is written there before
 
     def on_diagnosis(self, line: str, code: int) -> tuple[str, int] | None:
         """Record why the job is stalled, with the stacks of all threads. Any process, right before it ends.

@@ -40,19 +40,14 @@ _STORE_SECONDS = 10.0  # for a slow directory, when the clock of an attempt is o
 
 
 class _Notices:
-    """Files in `waiting/`, each of one process. If the content of a file changes, its process is alive.
-
-    Attributes:
-        contents: newest content by process.
-        found_seconds: moment at which a file was first seen, by process and by the monotonic clock.
-        changed_seconds: moment of the last change since then, of those files that have changed.
-    """
+    """Files in `waiting/`, each of one process. If the content of a file changes, its process is alive."""
 
     def __init__(self, store: Store):
         self._store = store
-        self.contents: dict[int, bytes] = {}
-        self.found_seconds: dict[int, float] = {}
-        self.changed_seconds: dict[int, float] = {}
+        # By process; moments are those of the monotonic clock.
+        self.contents: dict[int, bytes] = {}  # newest
+        self.found_seconds: dict[int, float] = {}  # at which a file was first seen
+        self.changed_seconds: dict[int, float] = {}  # of the last change since then, if there was any
 
     def look(self, below: int | None = None) -> None:
         """Read the files of all processes, or the lowest of those `below` a number. Raises `OSError`."""
@@ -214,13 +209,10 @@ class WaitingHosts:
     A thread polls the files in `waiting/`. If the content of a file changes, its host is alive and counts as waiting
     for a minute, because a host writes nothing between two tries to join. A host that joins and soon fails must not
     stop the job at every save. Therefore each growth within a day doubles the number of saves before the next one.
-
-    Attributes:
-        num_missing: processes that the job has begun without.
     """
 
     def __init__(self, store: Store, num_missing: int):
-        self.num_missing = num_missing
+        self.num_missing = num_missing  # processes that the job has begun without
         self._notices = _Notices(store)
         day_ago = time.time() - _DAY_SECONDS
         times = [event.get("time") for event in read_log(store, "events") if event.get("event") == "grow"]

@@ -36,15 +36,15 @@ def list_keys(model: type[BaseModel], policy: Policy) -> tuple[str, ...]:
         if policy in field.metadata:
             found.append(name)
         else:
-            for inner in _iterate_models(field.annotation):
+            for inner in iterate_models(field.annotation):
                 found += [f"{name}.{key}" for key in list_keys(inner, policy)]
     return tuple(dict.fromkeys(found))
 
 
-def _iterate_models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the models of the values of a key: one, alternatives, or those in a list."""
+def iterate_models(annotation: Any, everywhere: bool = False) -> Iterator[type[BaseModel]]:
+    """Yield the models of the values of a key: one, alternatives, or those in a list; `everywhere`: in mappings too."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    elif get_origin(annotation) in (Union, types.UnionType, list):
+    elif everywhere or get_origin(annotation) in (Union, types.UnionType, list):
         for argument in get_args(annotation):
-            yield from _iterate_models(argument)
+            yield from iterate_models(argument, everywhere)

@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 from runner.errors import SpecError, suggest_choices, suggest_nearest
 from runner.spec.document import Document, KeyPath, describe_value, dump_yaml, load_document
 from runner.spec.model import HOOK_PATTERN, JOB_PATTERN, NAME_PATTERN, ExecutionSpec, JobConfig
+from runner.spec.policy import iterate_models
 
 SpecModel = TypeVar("SpecModel", bound=BaseModel)
 _NEEDS = {
@@ -144,7 +145,7 @@ def _list_keys(model: type[BaseModel], path: KeyPath, data: Any) -> list[str]:
     for part in path:
         data = data[int(part)] if isinstance(data, list) else data[part]
         if part in model.model_fields:
-            models = list(_find_models(model.model_fields[part].annotation)) or [model]
+            models = list(iterate_models(model.model_fields[part].annotation, everywhere=True)) or [model]
             model = next((choice for choice in models if _is_selected_by(choice, data)), models[0])
     return list(model.model_fields)
 
@@ -153,13 +154,6 @@ def _is_selected_by(model: type[BaseModel], data: Any) -> bool:
     """Return True if a key of `data` has the single value that `model` allows for it, such as `kind` in a union."""
     fields = model.model_fields.items()
     return isinstance(data, dict) and any(get_args(field.annotation) == (data.get(name),) for name, field in fields)
-
-
-def _find_models(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _find_models(argument)
 
 
 def _describe_need(detail: ErrorDetails) -> str:

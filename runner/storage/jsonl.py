@@ -183,15 +183,11 @@ class TailUpdate(NamedTuple, Generic[Item]):
 
 
 class FileTail:
-    """Tailing reader of the raw lines of one local file, which others append to, truncate or replace.
-
-    Attributes:
-        num_skipped: lines since the last restart that were skipped because they are too long.
-    """
+    """Tailing reader of the raw lines of one local file, which others append to, truncate or replace."""
 
     def __init__(self, store: Store, name: str):
         self._store, self._name = as_local(store), name
-        self.num_skipped = 0
+        self.num_skipped = 0  # lines since the last restart that are too long
         self._identity = (0, 0)  # device and inode of the file that was read
         self._offset = 0
         self._last_line = b""  # the line that ends at `_offset`
