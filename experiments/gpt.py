@@ -50,7 +50,7 @@ from runner.errors import InvalidError
 from runner.huggingface.mapping import Family, TensorPiece
 from runner.metrics.meta import SUMS
 from runner.spec import Auto
-from runner.spec.policy import Policy
+from runner.spec.model import Policy
 from runner.storage import JsonObject
 from runner.train.flops import Flops, Sizing, compute_transformer_flops, compute_transformer_sizing, list_memory_choices
 from runner.train.loss import document_arguments, target_weights

@@ -28,8 +28,7 @@ from runner.errors import InvalidError
 from runner.optim.config import OPTIMIZERS, SCHEDULES, OptimizerConfig, ScheduleConfig
 from runner.run.events import ROLL_BACKS_MAX
 from runner.spec import Auto, Document, FrozenModel, JobConfig, Trajectory, is_below, is_class_path
-from runner.spec.model import CLASS_PATH
-from runner.spec.policy import Policy, list_keys
+from runner.spec.model import CLASS_PATH, Policy, list_keys
 from runner.storage import JsonObject
 
 DEFAULT_SOURCE = "python-stdlib"

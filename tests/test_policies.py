@@ -1,4 +1,4 @@
-"""Claims of the policies beside the keys (`runner.spec.policy`), with every value of every key of a GPT config."""
+"""Claims of the policies beside the keys (`runner.spec.model`), with every value of every key of a GPT config."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from runner.checkpoint.leaves import flatten_with_names
 from runner.config import TrainerConfig
 from runner.errors import SpecError
 from runner.spec import is_below
-from runner.spec.policy import Policy, list_keys
+from runner.spec.model import Policy, list_keys
 from tests.support.bigram import BigramTrainer
 from tests.support.tiny_jobs import make_gpt, stop_after
 from tests.test_values import BASE, TRAINERS, Case, make_job_factory, merge_changes, pack_cases

@@ -40,7 +40,7 @@ from runner.config import ModelConfig, TrainerConfig
 from runner.errors import InvalidError, suggest_choices
 from runner.optim.groups import Parameter
 from runner.spec import Auto, FrozenModel
-from runner.spec.policy import Policy
+from runner.spec.model import Policy
 from runner.storage import JsonObject
 
 AXIS_LIMIT = 1 << 31

@@ -8,8 +8,7 @@ that they work beside a running job.
 - `run`: `runner SPEC`
 - `status`: `status`, and access to a run for read-only commands
 - `inspect`: `lineage`, `metrics`, `report`, `dashboard`, without jax
-- `checkpoints`: `checkpoints`, `checkpoints copy`, `profile`
-- `weights`: `sample`, `evaluate`, `export`
+- `checkpoints`: `checkpoints`, `checkpoints copy`, `sample`, `evaluate`, `export`, `profile`
 - `plan`: `plan`, `schema`, `spec-from`
 - `verify_resume`: `verify-resume`
 - `app`: table of commands, with their help and exit codes, and `main`

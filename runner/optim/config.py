@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from runner.spec import FrozenModel
-from runner.spec.policy import Policy
+from runner.spec.model import Policy
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from pydantic_core import ErrorDetails
 
 from runner.errors import SpecError, suggest_choices, suggest_nearest
 from runner.spec.document import Document, KeyPath, describe_value, dump_yaml, load_document
-from runner.spec.model import HOOK_PATTERN, JOB_PATTERN, NAME_PATTERN, ExecutionSpec, JobConfig
-from runner.spec.policy import iterate_models
+from runner.spec.model import HOOK_PATTERN, JOB_PATTERN, NAME_PATTERN, ExecutionSpec, JobConfig, iterate_models
 
 SpecModel = TypeVar("SpecModel", bound=BaseModel)
 _NEEDS = {

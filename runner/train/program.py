@@ -29,7 +29,7 @@ from runner.process import keep_freed_memory, read_machine_id
 from runner.run.attempt import Attempt
 from runner.run.fence import RunIdentity
 from runner.spec import ExecutionSpec, ForkConfig, Trajectory, is_below
-from runner.spec.policy import Policy, list_keys
+from runner.spec.model import Policy, list_keys
 from runner.storage import Store
 from runner.train.checks import (
     share_ids,

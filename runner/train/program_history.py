@@ -19,7 +19,7 @@ from runner.distributed.agreement import Hosts
 from runner.run.attempt import Attempt
 from runner.run.environment import collect_options, collect_versions, compare_environments
 from runner.spec import Document, ExecutionSpec, Trajectory, hash_record
-from runner.spec.policy import Policy, list_keys
+from runner.spec.model import Policy, list_keys
 from runner.storage import JsonObject, Store
 from runner.train.compile import compute_program_digest
 from runner.train.layout import BatchLayout

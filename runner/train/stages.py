@@ -26,7 +26,7 @@ from runner.errors import SpecError, suggest_choices
 from runner.optim.config import ScheduleConfig
 from runner.run.fence import RunIdentity
 from runner.spec import Document, Trajectory, flatten, is_below, validate_config
-from runner.spec.policy import Policy, list_keys
+from runner.spec.model import Policy, list_keys
 from runner.storage import JsonObject
 from runner.train.optimizer import (
     ScheduleStage,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from runner.cli.app import main
-from runner.cli.weights import append_record, read_recorded_steps, validate_outside_run
+from runner.cli.checkpoints import append_record, read_recorded_steps, validate_outside_run
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
 from runner.inference.evaluate import follow

@@ -33,7 +33,7 @@ from runner.spec import (
     validate_config,
     validate_spec,
 )
-from runner.spec.policy import Policy, list_keys
+from runner.spec.model import Policy, list_keys
 from runner.storage import Key
 
 ROOT = Path(__file__).parents[2]

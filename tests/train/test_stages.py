@@ -28,7 +28,7 @@ from runner.inference.open_run import ReadOnlyRun, SampleRequest, open_run, samp
 from runner.parallel.mesh import AXES, make_mesh
 from runner.spec import SpecLocation, compute_trajectory
 from runner.spec.document import parse_yaml
-from runner.spec.policy import Policy, list_keys
+from runner.spec.model import Policy, list_keys
 from runner.storage import JsonObject, LocalStore, read_log
 from runner.train.program import Programs
 from runner.train.stages import format_rounded_starts
