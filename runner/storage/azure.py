@@ -13,7 +13,7 @@ from azure.storage.blob import BlobPrefix, BlobServiceClient
 from cloudpathlib.azure import AzureBlobClient, AzureBlobPath
 from cloudpathlib.exceptions import MissingCredentialsError
 
-from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, ObjectInfo
+from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, ObjectInfo, make_error
 from runner.storage.store import ABSENT, DeniedError, TransientError, Version
 
 _COPY_SECONDS, _COPY_POLL_SECONDS = 600.0, 0.5
@@ -26,18 +26,10 @@ def _translate_errors(key: str) -> Iterator[None]:
     except ClientAuthenticationError as error:
         raise DeniedError(f"{key}: {_first_line(error)}") from error
     except HttpResponseError as error:
-        status, message = error.status_code or 0, f"{key}: {_first_line(error)}"
-        # 409 answers a conditional creation of a blob that exists, 412 any other condition that does not hold.
-        if status in (409, 412):
-            raise FileExistsError(message) from error
-        if status == 404:
-            raise FileNotFoundError(message) from error
-        if status in (401, 403):
-            raise DeniedError(message) from error
-        # Status 0: the connection broke before there was an answer.
-        if status in (0, 408, 429) or status >= 500:
-            raise TransientError(message) from error
-        raise OSError(message) from error
+        # Without a status the connection broke before there was an answer. 409 answers a conditional creation of a blob
+        # that exists, 412 any other condition that does not hold.
+        status = error.status_code or 503
+        raise make_error(412 if status == 409 else status, f"{key}: {_first_line(error)}") from error
     except (AzureError, ConnectionError) as error:
         raise TransientError(f"{key}: {type(error).__name__}: {_first_line(error)}") from error
 

@@ -22,6 +22,7 @@ from runner.console import warn
 from runner.storage.store import (
     ABSENT,
     ChangedError,
+    DeniedError,
     FileInfo,
     Result,
     TransientError,
@@ -77,6 +78,20 @@ class Driver(Protocol):
 
     def delete(self, key: str) -> None:
         """Delete an object. One that is already gone is fine."""
+
+
+def make_error(status: int | None, message: str) -> OSError:
+    """Return the error of the operating system for the HTTP status with which a service refuses a call."""
+    status = int(status or 0)
+    if status == 404:
+        return FileNotFoundError(message)
+    if status == 412:  # a condition does not hold
+        return FileExistsError(message)
+    if status in (401, 403):
+        return DeniedError(message)
+    if status in (408, 429) or status >= 500:
+        return TransientError(message)
+    return OSError(message)
 
 
 class BucketStore:

@@ -14,7 +14,7 @@ from google.api_core import exceptions
 from google.cloud.storage import Blob
 from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 
-from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, ObjectInfo
+from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, ObjectInfo, make_error
 from runner.storage.store import ABSENT, DeniedError, TransientError, Version
 
 _TIMEOUT = (CONNECT_SECONDS, TRY_SECONDS)
@@ -32,26 +32,13 @@ def _translate_errors(key: str) -> Iterator[None]:
     try:
         yield
     except exceptions.GoogleAPICallError as error:
-        raise _from_status(error.code, f"{key}: {error.message}") from error
+        raise make_error(error.code, f"{key}: {error.message}") from error
     except InvalidResponse as error:
-        raise _from_status(error.response.status_code, f"{key}: {error}") from error
+        raise make_error(error.response.status_code, f"{key}: {error}") from error
     except google.auth.exceptions.RefreshError as error:
         raise DeniedError(f"the credentials have expired and cannot be refreshed: {error}") from error
     except _CONNECTION_ERRORS as error:
         raise TransientError(f"{key}: {type(error).__name__}: {error}") from error
-
-
-def _from_status(status: int | None, message: str) -> OSError:
-    status = int(status or 0)
-    if status == 404:
-        return FileNotFoundError(message)
-    if status == 412:
-        return FileExistsError(message)
-    if status in (401, 403):
-        return DeniedError(message)
-    if status in (408, 429) or status >= 500:
-        return TransientError(message)
-    return OSError(message)
 
 
 def _decode_crc32c(blob: Blob) -> str | None:

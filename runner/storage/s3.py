@@ -11,7 +11,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, CredentialRetrievalError, NoCredentialsError
 from cloudpathlib.s3 import S3Client, S3Path
 
-from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, ObjectInfo
+from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, ObjectInfo, make_error
 from runner.storage.store import ABSENT, DeniedError, TransientError, Version
 
 # Codes of throttling and of internal errors, which do not always come with a status of 429 or 5xx.
@@ -54,17 +54,15 @@ def _translate_errors(key: str) -> Iterator[None]:
 def _from_client_error(error: ClientError, key: str) -> OSError:
     code = error.response.get("Error", {}).get("Code", "")
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    message = f"{key}: {error}"
-    if code == "PreconditionFailed" or status == 412:
-        return FileExistsError(message)
+    # The code says more than the status.
+    if code == "PreconditionFailed":
+        status = 412
     # 409 answers two conditional writes that meet. Neither has lost yet, so the writer must ask again.
-    if code == "ConditionalRequestConflict" or status in (408, 409, 429) or status >= 500 or code in _THROTTLED:
-        return TransientError(message)
-    if status in (401, 403) or code in ("ExpiredToken", "InvalidAccessKeyId"):
-        return DeniedError(message)
-    if status == 404:
-        return FileNotFoundError(message)
-    return OSError(message)
+    elif code == "ConditionalRequestConflict" or status == 409 or code in _THROTTLED:
+        status = 503
+    elif code in ("ExpiredToken", "InvalidAccessKeyId"):
+        status = 403
+    return make_error(status, f"{key}: {error}")
 
 
 class S3Driver:
