@@ -42,17 +42,9 @@ def test_the_limit_of_open_files_is_raised_or_the_start_refused(given: tuple[int
 
 
 def test_a_job_that_may_not_open_enough_files_ends_with_2(tmp_path: Path) -> None:
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (120, 120))
-
-    ended = subprocess.run(
-        [sys.executable, "-m", "runner", "specs/counter.yaml", "--set", f"directory={tmp_path / 'run'}"],
-        cwd=ROOT,
-        preexec_fn=limit,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "runner", "specs/counter.yaml", "--set", f"directory={tmp_path / 'run'}"]
+    limited = ["bash", "-c", 'ulimit -n 120; exec "$@"', "limited", *command]
+    ended = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 2, ended.stderr
     (line,) = ended.stderr.splitlines()
     assert "may open 120 files at most, needs 128, of which 0" in line
