@@ -31,7 +31,7 @@ def test_each_import_by_string_has_a_reason(structure: Structure) -> None:
 
 
 def test_the_number_of_any_dictionaries_is_bounded(structure: Structure) -> None:
-    assert structure.any_dictionaries <= 38
+    assert structure.any_dictionaries <= 36
 
 
 def test_no_docstring_begins_with_a_clause(structure: Structure) -> None:
@@ -44,8 +44,10 @@ def test_names_of_public_classes_are_unique(structure: Structure) -> None:
 
 def test_sizes_and_comments_stay_in_bounds(structure: Structure) -> None:
     assert structure.files <= 232
-    assert structure.called_once <= 345
-    assert structure.comment_share >= 1 / 17
+    assert structure.lines <= 69_500
+    assert structure.public_names <= 1_680
+    assert structure.called_once <= 340
+    assert structure.comment_share >= 1 / 13
 
 
 def test_an_attribute_set_by_a_base_class_is_not_late() -> None:
