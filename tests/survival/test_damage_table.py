@@ -217,7 +217,12 @@ def test_every_damage_gives_equal_bits_or_a_refusal(
             problems[f"{place}: {damage}"] = f"{type(error).__name__}: {error}"[:300]
         shutil.rmtree(base)
     assert not problems, "\n".join(f"{case}: {problem}" for case, problem in problems.items())
-    read = {case: end for case, end in outcomes.items() if case[0].parts[:2] != ("run", "quarantine")}
+    # A table of arrays that does not have the checksum in the manifest is damaged, whatever it says.
+    read = {
+        (place, damage): end
+        for (place, damage), end in outcomes.items()
+        if place.parts[:2] != ("run", "quarantine") and not place.parent.name.startswith("arrays")
+    }
     assert {end for (_, damage), end in outcomes.items() if damage == "move behind link"} <= {"same bits"}
     assert {end for (place, damage), end in read.items() if damage == "newer format" and place.parts[0] == "run"} <= {
         "2"
