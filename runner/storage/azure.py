@@ -74,12 +74,12 @@ class AzureDriver:
             return download.readall(), download.properties.etag
 
     def get_range(self, key: str, start: int, stop: int, version: Version | None) -> bytes:
-        match = None if version is None else MatchConditions.IfNotModified
+        # The client passes an `etag` of None on to its transport, which does not know the argument.
+        condition: dict[str, Any] = {}
+        if version is not None:
+            condition = {"etag": version, "match_condition": MatchConditions.IfNotModified}
         with _translate_errors(key):
-            download = self._container.download_blob(
-                key, offset=start, length=stop - start, etag=version, match_condition=match
-            )
-            return download.readall()
+            return self._container.download_blob(key, offset=start, length=stop - start, **condition).readall()
 
     def put(self, key: str, content: bytes, version: Version | None) -> Version:
         condition: dict[str, Any] = {"overwrite": version != ABSENT}

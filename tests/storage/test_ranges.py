@@ -1,5 +1,6 @@
 """Reads of byte ranges and versioned listings: on disk, in an in-memory bucket, and at the services of three clouds."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,10 +53,12 @@ def test_a_listing_returns_names_sizes_and_versions(store: Store) -> None:
 
 def test_a_range_returns_exactly_its_bytes(store: Store) -> None:
     store.write("deep/x.bin", CONTENT)
-    version = store.list_files("deep/x.bin")["deep/x.bin"].version
-    for start, stop in RANGES:
-        assert store.read_range("deep/x.bin", start, stop, version) == CONTENT[start:stop]
-    assert store.read_range("deep/x.bin", 7, 7, version) == b""
+    for version in (store.list_files("deep/x.bin")["deep/x.bin"].version, None):
+        for start, stop in RANGES:
+            assert store.read_range("deep/x.bin", start, stop, version) == CONTENT[start:stop]
+        assert store.read_range("deep/x.bin", 7, 7, version) == b""
+    with pytest.raises(FileNotFoundError):
+        store.read_range("deep/y.bin", 0, 1, None)
 
 
 def test_a_range_of_a_replaced_or_deleted_file_is_rejected(store: Store) -> None:
@@ -74,9 +77,9 @@ def test_a_range_of_a_replaced_or_deleted_file_is_rejected(store: Store) -> None
 def test_a_range_is_retried_after_errors_and_truncated_responses(backend: Backend) -> None:
     store = open_store(backend.url("ranges/trouble"))
     store.write("x.bin", CONTENT)
-    version = store.list_files("x.bin")["x.bin"].version
+    versions = store.list_files("x.bin")["x.bin"].version, None
     backend.proxy.faults = Faults(error_rate=0.3, cut_rate=0.3)
-    for start, stop in RANGES * 3:
+    for version, (start, stop) in itertools.product(versions, RANGES * 3):
         assert store.read_range("x.bin", start, stop, version) == CONTENT[start:stop]
     assert backend.proxy.fired["error"]
     assert backend.proxy.fired["cut"]
