@@ -468,16 +468,20 @@ class ArrayReader:
 
         def read(process: int) -> BlockTable:
             name = self._indexes[process]
-            table = read_index(
+            return read_index(
                 self._store, self._directory, name, None if self._files is None else list(self._files[name])
             )
-            # The files of a table begin like it.
-            self._validate_sizes(name.removesuffix(INDEX_SUFFIX) + ".", table.files)
-            return table
 
-        with self._lock, ThreadPoolExecutor(blocks.NUM_READERS, thread_name_prefix="read") as pool:
+        with self._lock:
             missing = sorted(processes - self._tables)
-            for table in pool.map(read, missing):
+            if not missing:
+                return
+            with ThreadPoolExecutor(blocks.NUM_READERS, thread_name_prefix="read") as pool:
+                tables = list(pool.map(read, missing))
+            # The files of a process begin like its table, so for one process few are listed.
+            start = f"{self._indexes[missing[0]].removesuffix(INDEX_SUFFIX)}." if len(missing) == 1 else ""
+            self._validate_sizes(start, {name: entry for table in tables for name, entry in table.files.items()})
+            for table in tables:
                 for leaf, own in table.shards.items():
                     self._shards.setdefault(leaf, []).extend(own)
             self._tables |= processes

@@ -99,8 +99,7 @@ class Liveness:
         with contextlib.suppress(PeerLostError):
             self._store.set(process_key(key_value.DEPARTURES, self._process_id), code)
             if self._process_id == 0:
-                for process in range(self._num_processes):
-                    self._store.get(process_key(key_value.DEPARTURES, process), _LEAVE_SECONDS, f"process {process}")
+                self._store.get_all(key_value.DEPARTURES, range(self._num_processes), _LEAVE_SECONDS, "process {}")
                 time.sleep(_EXIT_SECONDS)
 
     def set_abort_callback(self, callback: Callable[[], None] | None) -> None:
@@ -283,10 +282,9 @@ class Hosts:
         if self.num_processes == 1 or not self.is_main:
             return [value]
         try:
-            others = [
-                self.store.get(process_key(folder, process), deadline_seconds, f"the part of process {process}")
-                for process in range(1, self.num_processes)
-            ]
+            others = self.store.get_all(
+                folder, range(1, self.num_processes), deadline_seconds, "the part of process {}"
+            )
         except PeerLostError:
             self._abandoned.append(folder)
             raise
@@ -313,9 +311,8 @@ class Hosts:
         """
         store, deadline_seconds = self.store, self._deadline_seconds
         if self.is_main:
-            for process in range(1, self.num_processes):
-                key = process_key(key_value.STOP_TICKS, process)
-                tick = max(tick, store.get(key, deadline_seconds, f"the answer of process {process} to a stop"))
+            others, answer = range(1, self.num_processes), "the answer of process {} to a stop"
+            tick = max([tick, *store.get_all(key_value.STOP_TICKS, others, deadline_seconds, answer)])
             store.set(key_value.STOP_TICK, tick)
             return tick
         store.set(process_key(key_value.STOP_TICKS, self.process_id), tick)

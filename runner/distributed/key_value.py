@@ -7,6 +7,7 @@ deleted, since they would accumulate.
 """
 
 import json
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import jax
@@ -148,6 +149,17 @@ class KeyValueStore:
         except jax.errors.JaxRuntimeError as error:
             reason = format_error(error)
             raise PeerLostError(f"{description} did not arrive within {deadline_seconds:.0f} s ({reason})") from error
+
+    def get_all(self, folder: str, processes: Iterable[int], deadline_seconds: float, description: str) -> list[Any]:
+        """Block until each of the processes has a value in `folder`, and return the values. Waits for one at a time.
+
+        `deadline_seconds` are those of each wait. The `PeerLostError` starts with `description`, in which `{}` stands
+        for the process.
+        """
+        return [
+            self.get(process_key(folder, process), deadline_seconds, description.format(process))
+            for process in processes
+        ]
 
     def try_get(self, key: str) -> Any:
         """Return the value of `key`, or None if it has none yet. Does not wait for other processes."""

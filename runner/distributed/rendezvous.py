@@ -666,11 +666,11 @@ def join_job(placement: Placement | None, deadlines: Deadlines, members: Members
     whose errors it raises; and InvalidError if the limit of open files is too low. `placement` is None for a
     single-process job, `members` for a job that is not elastic.
     """
-    is_main = placement is not None and placement.process_id == 0
-    # Process 0 has a connection of the watchdog and one of the coordination service to every other one.
-    raise_descriptor_limit(0 if placement is None else 2 * placement.num_processes if is_main else 2)
     if placement is None:
+        raise_descriptor_limit(0)
         return Hosts.single_process()
+    # Process 0 has a connection of the watchdog and one of the coordination service to every other one.
+    raise_descriptor_limit(2 * placement.num_processes if placement.process_id == 0 else 2)
     result = wait_for_peers(placement, deadlines.start_seconds, members)
     num_missing = placement.num_processes - result.placement.num_processes
     placement = result.placement
