@@ -20,95 +20,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from runner.checkpoint.arrays import ArrayReader, ArrayWriter, open_arrays
 from runner.checkpoint.manifest import Manifest, read_manifest
-from runner.distributed.agreement import Hosts, Liveness
-from runner.distributed.key_value import KeyValueStore
+from runner.distributed.agreement import Hosts
+from tests.support.coordinator import MemoryCoordinator
 from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 
 SHARD_ELEMENTS = 8  # of float32, in each shard: the size of arrays is not measured
 DEADLINE_SECONDS = 3600.0
 TARGET = "checkpoints/1/arrays.1"
 DOLLARS = {"put": 5e-6, "list": 5e-6, "get": 4e-7, "delete": 0.0}  # of a request to S3 Standard
-
-
-class CountingCoordinator:
-    """`key_value.CoordinatorClient` in memory, which wakes only those who wait for a key, and counts."""
-
-    def __init__(self, num_processes: int):
-        self.num_calls = self.num_bytes = 0
-        self._num_processes = num_processes
-        self._folders: dict[str, dict[str, str]] = collections.defaultdict(dict)
-        self._waits: dict[str, threading.Event] = {}
-        self._changed = threading.Condition()
-        self._num_arrived = 0
-
-    def _count(self, num_bytes: int = 0) -> None:
-        self.num_calls, self.num_bytes = self.num_calls + 1, self.num_bytes + num_bytes
-
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool) -> None:
-        assert allow_overwrite
-        with self._changed:
-            self._count()
-            self._folders[key.rpartition("/")[0]][key] = value
-            if key in self._waits:
-                self._waits.pop(key).set()
-
-    def key_value_try_get(self, key: str) -> str:
-        with self._changed:
-            found = self._folders[key.rpartition("/")[0]].get(key)
-            self._count(len(found or ""))
-        if found is None:
-            raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
-        return found
-
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        with self._changed:
-            found = [*self._folders[key].items()]
-            self._count(sum(len(name) + len(value) for name, value in found))
-        return found
-
-    def key_value_delete(self, key: str) -> None:
-        with self._changed:
-            self._count()
-            self._folders[key.rpartition("/")[0]].pop(key, None)
-            for folder in [name for name in self._folders if name == key or name.startswith(f"{key}/")]:
-                del self._folders[folder]
-
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        with self._changed:
-            found = self._folders[key.rpartition("/")[0]].get(key)
-            wait = None if found is not None else self._waits.setdefault(key, threading.Event())
-        if wait is not None:
-            if not wait.wait(timeout_in_ms / 1000):
-                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key}")
-            with self._changed:
-                found = self._folders[key.rpartition("/")[0]][key]
-        assert found is not None, "the key was set"
-        with self._changed:
-            self._count(len(found))
-        return found
-
-    def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None:
-        with self._changed:
-            self._count()
-            needed = (self._num_arrived // self._num_processes + 1) * self._num_processes
-            self._num_arrived += 1
-            if self._num_arrived == needed:
-                self._changed.notify_all()
-            if not self._changed.wait_for(lambda: self._num_arrived >= needed, timeout_in_ms / 1000):
-                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {barrier_id}")
-
-    def make_hosts(self) -> list[Hosts]:
-        """Return the `Hosts` of each process."""
-        store, number = KeyValueStore(self), self._num_processes
-        return [
-            Hosts(process, number, store, Liveness(store, process, number, {}), DEADLINE_SECONDS)
-            for process in range(number)
-        ]
 
 
 @dataclass
@@ -122,8 +45,8 @@ class Pod:
     requests: "collections.Counter[str]" = field(default_factory=collections.Counter)
 
     def __post_init__(self) -> None:
-        self.coordinator = CountingCoordinator(self.num_hosts)
-        self.hosts = self.coordinator.make_hosts()
+        self.coordinator = MemoryCoordinator(self.num_hosts)
+        self.hosts = self.coordinator.hosts()
         driver = MemoryDriver()
         driver.before = lambda verb, key: self.requests.update([verb])
         self.bucket = make_memory_bucket(driver)

@@ -66,28 +66,6 @@ def test_any_order_of_calls_returns_the_same_everywhere(seed):
     assert coordinator.most_keys <= MAX_DECISIONS + 3 * 5
 
 
-class CountingCoordinator(MemoryCoordinator):
-    """Coordinator that counts the calls, and the bytes that it returns."""
-
-    def __init__(self, num_processes):
-        super().__init__(num_processes)
-        self.num_calls = self.num_bytes = 0
-
-    def key_value_set(self, *arguments, **options):
-        self.num_calls += 1
-        super().key_value_set(*arguments, **options)
-
-    def blocking_key_value_get(self, *arguments):
-        found = super().blocking_key_value_get(*arguments)
-        self.num_calls, self.num_bytes = self.num_calls + 1, self.num_bytes + len(found)
-        return found
-
-    def key_value_dir_get(self, key):
-        found = super().key_value_dir_get(key)
-        self.num_calls, self.num_bytes = self.num_calls + 1, self.num_bytes + sum(map(len, sum(found, ())))
-        return found
-
-
 COLLECTIVES = {
     "equal values": lambda hosts: hosts.gather(["mesh", 8]),
     "one exception": lambda hosts: hosts.gather("slow" if hosts.process_id == 1 else None),
@@ -101,7 +79,7 @@ COLLECTIVES = {
 def test_the_cost_of_a_collective_grows_linearly_with_the_processes(name):
     costs = {}
     for num_processes in (4, 8, 32):
-        coordinator = CountingCoordinator(num_processes)
+        coordinator = MemoryCoordinator(num_processes)
         results = run_on_all_hosts(coordinator.hosts(), COLLECTIVES[name])
         assert all(result == results[0] for result in results)
         costs[num_processes] = coordinator.num_calls, coordinator.num_bytes
