@@ -68,7 +68,7 @@ def make_environment(num_devices: int | None, given: Mapping[str, str] = os.envi
 
 
 def add_cpu_threads(variables: MutableMapping[str, str], num_devices: int = -1) -> None:
-    """Set `NPROC`, the number of XLA's threads on CPUs, if there are more simulated devices than CPUs.
+    """Set `NPROC`, the number of XLA's threads on CPUs, if simulated devices would have too few threads.
 
     Call it before JAX starts its backend. A value that is already set is kept. `num_devices` is
     `jax.config.jax_num_cpu_devices`; if it is negative, as it is by default, the flag in `XLA_FLAGS` is read.
@@ -77,11 +77,13 @@ def add_cpu_threads(variables: MutableMapping[str, str], num_devices: int = -1) 
         # The last one counts.
         flags = _NUM_FAKED.findall(variables.get("XLA_FLAGS", ""))
         num_devices = int(flags[-1].rpartition("=")[2]) if flags else 1
-    if num_devices > count_cpus():
-        # XLA makes as many threads as there are CPUs or devices. In a collective each device waits on a thread of its
-        # own, and if they take all threads, none is left for the work that they wait for: the step hangs. Not set
-        # otherwise, because XLA splits its sums by the number of threads, so another number gives other bits.
-        variables.setdefault("NPROC", str(_THREADS_PER_FAKED_DEVICE * num_devices))
+    num_threads = _THREADS_PER_FAKED_DEVICE * num_devices
+    if num_devices > 1 and num_threads > count_cpus():
+        # XLA makes as many threads as there are CPUs or devices. Each device of a program takes one while it waits, in
+        # a collective for the others or for one of the 32 programs that may be in flight on it; a save runs a program
+        # beside the step. If they take all threads, none is left for the work that they wait for, and the job hangs.
+        # Not set otherwise, because XLA splits its sums by the number of threads, so another number gives other bits.
+        variables.setdefault("NPROC", str(num_threads))
 
 
 def count_cpus() -> int:

@@ -52,8 +52,8 @@ def test_the_number_of_simulated_devices_replaces_a_previous_one(patched_environ
     assert make_environment(2)["XLA_FLAGS"] == "--xla_force_host_platform_device_count=2"
 
 
-@pytest.mark.parametrize(("num_devices", "threads"), [(1, None), (2, None), (3, "12"), (8, "32")])
-def test_more_devices_than_cpus_get_additional_threads(patched_environment, num_devices, threads):
+@pytest.mark.parametrize(("num_devices", "threads"), [(1, None), (2, "8"), (3, "12"), (8, "32")])
+def test_several_devices_get_additional_threads(patched_environment, num_devices, threads):
     assert make_environment(num_devices).get("NPROC") == threads
     patched_environment.setenv("NPROC", "5")
     assert make_environment(num_devices)["NPROC"] == "5"
@@ -62,12 +62,13 @@ def test_more_devices_than_cpus_get_additional_threads(patched_environment, num_
 # Flags of XLA, `jax.config.jax_num_cpu_devices`, and the number of threads on two CPUs.
 SIMULATED = [
     ("", -1, None),
-    ("--xla_force_host_platform_device_count=2", -1, None),
+    ("--xla_force_host_platform_device_count=2", -1, "8"),
     ("--xla_force_host_platform_device_count=8", -1, "32"),
     ("--xla_cpu_x=1 --xla_force_host_platform_device_count=8 --xla_cpu_y=2", -1, "32"),
-    ("--xla_force_host_platform_device_count=8 --xla_force_host_platform_device_count=2", -1, None),
+    ("--xla_force_host_platform_device_count=8 --xla_force_host_platform_device_count=2", -1, "8"),
     ("", 8, "32"),
-    ("--xla_force_host_platform_device_count=8", 2, None),
+    ("", 1, None),
+    ("--xla_force_host_platform_device_count=8", 2, "8"),
     ("--xla_force_host_platform_device_count=2", 3, "12"),
 ]
 
@@ -80,6 +81,34 @@ def test_simulated_devices_of_the_user_get_additional_threads(patched_environmen
     given = {"XLA_FLAGS": flags, "NPROC": "5"}
     process.add_cpu_threads(given, num_devices)
     assert given["NPROC"] == "5"
+
+
+# A thread waits for a program of all devices again and again, as a save does, while the main thread dispatches steps of
+# one device. With as many threads as devices both of them wait for the steps, for which no thread is left.
+BESIDE_STEPS = """
+import threading, jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+mesh = jax.make_mesh((2,), ("data",))
+sharded, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+gather = jax.jit(lambda x: x * 2, out_shardings=whole)
+step = jax.jit(lambda y: y @ y / 500)
+x = jax.device_put(jnp.arange(1024.0), sharded)
+y = step(jnp.ones((500, 500)))
+gather(x).block_until_ready()
+def save():
+    for _ in range(20):
+        gather(x).block_until_ready()
+thread = threading.Thread(target=save, daemon=True)
+thread.start()
+while thread.is_alive():
+    y = step(y)
+"""
+
+
+def test_two_devices_on_two_cpus_do_not_take_all_threads():
+    given = {name: value for name, value in os.environ.items() if name != "NPROC"}
+    command = [sys.executable, "-c", BESIDE_STEPS]
+    assert subprocess.run(command, env=make_environment(2, given), timeout=300).returncode == 0
 
 
 def test_a_requested_number_of_devices_outranks_that_of_the_environment(patched_environment):
