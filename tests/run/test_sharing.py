@@ -1,7 +1,6 @@
 """Hosts that do not share the run's directory are found at the start, by every process."""
 
 import os
-import sys
 import threading
 
 import pytest
@@ -87,11 +86,8 @@ class AttemptIn(Attempt):
     """A process that is started in another working directory."""
 
     def __init__(self, job, arguments, devices, directory):
-        self._directory = directory
+        self._wrapper = ["sh", "-c", 'cd "$0" && exec "$@"', str(directory)]
         super().__init__(job, arguments, devices, PYTHONPATH=str(ROOT))
-
-    def _command(self, arguments):
-        return ["sh", "-c", 'cd "$0" && exec "$@"', str(self._directory), sys.executable, "-m", *arguments]
 
 
 def start_in(directories, directory="run"):

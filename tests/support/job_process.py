@@ -18,15 +18,15 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
-from runner.process import bind_to_parent, make_placements
+from runner.process import make_placements
+from tests.support import forked_python
 from tests.support.simulated_devices import environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,17 +91,19 @@ def run_runner(
 
     With `has_progress`, standard error holds progress lines and is returned only if it contains a traceback.
     """
-    result = subprocess.run(
-        bind_to_parent([sys.executable, "-m", "runner", *arguments]),
-        cwd=ROOT,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE if has_progress else subprocess.STDOUT,
-        text=True,
-        timeout=deadline_seconds,
-    )
-    return result.returncode, result.stdout + (result.stderr if "Traceback" in (result.stderr or "") else "")
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as progress:
+        process = forked_python.start(["runner", *arguments], variables, output, progress if has_progress else output)
+        try:
+            code = process.wait(deadline_seconds)
+        finally:
+            process.kill()
+        printed, problems = (read_output(file) for file in (output, progress))
+    return code, printed + (problems if "Traceback" in problems else "")
+
+
+def read_output(file: IO[bytes]) -> str:
+    """Return what processes have written to a file, which they may go on with."""
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -223,6 +225,8 @@ class Job:
 class Attempt:
     """A started process of a job: waits for conditions, sends signals, and reports its output on failure."""
 
+    _wrapper: Sequence[str] = ()  # the words of the command before the interpreter
+
     def __init__(self, job: Job, arguments: Sequence[str], devices: int, **variables: str):
         self.job = job
         self.number = job.num_attempts() + 1
@@ -237,24 +241,13 @@ class Attempt:
     def _start(self, arguments: Sequence[str], variables: dict[str, str]) -> None:
         self.peers: Sequence[Attempt] = ()  # the other processes of the same job
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        self.process = subprocess.Popen(
-            bind_to_parent(self._command(arguments)),
-            cwd=ROOT,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-        )
+        self.process = forked_python.start(arguments, variables, self._log, self._log, self._wrapper)
         _running_attempts.add(self)
-
-    def _command(self, arguments: Sequence[str]) -> list[str]:
-        return [sys.executable, "-m", *arguments]
 
     @property
     def output(self) -> str:
         """Output of the process so far."""
-        size = os.fstat(self._log.fileno()).st_size
-        return os.pread(self._log.fileno(), size, 0).decode(errors="replace")
+        return read_output(self._log)
 
     def events(self, *names: str) -> list[Row]:
         """Return the events that this attempt has recorded so far, optionally only those of the given names."""

@@ -16,6 +16,7 @@ _NUM_LOOKS = 1000
 _VARIABLE = "RUNNER_TESTS_STARTED_BY"
 _VALUE = uuid.uuid4().hex
 _MARK = f"{_VARIABLE}={_VALUE}".encode()
+_added: set[int] = set()
 _others: set[int] = set()  # living processes without the mark: each is looked at once, not after every test
 
 os.environ[_VARIABLE] = _VALUE
@@ -26,11 +27,17 @@ def outliving(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name != _VARIABLE}
 
 
+def add(process: int) -> None:
+    """Count a process among those of this test that is forked, so that its first environment is another's."""
+    _added.add(process)
+
+
 def find() -> set[int]:
-    """Ids of the living processes that bear the mark."""
+    """Ids of the living processes that bear the mark or were added."""
     living = {int(name) for name in os.listdir("/proc") if name.isdecimal()}
     _others.intersection_update(living)
-    found = {process for process in living - _others if _is_marked(process)}
+    _added.intersection_update(living)
+    found = {process for process in living - _others if process in _added or _is_marked(process)}
     _others.update(living - found)
     return found
 

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -142,12 +142,10 @@ class HostAttempt(Attempt):
         self.host = host
         address = network.addresses[0]
         coordinator = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        named = ["unshare", "--uts", "sh", "-c", f'hostname rhost{self.host}; exec "$@"', "sh"]
+        self._wrapper = ["ip", "netns", "exec", f"rhost{self.host}", *named]
         place = ["--coordinator", coordinator, "--num-processes", "3", "--process-id", str(host)]
         super().__init__(job, ["runner", *job.arguments, *place], job.devices)
-
-    def _command(self, arguments: Sequence[str]) -> list[str]:
-        named = ["unshare", "--uts", "sh", "-c", f'hostname rhost{self.host}; exec "$@"', "sh"]
-        return ["ip", "netns", "exec", f"rhost{self.host}", *named, *super()._command(arguments)]
 
 
 def start(network: Network, job: Job) -> list[HostAttempt]:
