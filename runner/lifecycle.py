@@ -287,7 +287,7 @@ class Lifecycle:
         job.session.before_restore()
         attempt, started, fork = job.attempt, time.monotonic(), job.spec.checkpoint.fork_from
         found = job.checkpointer.restore(
-            lambda attachments: job.session.find_problem(attachments) or self.row_log.find_problem(attachments)
+            lambda attachments: (self.row_log if job.writes_own_rows else job.session).find_problem(attachments)
         )
         is_fork = found is None and fork is not None
         if found is None and fork is not None:

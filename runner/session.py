@@ -243,7 +243,10 @@ class Session(JobSession):
         return self.programs[0].adopt(state) if program.plan.number else state, loss, meta
 
     def add_step(self, step: int, loss: jax.Array, meta: Meta) -> None:
-        """Add the results of a step to the next row; they stay on the device."""
+        """Add the results of a step to the next row; they stay on the device.
+
+        After the first step it also begins to compile the program of the next stage.
+        """
         self.programs.compile_next()
         self.report.add_step(step, loss, meta)
 

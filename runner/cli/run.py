@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 from types import TracebackType
+from typing import NoReturn
 
 import jax
 
@@ -35,10 +36,10 @@ from runner.spec import Document, ExecutionSpec, load_job_class
 _CHATTY_LIBRARIES = ("absl", "urllib3", "google", "azure", "botocore", "jax._src.distributed")
 
 
-def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: StopNotice, clock: Clock) -> None:
+def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: StopNotice, clock: Clock) -> NoReturn:
     """Run the job to its end, and end this process with its exit code. Called on every host.
 
-    Returns only by a RunnerError: the job could not begin.
+    Raises `RunnerError` if the job could not begin.
     """
     job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
     if job_class.needs_topology and spec.topology is None:

@@ -212,7 +212,7 @@ _RECENT_STEPS = 64
 STEP_DEADLINE_FACTOR = 20
 MIN_STEP_DEADLINE_SECONDS = 60.0
 
-Batch = TypeVar("Batch")
+Item = TypeVar("Item")
 
 
 class Phase(NamedTuple):
@@ -301,7 +301,7 @@ class Progress:
             finally:
                 self.failure = None
 
-    def take_batch(self, batches: Iterator[Batch]) -> Batch:
+    def take_batch(self, batches: Iterator[Item]) -> Item:
         """Return the next batch, and report the wait for it. Training thread only.
 
         The wait does not count towards the deadline of the step: storage may be down for minutes, and the reader of

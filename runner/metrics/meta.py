@@ -47,7 +47,8 @@ BINS_MAX = 1024
 _EXACT_INT_MAX = 1 << 63  # larger integers become floats, which every reader of JSON knows
 _KEY = re.compile(r"[\w.-]+(/[\w.-]+)+")
 _RESERVED_PREFIXES = ("train/", "perf/", "data/")
-RESERVED_NAMES = ("loss", "loss_mean", "learning_rate", "tokens")  # the runner's own names below `train/`
+LEARNING_RATE = "learning_rate"
+RESERVED_NAMES = ("loss", "loss_mean", LEARNING_RATE, "tokens")  # the runner's own names below `train/`
 _REQUIREMENT = f"a row needs a scalar, such as a mean, an array of one axis of 1 to {LIST_MAX} numbers, or a histogram"
 
 Meta = Mapping[str, Any]

@@ -74,6 +74,12 @@ ROW_KEYS = (
     Key("train/param_norm", float, "Global norm of the parameters before this step; see `config.metrics.norms`."),
     Key("train/param_norm/<group>", float, "Norm of the parameters of one module, or of one parameter."),
     Key("train/tokens", int, "Tokens consumed since step 0: step x global batch x sequence length.", "tokens"),
+    Key(
+        "train/token_count",
+        float,
+        "Real target tokens of the global batch of this step. Only if steps differ in it, as with padding.",
+        "tokens",
+    ),
     Key("train/examples", int, "Examples consumed since step 0, where the data are arrays instead of tokens."),
     Key(
         "perf/tokens_per_second",

@@ -25,6 +25,7 @@ from runner.errors import DivergedError
 from runner.metrics.meta import (
     GRAD_NORM,
     HIGH_LOSS_STEPS,
+    LEARNING_RATE,
     ROLL_BACKS,
     SKIPPED_UPDATES,
     TOKEN_COUNT,
@@ -212,7 +213,7 @@ class MetricsWindow:
         self._is_whole = self._has_row = True
         self.restart_clock()
         # The runner's own values come before those of the job: the order of keys is the order of the columns of a CSV.
-        order = (GRAD_NORM, "learning_rate", SKIPPED_UPDATES, ROLL_BACKS, HIGH_LOSS_STEPS)
+        order = (GRAD_NORM, LEARNING_RATE, SKIPPED_UPDATES, ROLL_BACKS, HIGH_LOSS_STEPS)
         first = {f"train/{name}": values.pop(name) for name in order if name in values}
         return {
             "step": step,

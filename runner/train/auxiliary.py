@@ -12,7 +12,7 @@ two steps.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,8 @@ class StepObservation:
     step: jax.Array  # completed steps, this one included; int32
     params: Any  # parameters after the step, in the type in which they are stored
     grads: Any  # gradients of the mean loss over the whole batch, float32, before clipping
+    loss: jax.Array  # mean over the whole batch; float32
+    meta: Mapping[str, jax.Array]  # what `forward` returned, as the step returns it
     # Statistics of the halves of the batch, only if an auxiliary state has `needs_halves`.
     halves: HalfBatchGradients | None = None
 

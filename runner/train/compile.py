@@ -27,7 +27,14 @@ from runner.accelerator import is_gpu_deterministic, make_compiler_options
 from runner.checkpoint.leaves import find_form_problems, is_on_host, make_strongly_typed
 from runner.console import warn
 from runner.errors import InvalidError, StateError
-from runner.metrics.meta import REPLAY_DIGESTS, RESERVED_NAMES, TOKEN_COUNT, replace_sums_by_means, validate_meta
+from runner.metrics.meta import (
+    LEARNING_RATE,
+    REPLAY_DIGESTS,
+    RESERVED_NAMES,
+    TOKEN_COUNT,
+    replace_sums_by_means,
+    validate_meta,
+)
 from runner.optim.library import find_injected_rate
 from runner.parallel.canonical import canonicalise
 from runner.parallel.mesh import use_sharding_rules
@@ -92,7 +99,7 @@ def trace_train_step(
         counted = {} if count is None else {TOKEN_COUNT: count}
         # An optimizer of optax.inject_hyperparams keeps its rate in its state.
         rate = find_injected_rate(after.opt_state) if rate is None else rate
-        return after, loss, meta | counted | ({} if rate is None else {"learning_rate": rate}), *digests
+        return after, loss, meta | counted | ({} if rate is None else {LEARNING_RATE: rate}), *digests
 
     # The returned state has the shardings of the given one, so that it can be donated to the next step.
     replicated = NamedSharding(layout.mesh, PartitionSpec())

@@ -58,7 +58,7 @@ class ExecutableProgram(Protocol):
 
 
 class Feature:
-    """Base of all features. One is made for each config in which `is_on`; that of the whole run lives with its job.
+    """Base of all features. Several are made of a config in which `is_on`; that of the whole run lives with its job.
 
     Attributes:
         key: dotted key below `config` that switches the feature on.
@@ -86,7 +86,7 @@ class Feature:
     # Traced.
 
     def make_auxiliary(self) -> AuxiliaryState | None:
-        """Return the branch of the train state that the feature keeps, by default none."""
+        """Return the branch of the train state that the feature keeps, by default none. May be called several times."""
         return None
 
     def wrap(self, step: TrainStep) -> TrainStep:

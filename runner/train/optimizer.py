@@ -6,7 +6,8 @@ The path of `config.optimizer.learning_rate` from YAML to optax:
 2. `OptimizerChoice.build_schedule` passes it as the peak to `make_schedule` (`runner.optim.library`).
 3. `OptimizerChoice.build_optimizer` passes the schedule to `make_optimizer` (`runner.optim.library`).
 
-`TrainSetupBuilder.build_on_mesh` (`runner.train.setup`) makes the calls of steps 2 and 3.
+`TrainSetupBuilder.build_on_mesh` (`runner.train.setup`) makes the calls of steps 2 and 3. In a stage of a run it takes
+the schedule over all stages instead (`make_stage_rates` in `runner.train.stages`).
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Stages of a run (`config.stages`): their configs, their place in the trajectory, and their compiled steps.
+"""Stages of a run (`config.stages`): their configs, and their place in the trajectory.
 
 The config of stage i is the config of the run with the values of stages 1 to i in place of its own; stage 0 is the run
 before its first stage. A step depends only on the config of its stage, with two exceptions that also depend on earlier

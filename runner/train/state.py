@@ -292,11 +292,6 @@ def sharded_init(model: nn.Module, key: jax.Array, *args: Any, mesh: Mesh, **kwa
         return jax.jit(init, out_shardings=shardings)(key), shardings
 
 
-def make_state(model: nn.Module, key: jax.Array, tx: Any, *args: Any, **kwargs: Any) -> TrainState:
-    """Return the state at step 0, from a random key and the arguments of `model.init`."""
-    return make_state_from_variables(model, nn.unbox(model.init(key, *args, **kwargs)), tx)
-
-
 def make_state_from_variables(
     model: nn.Module,
     variables: Any,

@@ -44,6 +44,7 @@ from runner.checkpoint.leaves import find_form_problems, make_strongly_typed
 from runner.errors import InvalidError, StateError
 from runner.metrics.meta import (
     GRAD_NORM,
+    LEARNING_RATE,
     REPLAY_DIGESTS,
     SUMS,
     TARGET_COUNT,
@@ -137,7 +138,7 @@ def train_step(
     # These checks run while the step is traced, so they cost nothing in a training step.
     variables = get_variables(state)
     validate_no_gradient(variables)
-    given = state
+    before = state
     params = make_params_merger(state)(state.params)
     validate_fields_read(forward, bind_variables(state.apply_fn, variables), params, batch, key)
     needs_halves = any(each.needs_halves for each in options.auxiliary_states)
@@ -173,14 +174,14 @@ def train_step(
     judged: Any = {}
     if any(each.judge for each in options.auxiliary_states):
         has_target = meta[TOKEN_COUNT] > 0 if TOKEN_COUNT in meta else jnp.bool_(True)
-        outcome = StepOutcome(loss, own_meta[GRAD_NORM], has_target, given.step + 1)
-        is_accepted, judged, scalars = judge_update(options.auxiliary_states, given.riders, outcome)
+        outcome = StepOutcome(loss, own_meta[GRAD_NORM], has_target, before.step + 1)
+        is_accepted, judged, scalars = judge_update(options.auxiliary_states, before.riders, outcome)
         is_applied, own_meta = has_target & is_accepted, own_meta | scalars
 
-    # 4. The optimizer, which sees float32 gradients.
     if taken := sorted({*own_meta} & {*meta}):
         raise InvalidError(f"forward returns {taken[0]!r} as meta, which is a reserved name; use another")
 
+    # 4. The optimizer, which sees float32 gradients.
     def apply_update(state: TrainState) -> tuple[TrainState, Scalars]:
         if options.rounding == "nearest":
             state = state.apply_gradients(grads=grads)
@@ -190,7 +191,7 @@ def train_step(
         # 5. Auxiliary states. They come last, because averages of weights take the new parameters.
         scalars: Scalars = {}
         if options.auxiliary_states:
-            observation = StepObservation(jnp.asarray(state.step), state.params, grads, halves)
+            observation = StepObservation(jnp.asarray(state.step), state.params, grads, loss, meta, halves)
             after, scalars = update_auxiliary(options.auxiliary_states, state.riders, observation)
             state = state.replace(riders=after)
         return state, scalars
@@ -199,10 +200,10 @@ def train_step(
         if is_applied is None:
             state, scalars = apply_update(state)
         else:
-            state, scalars = _apply_conditionally(is_applied, apply_update, state, _count_step(given))
+            state, scalars = _apply_conditionally(is_applied, apply_update, state, _count_step(before))
         # 6. A step that turns out to have no target.
         if is_applied is None and TOKEN_COUNT in meta:
-            state = jax.tree.map(functools.partial(jnp.where, meta[TOKEN_COUNT] > 0), state, _count_step(given))
+            state = jax.tree.map(functools.partial(jnp.where, meta[TOKEN_COUNT] > 0), state, _count_step(before))
         if judged:
             state = state.replace(riders={**state.riders, **judged})
         return state, scalars
@@ -212,7 +213,7 @@ def train_step(
     else:
         agrees = jnp.all(digests == options.replay.expected)
         is_completed = (options.replay.action == UPDATE) | ((options.replay.action == COMPARE) & agrees)
-        state, scalars = _apply_conditionally(is_completed, complete_step, state, given)
+        state, scalars = _apply_conditionally(is_completed, complete_step, state, before)
         own_meta[REPLAY_DIGESTS] = digests
     return state, loss, meta | scalars | own_meta
 
@@ -250,12 +251,12 @@ def skip_step(
     rate = None if schedule is None else jnp.asarray(schedule(state.step), jnp.float32)
     after, zero = _count_step(state), jnp.float32(0)
     rate = find_injected_rate(after.opt_state) if rate is None else rate
-    given = {} if rate is None else {"learning_rate": rate}
+    rates = {} if rate is None else {LEARNING_RATE: rate}
     if any(each.judge for each in auxiliary_states):
         outcome = StepOutcome(zero, zero, jnp.bool_(False), after.step)
         _, judged, scalars = judge_update(auxiliary_states, state.riders, outcome)
-        after, given = after.replace(riders={**after.riders, **judged}), given | scalars
-    return after, zero, {GRAD_NORM: zero, TOKEN_COUNT: zero, **given}
+        after, rates = after.replace(riders={**after.riders, **judged}), rates | scalars
+    return after, zero, {GRAD_NORM: zero, TOKEN_COUNT: zero, **rates}
 
 
 def _count_step(state: TrainState) -> TrainState:

@@ -21,7 +21,8 @@ from runner.inference.open_run import SampleRequest
 from runner.process import count_cpus
 from runner.spec import ExecutionSpec
 from runner.storage import LocalStore, read_log
-from tests.support import run_outcomes
+from tests.support import forked_python, run_outcomes
+from tests.support.job_process import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,9 +68,8 @@ OPTIONS = {
 ALL = pytest.mark.parametrize("command", list(REQUIRED_ARGUMENTS), ids=" ".join)
 
 
-def run(*words, **options):
-    command = [sys.executable, "-m", "runner", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, **options)
+def run(*words, env=os.environ):
+    return forked_python.run(["runner", *words], env, DEADLINE_SECONDS)
 
 
 @pytest.fixture

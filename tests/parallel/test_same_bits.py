@@ -18,11 +18,11 @@ from runner.train.state import (
     compute_variable_shardings,
     get_shardings,
     make_abstract_state,
-    make_state,
 )
 from runner.train.step import StepOptions, train_step, val_step
 from tests.support.simulated_devices import USER_COMPILER_OPTIONS
 from tests.support.tiny_jobs import are_leaves_equal, format_mesh, make_gpt, make_partial_mesh
+from tests.support.train_states import make_state
 
 # Summation tree.
 

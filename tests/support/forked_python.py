@@ -24,6 +24,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -105,6 +106,27 @@ def start(
         stdout=stdout,
         stderr=stderr,
     )
+
+
+def run(
+    arguments: Sequence[str], variables: Mapping[str, str], timeout: float, merge_streams: bool = False
+) -> "subprocess.CompletedProcess[str]":
+    """Run `python -m ARGUMENTS` as `start` does, and return its exit status and its output.
+
+    With `merge_streams`, the standard error stream is part of `stdout`. Raises TimeoutExpired after `timeout` seconds.
+    """
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as problems:
+        process = start(arguments, variables, output, output if merge_streams else problems)
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(arguments, code, read_output(output), read_output(problems))
+
+
+def read_output(file: IO[bytes]) -> str:
+    """Return what processes have written to a file, which they may still write to."""
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
 
 
 def _is_like_template(variables: Mapping[str, str]) -> bool:

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 from runner.process import make_placements
 from tests.support import forked_python
@@ -91,19 +91,8 @@ def run_runner(
 
     With `has_progress`, standard error holds progress lines and is returned only if it contains a traceback.
     """
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as progress:
-        process = forked_python.start(["runner", *arguments], variables, output, progress if has_progress else output)
-        try:
-            code = process.wait(deadline_seconds)
-        finally:
-            process.kill()
-        printed, problems = (read_output(file) for file in (output, progress))
-    return code, printed + (problems if "Traceback" in problems else "")
-
-
-def read_output(file: IO[bytes]) -> str:
-    """Return what processes have written to a file, which they may go on with."""
-    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+    done = forked_python.run(["runner", *arguments], variables, deadline_seconds, merge_streams=not has_progress)
+    return done.returncode, done.stdout + (done.stderr if "Traceback" in done.stderr else "")
 
 
 @dataclass(frozen=True)
@@ -247,7 +236,7 @@ class Attempt:
     @property
     def output(self) -> str:
         """Output of the process so far."""
-        return read_output(self._log)
+        return forked_python.read_output(self._log)
 
     def events(self, *names: str) -> list[Row]:
         """Return the events that this attempt has recorded so far, optionally only those of the given names."""

@@ -15,8 +15,8 @@ from runner.data import get_batch_fields
 from runner.data.packing import make_token_fields
 from runner.errors import InvalidError
 from runner.train import setup
-from runner.train.state import make_state
 from tests.support.tiny_jobs import make_gpt
+from tests.support.train_states import make_state
 
 S, B, T, V = 2, 3, 8, 16
 KEY = jax.random.key(0)

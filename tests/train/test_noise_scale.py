@@ -114,7 +114,7 @@ def test_estimates_of_equal_halves_match_the_paper():
 def make_observation(first, second, counts):
     squares = jnp.asarray([first @ first, second @ second], jnp.float32)
     halves = HalfBatchGradients(squares, jnp.float32(first @ second), jnp.asarray(counts, jnp.float32))
-    return StepObservation(jnp.int32(1), {}, {}, halves)
+    return StepObservation(jnp.int32(1), {}, {}, jnp.float32(0), {}, halves)
 
 
 def test_the_average_converges_to_the_true_noise_scale():

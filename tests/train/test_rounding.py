@@ -12,9 +12,9 @@ from runner import BaseTrainer
 from runner.config import PrecisionConfig
 from runner.optim.library import update_in_float32
 from runner.train import step as pure
-from runner.train.state import make_state
 from runner.train.step import round_stochastically
 from tests.support.tiny_jobs import are_leaves_equal, make_full_mesh, make_gpt, stop_after
+from tests.support.train_states import make_state
 
 KEY = jax.random.key(0)
 NARROW = {"config.precision.params": "bfloat16", "config.precision.rounding": "stochastic"}

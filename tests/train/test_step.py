@@ -18,8 +18,9 @@ from runner import BaseTrainer
 from runner.config import MemoryConfig
 from runner.parallel.mesh import make_batch_sharding, use_sharding_rules
 from runner.train.loss import cross_entropy_sum
-from runner.train.state import compute_variable_shardings, get_shardings, make_abstract_state, make_state
+from runner.train.state import compute_variable_shardings, get_shardings, make_abstract_state
 from tests.support.tiny_jobs import make_full_mesh
+from tests.support.train_states import make_state
 
 VOCABULARY, T, R = 32, 12, 16
 SPLITS = [1, 2, 4, 8]

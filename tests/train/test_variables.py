@@ -17,8 +17,9 @@ from runner.errors import InvalidError, StateError
 from runner.parallel.mesh import make_batch_sharding, use_sharding_rules
 from runner.storage import read_json
 from runner.train.loss import cross_entropy_sum, document_arguments
-from runner.train.state import bind_variables, make_state
+from runner.train.state import bind_variables
 from tests.support.tiny_jobs import are_leaves_equal, make_full_mesh, make_gpt, make_mesh_options, stop_after
+from tests.support.train_states import make_state
 
 V, T, R = 256, 16, 16
 KEY = jax.random.key(0)

@@ -19,9 +19,10 @@ from runner.config import MemoryConfig
 from runner.parallel.mesh import make_batch_sharding, make_mesh, use_sharding_rules
 from runner.storage import parse_lines, read_json
 from runner.train.flops import count_matmul_flops
-from runner.train.state import compute_variable_shardings, get_shardings, make_abstract_state, make_state
+from runner.train.state import compute_variable_shardings, get_shardings, make_abstract_state
 from tests.experiments.test_documents import LENGTHS, make_documents, pack_documents
 from tests.support.tiny_jobs import are_leaves_equal, format_mesh, make_gpt, make_mesh_options, stop_after
+from tests.support.train_states import make_state
 
 SOAK = pytest.mark.soak
 KEY = jax.random.key(0)
