@@ -42,7 +42,7 @@ from tests.support.tiny_jobs import are_leaves_equal, make_full_mesh
 OLDER, NEWEST = 5, 10
 COUNTER_SPEC = "specs/counter.yaml"
 COUNTER = ("config.total_steps=100", "config.step_seconds=0.03", "config.width=1000", "checkpoint.every_steps=5")
-MIN_CASES = {"disk": 60, "gs": 50, "s3": 50, "az": 50}
+MIN_CASES = 36  # of the manifest, the blocks of one process, and their table
 
 
 def flip_first_bit(content: bytes, chance: random.Random) -> bytes | None:
@@ -72,7 +72,7 @@ def delete(content: bytes, chance: random.Random) -> bytes | None:
 
 
 Damage = Callable[[bytes, random.Random], bytes | None]
-DAMAGES: tuple[Damage, ...] = (flip_first_bit, flip_any_bit, empty, truncate, delete)
+DAMAGES: tuple[Damage, ...] = (flip_first_bit, *6 * [flip_any_bit], empty, *3 * [truncate], delete)  # at random places
 
 
 def make_state(seed: int) -> dict[str, jax.Array]:
@@ -171,12 +171,12 @@ def test_verify_names_every_damaged_file_and_restore_falls_back(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if where == "disk":
-        assert damage_every_file(LocalStore(tmp_path / "run"), tmp_path) >= MIN_CASES[where]
+        assert damage_every_file(LocalStore(tmp_path / "run"), tmp_path) >= MIN_CASES
         return
     with start_backend(where) as backend:
         route_stores_to(monkeypatch, backend)
         store = open_store(backend.url(make_unique_name("damage")))
-        assert damage_every_file(store, tmp_path / "staging") >= MIN_CASES[where]
+        assert damage_every_file(store, tmp_path / "staging") >= MIN_CASES
 
 
 def has_committed_twice(job: CloudJob, attempt: CloudAttempt) -> bool:
