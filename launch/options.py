@@ -50,7 +50,8 @@ class LaunchArguments:
         typer.Option("--set", metavar="KEY=VALUE", help="Override a dotted key of the spec; repeatable."),
     ] = field(default_factory=list)
     max_restarts: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Number of restarts after exit code 76; 75 does not count.")
+        int,
+        typer.Option(min=0, metavar="N", help="Restarts after exit code 76 between two commits; 75 does not count."),
     ] = 100
     standby_seconds: Annotated[
         int,

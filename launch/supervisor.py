@@ -1,8 +1,8 @@
 """Supervisor of a job: restarts by exit code, until the job is done.
 
-75 (preempted) is not the job's fault and does not count. 76 (retryable) counts, and is retried with exponential backoff
-that starts over when something is committed. Everything else ends the job. A job that fails again and again without a
-newer checkpoint is in a crash loop, which retries cannot fix.
+75 (preempted) is not the job's fault and does not count. 76 (retryable) counts, and is retried with exponential
+backoff; both start over when something is committed. Everything else ends the job. A job that fails again and again
+without a newer checkpoint is in a crash loop, which retries cannot fix.
 
 A supervisor may run a single host of the job, which waits for the others at each start. An attempt that ends before the
 job has claimed its directory then does not count towards a crash loop, because a host is missing or the directory
@@ -227,7 +227,7 @@ class Supervisor:
     read_progress: Callable[[], JobProgress]  # function that returns the progress of the job
     # Function that returns True once the user has asked the job to stop, so that 75 is final.
     is_stopping: Callable[[], bool]
-    max_restarts: int  # number of restarts after 76
+    max_restarts: int  # number of restarts after 76 without a commit between them
     has_peers: bool = False  # True if this is the supervisor of one host of several
 
     def run(self) -> tuple[int, int]:
@@ -235,6 +235,7 @@ class Supervisor:
         num_attempts = num_restarts = num_stuck = num_crashes = 0
         # Commits and attempts of earlier launches do not count as progress of this launch.
         progress = self.read_progress()
+        num_commits = progress.num_commits
         while True:
             num_attempts += 1
             code = self.start()
@@ -248,11 +249,12 @@ class Supervisor:
                 # Neither counted nor delayed, because the job has saved its state.
                 say("launch: preempted; starting again")
                 continue
-            # A new commit shows that the job makes progress, which resets crash loop and backoff.
-            newest, has_commits = progress.newest_step, progress.num_commits != before.num_commits
+            # A new commit shows that the job makes progress, which resets all counts and the backoff.
+            newest, has_commits = progress.newest_step, progress.num_commits > num_commits
+            num_commits = max(num_commits, progress.num_commits)  # none are read while the directory cannot be read
             has_claimed = not self.has_peers or progress.newest_attempt != before.newest_attempt
             if has_commits:
-                num_stuck = num_crashes = 0
+                num_restarts = num_stuck = num_crashes = 0
             if has_commits and not has_claimed:
                 # An elastic job runs without this host, which may wait for as long as it takes.
                 say(f"launch: ended with {code}; the job goes on without this host, which tries to join it again")
@@ -266,7 +268,8 @@ class Supervisor:
                 say(f"launch: crash loop: {num_crashes} attempts in a row ended with {code} {where}; giving up")
                 return EXIT_FAILED, num_attempts
             if num_restarts == self.max_restarts:
-                say(f"launch: ended with {code} after {num_restarts} restarts; --max-restarts allows no more")
+                reason = f"after {num_restarts} restarts without a commit; --max-restarts allows no more"
+                say(f"launch: ended with {code} {reason}")
                 return code, num_attempts
             num_restarts += 1
             pause_seconds = min(FIRST_PAUSE_SECONDS * 2 ** (num_stuck - 1), MAX_PAUSE_SECONDS)

@@ -30,7 +30,7 @@ export PYTHONUNBUFFERED=1
 submit_time=$(timeout 20 squeue --noheader --states=all --format=%V --jobs="$SLURM_JOB_ID")
 RUNNER_SUBMITTED=$([[ -z $submit_time ]] || date --date="$submit_time" +%s)
 export RUNNER_SUBMITTED
-restarts_file=$name-$SLURM_JOB_ID.restarts  # where the command runs, which all nodes share; a line for each 76
+restarts_file=$name-$SLURM_JOB_ID.restarts  # where the command runs, which all nodes share; a line for each 76 since the last commit
 # Nodes with defective devices, one a line, added by the command.
 export RUNNER_FAULTY_HOSTS=$PWD/$name-$SLURM_JOB_ID.faulty
 [[ ${SLURM_RESTART_COUNT:-0} != 0 ]] || rm -f -- "$restarts_file" "$RUNNER_FAULTY_HOSTS"
@@ -65,6 +65,12 @@ case $code in
   2) exit 201 ;;
   *) exit 202 ;;
 esac'
+
+# Number of commits of the job: a new one shows that it makes progress.
+count_commits='
+import sys
+from launch.supervisor import read_progress
+print(read_progress(sys.argv[1], sys.argv[3::2]).num_commits)'
 
 quick_seconds=60  # an attempt that ends sooner has hardly begun to train
 max_quick_ends=5  # in a row, after which the job may need other nodes
@@ -229,10 +235,17 @@ while :; do
   fi
   [[ $code == 76 ]] || break
   RUNNER_SUBMITTED=$(date +%s)  # a restart on the same nodes begins now
-  echo >>"$restarts_file" || exit "$code"
+  # Each line is the number of commits at a restart. None are read while the directory cannot be read.
+  num_commits=$(timeout 20 "${command[0]}" -c "$count_commits" "${command[@]:3}" 2>/dev/null)
+  last_commits=$(tail -n 1 "$restarts_file" 2>/dev/null)
+  if ((${num_commits:-0} > ${last_commits:-0})); then
+    rm -f -- "$restarts_file"
+    last_commits=$num_commits
+  fi
+  echo "${last_commits:-0}" >>"$restarts_file" || exit "$code"
   num_restarts=$(wc -l <"$restarts_file")
   if ((num_restarts > max_restarts)); then
-    say "ended with $code after $max_restarts restarts; --max-restarts allows no more"
+    say "ended with $code after $max_restarts restarts without a commit; --max-restarts allows no more"
     break
   fi
   num_quick_ends=$((age_seconds < quick_seconds ? num_quick_ends + 1 : 1))

@@ -47,9 +47,17 @@ def test_a_final_code_is_not_restarted(code):
 
 def test_only_failures_count_as_restarts():
     assert supervise([75] * 50 + [0], max_restarts=0) == (0, 51)
-    assert supervise([76, 75, 76, 0], max_restarts=2) == (0, 4)
-    assert supervise([76, 75, 76, 0], max_restarts=1) == (76, 3)
+    assert supervise([76, 75, 76, 0], steps=[7] * 9, max_restarts=2) == (0, 4)
+    assert supervise([76, 75, 76, 0], steps=[7] * 9, max_restarts=1) == (76, 3)
     assert supervise([76], max_restarts=0) == (76, 1)
+
+
+def test_a_commit_begins_a_new_count_of_restarts():
+    assert supervise([76] * 50 + [0], max_restarts=1) == (0, 51)
+    steps = [0, 0, 5, 5, 5]
+    assert supervise([76] * 9, steps=steps, max_restarts=1) == (76, 3)
+    # The directory cannot be read after every second attempt.
+    assert supervise([76] * 9, steps=[5, None, 5, None, 5, None], max_restarts=3) == (76, 4)
 
 
 def test_a_crash_loop_at_one_step_ends_with_its_reason(capsys):

@@ -150,6 +150,11 @@ exit $code
     "sinfo": RECORD_CALL + 'cat "$CALLS/nodes"\n',
     "sleep": RECORD_CALL + '[[ ! -e $CALLS/pauses ]] || read -rt 30 <>"$CALLS/pipe"\n',
     "python": """#!/bin/bash
+if [[ $2 == *num_commits* ]]; then
+  [[ ! -e $CALLS/unreadable ]] || exit 1
+  [[ ! -e $CALLS/progresses ]] || exec wc -l <"$CALLS/starts"
+  exec echo 7
+fi
 [[ $1 != -c ]] || exec echo $([[ -e $CALLS/no_memory ]] && echo False || echo True)
 if [[ -v RUNNER_STANDBY ]]; then
   echo $$ >>"$CALLS/standbys"
@@ -280,11 +285,21 @@ def test_retryable_codes_and_kills_restart_the_command_on_the_same_nodes_and_cou
     assert slurm.run(code, 0) == (0, HERE.format(1, 1))
     assert slurm.calls("sleep") == ["1"]
     assert time.time() - 60 < int(slurm.read("environment")[0]) <= time.time()
-    exhausted = "launch: ended with 76 after 2 restarts; --max-restarts allows no more\n"
+    exhausted = "launch: ended with 76 after 2 restarts without a commit; --max-restarts allows no more\n"
     assert slurm.run(code) == (76, HERE.format(1, 1) + HERE.format(2, 2) + exhausted)
     assert len(slurm.read("starts")) == 3
     assert slurm.calls("scontrol") == []
     assert list(slurm.directory.glob("*.restarts")) == []
+
+
+def test_a_commit_begins_a_new_count_of_restarts(slurm):
+    slurm.write("progresses", "")
+    assert slurm.run(76, 76, 76, 76, 0) == (0, "".join(HERE.format(1, 2**num_ends) for num_ends in range(4)))
+
+
+def test_commits_that_cannot_be_read_do_not_reset_the_count(slurm):
+    slurm.write("unreadable", "")
+    assert slurm.run(76)[1].endswith("after 2 restarts without a commit; --max-restarts allows no more\n")
 
 
 def test_restarts_are_counted_over_requeues(slurm):
