@@ -118,8 +118,8 @@ def test_a_step_with_a_missing_part_is_not_restored(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     run_until(job, lambda: len(common(tmp_path)) > 1 and common(tmp_path)[-1] > 21, "two fast steps beyond step 20")
     older, newest = common(tmp_path)[-2:]
-    pieces = [path for path in (parts(tmp_path, 1)[newest] / "pieces").iterdir() if path.stat().st_size > 1000]
-    pieces[0].unlink()
+    (blocks,) = (parts(tmp_path, 1)[newest] / "arrays").glob("blocks.*.bin")
+    blocks.unlink()
     restored = finish(job)
     assert restored == max(
         {"step": older, "tier": "fast"}, {"step": job.newest() if older < 20 else 0, "tier": "durable"},
@@ -127,7 +127,7 @@ def test_a_step_with_a_missing_part_is_not_restored(tmp_path: Path) -> None:
     )  # fmt: skip
     fallbacks = job.events("fallback")
     assert [(event["rejected"], event["tier"]) for event in fallbacks] == [(newest, "fast")]
-    assert f"{pieces[0].name} is missing" in fallbacks[0]["reason"]
+    assert f"{blocks.name} is missing" in fallbacks[0]["reason"]
     assert job.outcome() == expected()
 
 
@@ -136,10 +136,10 @@ def test_a_flipped_bit_in_a_part_falls_back(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     run_until(job, lambda: len(common(tmp_path)) > 1 and common(tmp_path)[-1] > 21, "two fast steps beyond step 20")
     newest = common(tmp_path)[-1]
-    piece = max((parts(tmp_path, 0)[newest] / "pieces").iterdir(), key=lambda path: path.stat().st_size)
-    content = bytearray(piece.read_bytes())
+    (blocks,) = (parts(tmp_path, 0)[newest] / "arrays").glob("blocks.*.bin")
+    content = bytearray(blocks.read_bytes())
     content[len(content) // 3] ^= 4
-    piece.write_bytes(content)
+    blocks.write_bytes(content)
     assert int(str(finish(job)["step"])) < newest
     assert job.outcome() == expected()
 
