@@ -13,8 +13,8 @@ WAITING = ["runner", "specs/counter.yaml", "--set", "config.step_seconds=60", "-
 
 
 def start(arguments, variables):
-    output = tempfile.TemporaryFile()
-    return forked_python.start(arguments, variables, output, output), output
+    with tempfile.TemporaryFile() as output:
+        return forked_python.start(arguments, variables, output, output)
 
 
 def test_a_forked_process_has_its_own_status_streams_and_program_name(tmp_path):
@@ -28,7 +28,7 @@ def test_a_forked_process_has_its_own_status_streams_and_program_name(tmp_path):
 
 
 def test_a_forked_process_is_waited_for_killed_and_found(tmp_path):
-    process, _ = start([*WAITING, f"directory={tmp_path / 'run'}"], environment(1))
+    process = start([*WAITING, f"directory={tmp_path / 'run'}"], environment(1))
     assert isinstance(process, forked_python.ForkedProcess)
     assert process.pid in leftover.find()
     assert process.poll() is None
@@ -51,7 +51,7 @@ def test_a_forked_process_is_waited_for_killed_and_found(tmp_path):
     ],
 )
 def test_a_process_with_variables_that_an_import_may_read_is_executed(changes, is_forked):
-    process, _ = start(["runner", "--version"], environment(1) | changes)
+    process = start(["runner", "--version"], environment(1) | changes)
     assert isinstance(process, forked_python.ForkedProcess) == is_forked
     assert process.wait(DEADLINE_SECONDS) == 0
 
