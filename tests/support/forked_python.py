@@ -96,7 +96,7 @@ def start(
     wrapper: Sequence[str] = (),
 ) -> "ForkedProcess | subprocess.Popen[bytes]":
     """Start `WRAPPER python -m ARGUMENTS` in the root of the repository, without input; it ends with this process."""
-    if sys.platform == "linux" and not wrapper and _is_like_template(variables):
+    if _can_watch_processes() and not wrapper and _is_like_template(variables):
         return _get_template().fork(arguments, variables, stdout, stderr)
     return subprocess.Popen(
         bind_to_parent([*wrapper, sys.executable, "-m", *arguments]),
@@ -127,6 +127,18 @@ def run(
 def read_output(file: IO[bytes]) -> str:
     """Return what processes have written to a file, which they may still write to."""
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+
+
+@functools.cache
+def _can_watch_processes() -> bool:
+    """Return True if the system gives out descriptors of processes: Linux from 5.3 on."""
+    if sys.platform != "linux":
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
 
 
 def _is_like_template(variables: Mapping[str, str]) -> bool:
