@@ -165,14 +165,15 @@ _MFU = Chart("Model FLOPs utilisation", "share of the devices' peak", form="shar
 _STEP_TIME = Chart("Step time", "seconds")
 _MEMORY = Chart("Peak device memory", "GiB", factor=1 / (1 << 30))
 _NOISE = Chart("Gradient noise scale", "tokens", allows_log_scale=True)
+_TARGETS = Chart("Real target tokens", "tokens of a step", is_smoothed=True)
 _SKIPPED = Chart("Skipped updates", "steps since the start")
 _ROLL_BACKS = Chart("Roll-backs", "since the start")
 _HIGH_LOSS = Chart("Steps with a high loss", "in succession")
 _MIXTURE = Chart("Mixture of the data", "share of the tokens drawn so far", form="stack")
 _EPOCHS = Chart("Epochs of each source", "passes over the source")
 CHARTS = (
-    LOSS, _BITS, _ACCURACY, _GRADIENT, _RATE, _THROUGHPUT, _EXAMPLES, _MFU, _STEP_TIME, _MEMORY, _NOISE, _SKIPPED,
-    _ROLL_BACKS, _HIGH_LOSS, _MIXTURE, _EPOCHS, _GRADIENTS, _PARAMETERS,
+    LOSS, _BITS, _ACCURACY, _GRADIENT, _RATE, _THROUGHPUT, _EXAMPLES, _MFU, _STEP_TIME, _MEMORY, _NOISE, _TARGETS,
+    _SKIPPED, _ROLL_BACKS, _HIGH_LOSS, _MIXTURE, _EPOCHS, _GRADIENTS, _PARAMETERS,
 )  # fmt: skip
 
 # Keys of the rows, the chart that shows them, and the name of their series.
@@ -204,6 +205,7 @@ _SERIES = tuple(
         ("perf/step_seconds_p95", _STEP_TIME, "95th percentile"),
         ("perf/peak_bytes", _MEMORY, "fullest device of process 0"),
         ("train/noise_scale", _NOISE, "training"),
+        ("train/token_count", _TARGETS, "training"),
         ("train/skipped_updates", _SKIPPED, "training"),
         ("train/roll_backs", _ROLL_BACKS, "training"),
         ("train/high_loss_steps", _HIGH_LOSS, "training"),
