@@ -28,6 +28,7 @@ CHECKOUT_KEYS = {"environment.commit", "environment.dirty"}
 ACCELERATOR_KEYS = {"perf/mfu", "perf/peak_bytes"}  # unknown for CPUs
 ARRAY_KEYS = {"train/examples", "perf/examples_per_second", "examples"}  # see tests/train/test_arrays.py
 NORM_KEYS = {"train/param_norm"}
+PADDING_KEYS = {"train/token_count"}  # see tests/metrics/test_meta.py
 AUXILIARY_KEYS = {"train/noise_scale", "train/skipped_updates", "train/roll_backs", "train/high_loss_steps"}
 ZOMBIE_KEYS = {"void", "contested"}
 FORK_KEYS = {key.name for key in MANIFEST_KEYS if key.name.startswith("lineage")}
@@ -117,7 +118,7 @@ def test_each_key_of_a_table_is_unique_and_documented(table: tuple[Key, ...]) ->
 def test_the_rows_of_a_run_have_the_keys_of_the_table(trained_run: Path) -> None:
     rows = parse_lines((trained_run / "metrics.jsonl").read_bytes())
     of_names = {name for name in list_names(ROW_KEYS) if "<" in name}  # of sets, groups, sources and forward's meta
-    absent = of_names | ACCELERATOR_KEYS | NORM_KEYS | AUXILIARY_KEYS | ARRAY_KEYS
+    absent = of_names | ACCELERATOR_KEYS | NORM_KEYS | PADDING_KEYS | AUXILIARY_KEYS | ARRAY_KEYS
     assert collect_keys(ROW_KEYS, rows) == list_names(ROW_KEYS) - absent
 
 

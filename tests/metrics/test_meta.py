@@ -129,7 +129,9 @@ def test_the_mean_over_steps_is_weighted_by_tokens(tmp_path: Path) -> None:
     )()
     tokens = [int(np.asarray(single.batch("train", step)["padding_mask"]).sum()) for step in range(4)]
     assert len(set(tokens)) > 1
-    losses = [row["train/loss"] for row in read_trajectory(tmp_path / "single")]
+    rows = read_trajectory(tmp_path / "single")
+    assert [row["train/token_count"] for row in rows] == tokens
+    losses = [row["train/loss"] for row in rows]
     assert read_trajectory(tmp_path / "window")[-1]["train/loss_mean"] == pytest.approx(
         np.average(losses, weights=tokens)
     )
