@@ -251,7 +251,7 @@ class Supervisor:
                 continue
             # A new commit shows that the job makes progress, which resets all counts and the backoff.
             newest, has_commits = progress.newest_step, progress.num_commits > num_commits
-            num_commits = max(num_commits, progress.num_commits)  # none are read while the directory cannot be read
+            num_commits = max(num_commits, progress.num_commits)  # 0 is read while the directory cannot be read
             has_claimed = not self.has_peers or progress.newest_attempt != before.newest_attempt
             if has_commits:
                 num_restarts = num_stuck = num_crashes = 0

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO
 
 # Environment variable of a process that waits for its command line: the file descriptor from which it comes.
 STANDBY_VARIABLE = "RUNNER_STANDBY"
@@ -238,15 +238,16 @@ def bind_to_parent(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
-def _run_bound(command: list[str], parent: int) -> NoReturn:
-    """Request a signal at the death of the parent, and become the command."""
+def request_death_signal(parent: int) -> None:
+    """Ask the kernel for SIGUSR1 to this process at the death of its parent, and exit if that has died. Linux only."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(_DEATH_SIGNAL)) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # It died before the request.
         sys.exit(128 + _DEATH_SIGNAL)
-    os.execvp(command[0], command)
 
 
 if __name__ == "__main__":
-    _run_bound(sys.argv[2:], int(sys.argv[1]))
+    # Form of a command that `bind_to_parent` returns: this program, the parent, the command.
+    request_death_signal(int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])

@@ -3,9 +3,9 @@
 # - SLURM sends SIGTERM to the tasks once, ahead of the time limit or when it ends the job. srun must not get a signal,
 #   because it would kill the tasks. SIGUSR1 and SIGUSR2, which `--signal` can name instead, are handled like SIGTERM.
 # - After 75 (preempted) the job is requeued: its nodes are about to go.
-# - After 76 (retryable) the command is started again in the same allocation, and counted until the next commit. The job is requeued instead,
-#   which takes minutes, if too few nodes are healthy, or if the command has ended at once several times. Any other code
-#   ends it.
+# - After 76 (retryable) the command is started again in the same allocation, and counted until the next commit. The job
+#   is requeued instead, which takes minutes, if too few nodes are healthy, or if the command has ended at once several
+#   times. Any other code ends it.
 # - With spare nodes the command runs on some of the job's nodes. SLURM then takes a node that fails out of the job, and
 #   lets the others go on. A node that the command itself found to be defective gets no more work, and a requeued job
 #   excludes it.
@@ -20,7 +20,8 @@ export PYTHONUNBUFFERED=1
 submit_time=$(timeout 20 squeue --noheader --states=all --format=%V --jobs="$SLURM_JOB_ID")
 RUNNER_SUBMITTED=$([[ -z $submit_time ]] || date --date="$submit_time" +%s)
 export RUNNER_SUBMITTED
-restarts_file=$name-$SLURM_JOB_ID.restarts  # where the command runs, which all nodes share; a line for each 76 since the last commit
+# Where the command runs, which all nodes share. A line for each 76 since the last commit: the number of commits.
+restarts_file=$name-$SLURM_JOB_ID.restarts
 # Nodes with defective devices, one a line, added by the command.
 export RUNNER_FAULTY_HOSTS=$PWD/$name-$SLURM_JOB_ID.faulty
 [[ ${SLURM_RESTART_COUNT:-0} != 0 ]] || rm -f -- "$restarts_file" "$RUNNER_FAULTY_HOSTS"
@@ -225,7 +226,7 @@ while :; do
   fi
   [[ $code == 76 ]] || break
   RUNNER_SUBMITTED=$(date +%s)  # a restart on the same nodes begins now
-  # Each line is the number of commits at a restart. None are read while the directory cannot be read.
+  # No commits are read while the directory cannot be read.
   num_commits=$(timeout 20 "${command[0]}" -c "$count_commits" "${command[@]:3}" 2>/dev/null)
   last_commits=$(tail -n 1 "$restarts_file" 2>/dev/null)
   if ((${num_commits:-0} > ${last_commits:-0})); then

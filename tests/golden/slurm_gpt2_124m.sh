@@ -30,7 +30,8 @@ export PYTHONUNBUFFERED=1
 submit_time=$(timeout 20 squeue --noheader --states=all --format=%V --jobs="$SLURM_JOB_ID")
 RUNNER_SUBMITTED=$([[ -z $submit_time ]] || date --date="$submit_time" +%s)
 export RUNNER_SUBMITTED
-restarts_file=$name-$SLURM_JOB_ID.restarts  # where the command runs, which all nodes share; a line for each 76 since the last commit
+# Where the command runs, which all nodes share. A line for each 76 since the last commit: the number of commits.
+restarts_file=$name-$SLURM_JOB_ID.restarts
 # Nodes with defective devices, one a line, added by the command.
 export RUNNER_FAULTY_HOSTS=$PWD/$name-$SLURM_JOB_ID.faulty
 [[ ${SLURM_RESTART_COUNT:-0} != 0 ]] || rm -f -- "$restarts_file" "$RUNNER_FAULTY_HOSTS"
@@ -235,7 +236,7 @@ while :; do
   fi
   [[ $code == 76 ]] || break
   RUNNER_SUBMITTED=$(date +%s)  # a restart on the same nodes begins now
-  # Each line is the number of commits at a restart. None are read while the directory cannot be read.
+  # No commits are read while the directory cannot be read.
   num_commits=$(timeout 20 "${command[0]}" -c "$count_commits" "${command[@]:3}" 2>/dev/null)
   last_commits=$(tail -n 1 "$restarts_file" 2>/dev/null)
   if ((${num_commits:-0} > ${last_commits:-0})); then
