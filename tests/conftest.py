@@ -1,5 +1,6 @@
 """Session setup of all tests: eight simulated CPU devices, one shared cache, and the cleanup of processes."""
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -95,10 +96,21 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ImmediateFailures(reporter))
 
 
+@contextlib.contextmanager
+def _restored_environment() -> Iterator[None]:
+    """Restore the environment: `plan` and imports of libraries set variables, which children would inherit."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _clear_compiled_programs() -> Iterator[None]:
     """Free the compiled programs after each file; otherwise they take gigabytes in each worker."""
-    yield
+    with _restored_environment():
+        yield
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
         gc.collect()
@@ -111,6 +123,12 @@ def _kill_remaining_processes() -> Iterator[None]:
     before = leftover.find()
     yield
     leftover.end_all_but(before)
+
+
+@pytest.fixture(autouse=True)
+def _restore_environment() -> Iterator[None]:
+    with _restored_environment():
+        yield
 
 
 @pytest.fixture(autouse=True)
