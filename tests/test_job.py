@@ -510,6 +510,30 @@ def test_the_automatic_interval_is_based_on_a_durable_save(tmp_path):
     assert saves[0]["event"] == "save"
 
 
+class LostDiskCounter(Counter):
+    """A job that ends with 76 at step 7 of its first two attempts."""
+
+    def save_or_stop(self):
+        if self.step == 7 and self.attempt.number < 3:
+            raise StorageError("a disk is lost")
+        super().save_or_stop()
+
+
+@pytest.mark.parametrize(("given", "hours"), [(None, "8"), (5.0, "5")])
+def test_the_automatic_interval_counts_the_failures_of_earlier_attempts(tmp_path, capsys, given, hours):
+    checkpoint = {"every": "auto", "mean_time_between_failures_hours": given}
+    changes = {"checkpoint": {"every_steps": None} | checkpoint, "logging.every_steps": 1}
+    for _ in range(2):
+        with pytest.raises(StorageError):
+            make_counter(tmp_path, LostDiskCounter, **changes)()
+        capsys.readouterr()
+    job = make_counter(tmp_path, LostDiskCounter, **changes)
+    job()
+    job.checkpointer._reported_interval_seconds = 1e-9  # so that it is said again
+    job.checkpointer.find_due_save(1, 99)
+    assert f"and {hours} hours between failures" in capsys.readouterr().out
+
+
 class FullDiskAtEndCounter(FullDiskCounter):
     full_at = 40
 

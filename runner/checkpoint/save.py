@@ -64,6 +64,9 @@ from runner.checkpoint.policy import (
     SaveKind,
     SavePolicy,
     compute_best_interval_seconds,
+    count_failures,
+    estimate_hours_between_failures,
+    find_replica_advice,
 )
 from runner.checkpoint.restore import AttachmentCheck, RestoredState, load_checkpoint, quarantine, restore_newest
 from runner.console import warn
@@ -71,7 +74,7 @@ from runner.distributed.clock import SAVE
 from runner.errors import FencedError, InvalidError, RemovedError, StorageError, format_error
 from runner.run.attempt import Attempt
 from runner.spec import CheckpointConfig, Trajectory
-from runner.storage import JsonObject, parse_number
+from runner.storage import JsonObject, parse_number, read_log
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -222,6 +225,10 @@ class Checkpointer:
         self._stall_seconds: float | None = None  # time for which the last durable save blocked training
         self._durable_seconds = 0.0  # from the start of the last durable save to its commit
         self._reported_interval_seconds = 1e-9
+        # With `every: auto` process 0 decides, which also reads the ledger.
+        self._hours_between_failures = config.mean_time_between_failures_hours or estimate_hours_between_failures(
+            jax.device_count()
+        )
         self._has_warned_of_grace = False
 
     def set_identity(self, identity: Trajectory) -> None:
@@ -325,7 +332,19 @@ class Checkpointer:
         validate_leaf_forms(state, self._abstract, step)
         if self._attempt.hosts.is_main:
             self._retention.scan()
+            if (advice := find_replica_advice(self._attempt.hosts.num_processes, self._config)) is not None:
+                warn(f"checkpoint: {advice}")
+            if self._config.every is not None and self._config.mean_time_between_failures_hours is None:
+                self._worker.submit(self._estimate_hours_between_failures)
         self._policy.record_save()
+
+    def _estimate_hours_between_failures(self) -> None:
+        try:
+            record = count_failures(read_log(self._attempt.store, "events"), self._attempt.number)
+        except OSError as error:
+            warn(f"checkpoint.every: auto: earlier failures cannot be counted: {format_error(error)}")
+        else:
+            self._hours_between_failures = estimate_hours_between_failures(jax.device_count(), record)
 
     def add_metric(self, step: int, metric: float, *, is_end: bool) -> None:
         """Add the metric of a step that was committed without it. Process 0 only, between two steps, after `begin`.
@@ -348,13 +367,13 @@ class Checkpointer:
         interval_seconds = 0.0
         # With `every: auto` the first save is due at once, because it measures the cost of a save.
         if self._config.every is not None and self._stall_seconds is not None:
-            hours = self._config.mean_time_between_failures_hours
+            hours = self._hours_between_failures
             interval_seconds = compute_best_interval_seconds(self._stall_seconds, self._durable_seconds, hours)
             if not 0.5 < interval_seconds / self._reported_interval_seconds < 2:
                 self._reported_interval_seconds = interval_seconds
                 self._attempt.say(
                     f"checkpoint.every: auto: every {interval_seconds:.1f} s, for a save that stalls "
-                    f"{self._stall_seconds:.3f} s and {hours:g} hours between failures"
+                    f"{self._stall_seconds:.3f} s and {hours:.3g} hours between failures"
                 )
                 seconds = round(interval_seconds, 3)
                 self._attempt.record("cadence", step, seconds=seconds, stall_seconds=self._stall_seconds)

@@ -13,6 +13,7 @@ import jax
 
 from runner.accelerator import Accelerator, parse_accelerator
 from runner.checkpoint.leaves import validate_memory
+from runner.checkpoint.policy import find_replica_advice
 from runner.console import warn, write_text
 from runner.distributed.agreement import Hosts
 from runner.errors import EXIT_DONE, EXIT_INVALID, InvalidError
@@ -314,6 +315,8 @@ def _make_checkpoint_section(
 ) -> Section:
     section, save_seconds = report.make_checkpoint_section(job.spec, abstract_state, machine, step_seconds)
     checks.check_grace(job, save_seconds, "assumed", findings)
+    if (advice := find_replica_advice(machine.num_hosts, job.spec.checkpoint)) is not None:
+        findings.warnings.append(job.document.format_problem(("checkpoint",), advice))
     return section
 
 

@@ -79,6 +79,8 @@ _PROBE_TOKENS = 4096  # of one device, in the matmul of a probe
 # Speeds of one host, assumed and not measured: writing to a bucket or a shared disk, and copying out of its devices.
 DURABLE_BYTES_PER_SECOND = 1e9
 STALL_BYTES_PER_SECOND = 10e9
+# From a failure to the first new step, without reading the state: detection, rendezvous, a warm compile cache; assumed.
+RESTART_SECONDS = 120.0
 
 # Share of the best speed that a tuned step is assumed to reach where a time is promised and not only bounded.
 TYPICAL_SHARE = 0.5

@@ -5,7 +5,7 @@ abstract state and take seconds. Only the search for a better mesh uses the comp
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,7 +13,11 @@ import numpy as np
 import optax
 
 from runner.checkpoint.leaves import flatten_with_names
-from runner.checkpoint.policy import compute_best_interval_seconds
+from runner.checkpoint.policy import (
+    compute_best_interval_seconds,
+    compute_expected_goodput,
+    estimate_hours_between_failures,
+)
 from runner.config import TrainerConfig
 from runner.parallel.mesh import STATE_AXES, count_batch_shards, format_batch_axes, format_mesh, resolve_mesh_sizes
 from runner.plan.figures import Basis, Section, format_amount, report_progress
@@ -32,7 +36,9 @@ from runner.plan.mesh import (
 from runner.plan.prediction import Prediction, Predictor, build_abstract, count_passes
 from runner.plan.program import (
     DURABLE_BYTES_PER_SECOND,
+    RESTART_SECONDS,
     STALL_BYTES_PER_SECOND,
+    TYPICAL_SHARE,
     CompiledProgram,
     Roofline,
     StepWork,
@@ -44,7 +50,7 @@ from runner.plan.program import (
     count_elements,
     uses_all_reduce,
 )
-from runner.spec import ExecutionSpec
+from runner.spec import CheckpointConfig, ExecutionSpec
 from runner.train.compile import MEMORY_SHARE, CompiledStep
 from runner.train.flops import Flops
 from runner.train.kernel_check import KernelCase
@@ -442,31 +448,74 @@ def make_roofline_section(
     return section, times
 
 
+@dataclass(frozen=True)
+class _SaveCost:
+    """Assumed times of a save on one machine, and hours between the failures of the job."""
+
+    stall_seconds: float
+    durable_seconds: float
+    hours: float
+
+    def find_best_interval(self) -> float:
+        """Return the seconds between two saves that lose the least time."""
+        return compute_best_interval_seconds(self.stall_seconds, self.durable_seconds, self.hours)
+
+    def add_goodput(self, section: Section, name: str, interval_seconds: float, label: str = "") -> None:
+        """Add the expected goodput with a save each `interval_seconds`."""
+        restart_seconds = RESTART_SECONDS + self.durable_seconds  # a restore is assumed to take as long as a save
+        share = compute_expected_goodput(interval_seconds, self.stall_seconds, restart_seconds, self.hours)
+        note = f"a save each {format_amount(interval_seconds, 'seconds')}, {restart_seconds:.0f} s for a restart"
+        section.add(name, share, "share", "assumed", note, label=label)
+
+
 def make_checkpoint_section(
     spec: ExecutionSpec, abstract_state: Any, machine: TargetMachine, step_seconds: float | None
 ) -> tuple[Section, float]:
     """Return the section of a save's size and time and of the best interval, and the seconds until it is durable."""
-    section = Section("checkpoint")
+    section, config = Section("checkpoint"), spec.checkpoint
     total = count_bytes(abstract_state)
     # Every host writes its own shards, so the time of a save shrinks with the number of hosts.
     per_host = total / machine.num_hosts
-    durable_seconds, stall_seconds = per_host / DURABLE_BYTES_PER_SECOND, per_host / STALL_BYTES_PER_SECOND
-    hours = spec.checkpoint.mean_time_between_failures_hours
-    best = compute_best_interval_seconds(stall_seconds, durable_seconds, hours)
+    given_hours = config.mean_time_between_failures_hours
+    hours = given_hours or estimate_hours_between_failures(len(machine.devices))
+    cost = _SaveCost(per_host / STALL_BYTES_PER_SECOND, per_host / DURABLE_BYTES_PER_SECOND, hours)
+    best = cost.find_best_interval()
     section.add("bytes", total, "bytes", "counted")
     note = "each host writes its share"
     section.add("bytes of a host", int(per_host), "bytes", "counted", note, label="bytes per host")
     note = f"at {DURABLE_BYTES_PER_SECOND / 1e9:g} GB/s per host"
-    section.add("time to durable", durable_seconds, "seconds", "assumed", note, label="time until durable")
+    section.add("time to durable", cost.durable_seconds, "seconds", "assumed", note, label="time until durable")
     note = f"at {STALL_BYTES_PER_SECOND / 1e9:g} GB/s per host, out of its devices"
-    section.add("stall", stall_seconds, "seconds", "assumed", note)
-    note = f"Young and Daly, {hours:g} h between failures (checkpoint.mean_time_between_failures_hours)"
+    section.add("stall", cost.stall_seconds, "seconds", "assumed", note)
+    source = f", assumed for {len(machine.devices)} device(s)" if given_hours is None else ""
+    note = f"Young and Daly, {hours:.3g} h between failures (checkpoint.mean_time_between_failures_hours{source})"
     section.add("best interval", best, "seconds", "assumed", note)
     # The spec takes the interval in steps.
     if step_seconds is not None:
         steps = max(1, round(best / step_seconds))
         section.add("best interval in steps", steps, "", "assumed", "at the lowest step time")
-    return section, durable_seconds
+
+    interval_seconds = _find_save_interval(config, best, step_seconds)
+    if interval_seconds is not None:
+        cost.add_goodput(section, "expected goodput", interval_seconds)
+    if config.every is None:
+        cost.add_goodput(section, "goodput at best interval", best, "goodput with every: auto")
+    if machine.num_hosts > 1 and not config.local_replicas:
+        local = replace(cost, durable_seconds=0.0)  # on the hosts' own disks
+        label = "goodput with local_replicas: 1"
+        local.add_goodput(section, "goodput with replicas", local.find_best_interval(), label)
+    return section, cost.durable_seconds
+
+
+def _find_save_interval(config: CheckpointConfig, best_seconds: float, step_seconds: float | None) -> float | None:
+    """Return the seconds between the saves of a spec, those in replicas included; None if it depends on the step."""
+    seconds = [best_seconds] if config.every is not None else []
+    seconds += [60 * config.every_minutes] if config.every_minutes is not None else []
+    if step_seconds is not None:
+        replicated_steps = config.local_every_steps if config.local_replicas else None
+        steps = [each for each in (config.every_steps, replicated_steps) if each is not None]
+        seconds += [each * step_seconds / TYPICAL_SHARE for each in steps]
+    return min(seconds, default=None)
 
 
 def make_compilation_section(program: CompiledProgram) -> Section:

@@ -230,8 +230,10 @@ class CheckpointConfig(FrozenModel):
         description="auto: save at the interval that loses the least time (Young and Daly), from the measured stall of "
         "a save.",
     )
-    mean_time_between_failures_hours: PositiveFloat = Field(
-        default=24.0, description="Mean time between failures of the whole job, for checkpoint.every: auto."
+    mean_time_between_failures_hours: PositiveFloat | None = Field(
+        default=None,
+        description="Mean time between failures of the whole job, for checkpoint.every: auto; null: estimated "
+        "from the number of devices (one failure in 50,000 hours of a device, at most 24) and from earlier attempts.",
     )
     keep_last: PositiveInt = Field(default=3, description="Number of newest checkpoints to keep.")
     keep_every_steps: PositiveInt | None = Field(
