@@ -9,7 +9,8 @@ and publishes them, so its heartbeat never hides that the training thread hangs.
    disconnected. A crashed process is noticed at once by its peer socket (`agreement.Liveness`).
 3. If a process is lost or overdue, process 0 writes the diagnosis: a line that names it and its phase. While a process
    waits for its data, a long step of the others causes no diagnosis.
-4. On a diagnosis every process calls `on_diagnosis`, which saves the stacks of its threads, and ends with exit code 76.
+4. On a diagnosis every process calls `on_diagnosis` and ends with exit code 76. A few of them, first those that are
+   overdue, record the diagnosis and the stacks of their threads, so that a record does not grow with the job.
    A process that cannot reach process 0 any more decides alone. If process 0 is frozen, calls to it do not return, so
    the other processes watch the time since their last exchange on a second thread.
 5. An attempt that is fenced ends on every process with the message and the exit code of that: process 0 sends them
@@ -58,6 +59,8 @@ _CALLBACK_SECONDS = 5.0  # for a callback
 _DELIVERY_SECONDS = 3.0  # in which every process reads the diagnosis
 _DIAGNOSIS_SECONDS = 30.0  # in which a failed collective is traced to a lost peer
 _MAX_REPORT_BEATS = 60  # between two calls of `on_progress`; the first ones follow sooner
+_MAX_RECORDERS = 16  # processes that record a diagnosis
+_MAX_NAMED = 8  # processes of one kind that a diagnosis describes one by one
 # Time from a failure that ends the job to the end of the processes that do not notice it by themselves.
 LOCAL_FAILURE_SECONDS = 10.0
 # The other processes normally reach the same point within this time; after it the failure counts as local.
@@ -89,10 +92,14 @@ class Heartbeat:
 
 
 class Diagnosis(NamedTuple):
-    """Message from process 0 to every process: a line, and the exit code to end with, or None for a warning."""
+    """Message from process 0 to every process.
+
+    `code` is the exit code to end with, or None for a warning. `recorders` are the processes that record the line.
+    """
 
     line: str
     code: int | None
+    recorders: Sequence[int] = ()
 
 
 Ending = tuple[str, int]  # line and exit code with which a process ends
@@ -147,13 +154,23 @@ def find_unresponsive(
     return found | dict.fromkeys(crashed, "has died")
 
 
+def choose_recorders(beats: Mapping[int, Heartbeat], unresponsive: Collection[int]) -> list[int]:
+    """Return the processes that record a diagnosis: up to `_MAX_RECORDERS`, first those that may be its cause."""
+    living = [process for process in sorted(beats) if process not in unresponsive]
+    suspects = [process for process in living if beats[process].is_overdue or beats[process].failure]
+    return sorted([*suspects, *(process for process in living if process not in suspects)][:_MAX_RECORDERS])
+
+
 def format_diagnosis(beats: dict[int, Heartbeat], unresponsive: dict[int, str]) -> str:
     """Return one line on a stalled job: unresponsive processes, then overdue ones, then the phases of the others."""
     parts = []
-    for process, description in sorted(unresponsive.items()):
+    lost = sorted(unresponsive)
+    for process in lost[:_MAX_NAMED]:
         beat = beats.get(process)
         last_seen = "" if beat is None else f", last seen {_format_phase(beat)}"
-        parts.append(f"{_format_processes([process], beat)} {description}{last_seen}")
+        parts.append(f"{_format_processes([process], beat)} {unresponsive[process]}{last_seen}")
+    if lost[_MAX_NAMED:]:
+        parts.append(f"{_format_processes(lost[_MAX_NAMED:])} did not respond either")
     groups: dict[tuple[bool, str], list[int]] = collections.defaultdict(list)
     for process, beat in sorted(beats.items()):
         if process not in unresponsive:
@@ -163,15 +180,26 @@ def format_diagnosis(beats: dict[int, Heartbeat], unresponsive: dict[int, str]) 
         is_single = len(processes) == 1
         name, verb = _format_processes(processes, beat if is_single else None), "is" if is_single else "are"
         parts.append(f"{name} {verb} {phase} for {beat.seconds:.0f} s{'' if is_in_time else ', past the deadline'}")
-    waits = [(process, beat.waits_for) for process, beat in sorted(beats.items()) if beat.waits_for]
+    waits = [(process, beat.waits_for) for process, beat in sorted(beats.items()) if beat.waits_for][:_MAX_NAMED]
     parts += [f"on process {process} {text}" if len(beats) > 1 else text for process, text in waits]
-    parts += [beat.failure for _, beat in sorted(beats.items()) if beat.failure]
+    parts += [beat.failure for _, beat in sorted(beats.items()) if beat.failure][:_MAX_NAMED]
     return "the job cannot continue: " + "; ".join(parts)
 
 
-def _format_processes(processes: list[int], beat: Heartbeat | None = None) -> str:
+def _format_processes(processes: Sequence[int], beat: Heartbeat | None = None) -> str:
     host = f" ({beat.host})" if beat is not None else ""
-    return f"process{'es' * (len(processes) > 1)} {', '.join(map(str, processes))}{host}"
+    return f"process{'es' * (len(processes) > 1)} {format_numbers(processes)}{host}"
+
+
+def format_numbers(numbers: Sequence[int]) -> str:
+    """Return ascending numbers, three and more in a row as a range: `0-6, 8, 9`."""
+    rows: list[list[int]] = []
+    for number in numbers:
+        if rows and number == rows[-1][-1] + 1:
+            rows[-1].append(number)
+        else:
+            rows.append([number])
+    return ", ".join(f"{row[0]}-{row[-1]}" if len(row) > 2 else ", ".join(map(str, row)) for row in rows)
 
 
 def _format_phase(beat: Heartbeat) -> str:
@@ -280,15 +308,15 @@ class Watchdog:
         hosts: Hosts,
         deadlines: Deadlines,
         clock: Clock,
-        on_diagnosis: Callable[[str, int], Ending | None],
+        on_diagnosis: Callable[[str, int, bool], Ending | None],
         on_straggler: Callable[[StragglerReport], None],
         on_progress: Callable[[int], None],
     ):
         """Create the watchdog. The callbacks run on other threads, because the directory may hang, and may be left out.
 
-        `on_diagnosis` receives the line and exit code of the diagnosis on every process, before it ends, and may return
-        others to end with. On process 0, `on_straggler` receives a change in the set of stragglers, and `on_progress`
-        the last completed step, from time to time, if it has changed.
+        `on_diagnosis` receives the line and exit code of the diagnosis on every process, before it ends, and whether
+        this process is to record them; it may return others to end with. On process 0, `on_straggler` receives a change
+        in the set of stragglers, and `on_progress` the last completed step, from time to time, if it has changed.
         """
         self.progress = Progress(clock)
         self._hosts, self._deadlines = hosts, deadlines
@@ -408,7 +436,7 @@ class Watchdog:
             self._exchange_beats(beat)
             self._stragglers.update_round()
         elif beat.is_overdue:
-            self._end(format_diagnosis({0: beat}, {}), EXIT_RETRYABLE)
+            self._end(format_diagnosis({0: beat}, {}), EXIT_RETRYABLE, is_recorder=True)
 
     def _report(self, callback: Callable[[Any], None], argument: Any) -> None:
         """Call a function that writes to the directory on a thread, unless the previous call is still running."""
@@ -458,7 +486,8 @@ class Watchdog:
         if diagnosis is None or (is_fenced and hosts.is_main):
             return
         if diagnosis.code is not None:
-            self._end(diagnosis.line, diagnosis.code, is_fenced)
+            is_recorder = hosts.process_id in diagnosis.recorders and not is_fenced
+            self._end(diagnosis.line, diagnosis.code, is_recorder, is_fenced)
         elif diagnosis.line != self._last_warning:
             self._last_warning = diagnosis.line
             warn(diagnosis.line)
@@ -480,8 +509,10 @@ class Watchdog:
             self._data_seconds = now
         step_deadline_seconds = self.progress.step_deadline_seconds(self._deadlines)
         if unresponsive or has_overdue(beats.values(), now - self._data_seconds, step_deadline_seconds):
-            return Diagnosis(format_diagnosis(beats, unresponsive), EXIT_RETRYABLE)
-        return find_failure(beats)
+            line = format_diagnosis(beats, unresponsive)
+            return Diagnosis(line, EXIT_RETRYABLE, choose_recorders(beats, unresponsive))
+        found = find_failure(beats)
+        return None if found is None else found._replace(recorders=choose_recorders(beats, unresponsive))
 
     def _decide_alone(self) -> None:
         """End this process with its own diagnosis, because process 0 cannot be reached."""
@@ -489,15 +520,16 @@ class Watchdog:
         is_dead = 0 in self._hosts.liveness.find_disconnected()
         description = "has died" if is_dead else f"has not responded for {quiet_seconds:.0f} s"
         unresponsive = {} if self._hosts.is_main else {0: description}
-        self._end(format_diagnosis({self._hosts.process_id: self._make_beat()}, unresponsive), EXIT_RETRYABLE)
+        line = format_diagnosis({self._hosts.process_id: self._make_beat()}, unresponsive)
+        self._end(line, EXIT_RETRYABLE, is_recorder=self._hosts.process_id <= _MAX_RECORDERS)
 
-    def _end(self, line: str, code: int, is_fenced: bool = False) -> None:
+    def _end(self, line: str, code: int, is_recorder: bool, is_fenced: bool = False) -> None:
         self._ending.acquire()
         if not is_fenced:  # else nothing may be recorded
             endings: list[Ending] = []
 
             def call_back() -> None:
-                ending = self._on_diagnosis(line, code)
+                ending = self._on_diagnosis(line, code, is_recorder)
                 endings.extend([] if ending is None else [ending])
 
             # On a thread of its own with a deadline, because the directory may hang.

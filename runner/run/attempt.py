@@ -372,10 +372,11 @@ class IncidentRecorder:
     def __init__(self) -> None:
         self.attempt: Attempt | None = None  # until the directory is claimed; nothing is written there before
 
-    def on_diagnosis(self, line: str, code: int) -> tuple[str, int] | None:
+    def on_diagnosis(self, line: str, code: int, is_recorder: bool) -> tuple[str, int] | None:
         """Record why the job is stalled, with the stacks of all threads. Any process, right before it ends.
 
-        Returns the line and exit code to end with if a newer attempt owns the directory or it is gone; else None.
+        Only a recorder writes to the directory. Returns the line and exit code to end with if a newer attempt owns the
+        directory or it is gone; else None.
         """
         with tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file, all_threads=True)
@@ -391,9 +392,10 @@ class IncidentRecorder:
         if attempt is None:
             console.warn(stacks)
             return None
-        # The event comes first, because it is small, and the hang may be that of the directory.
-        attempt.events.append("stuck", attempt.progress.step, reason=line)
-        attempt.store.write(f"stacks/{attempt.number:06}.{attempt.hosts.process_id}.txt", stacks.encode())
+        if is_recorder:
+            # The event comes first, because it is small, and the hang may be that of the directory.
+            attempt.events.append("stuck", attempt.progress.step, reason=line)
+            attempt.store.write(f"stacks/{attempt.number:06}.{attempt.hosts.process_id}.txt", stacks.encode())
         attempt.end(code)
         return None
 

@@ -7,10 +7,13 @@ import pytest
 from runner.distributed.clock import DATA, STEP
 from runner.distributed.watchdog import (
     LOCAL_FAILURE_SECONDS,
+    Diagnosis,
     Heartbeat,
+    choose_recorders,
     find_failure,
     find_unresponsive,
     format_diagnosis,
+    format_numbers,
     has_overdue,
 )
 
@@ -41,6 +44,43 @@ def test_a_diagnosis_names_the_read_that_does_not_return():
     assert format_diagnosis({0: make_heartbeat(41), 1: reading}, {}).endswith(f"; on process 1 {text}")
 
 
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ([], ""),
+        ([3], "3"),
+        ([3, 4], "3, 4"),
+        ([3, 4, 5], "3-5"),
+        ([0, 1, 2, 5, 7, 8, 10, 11, 12, 13], "0-2, 5, 7, 8, 10-13"),
+    ],
+)
+def test_three_numbers_in_a_row_are_a_range(numbers, text):
+    assert format_numbers(numbers) == text
+
+
+@pytest.mark.parametrize("num_lost", [1, 512, 4095])
+@pytest.mark.parametrize("is_overdue", [False, True])
+def test_the_record_of_a_large_job_is_small(num_lost, is_overdue):
+    beats = {process: make_heartbeat(41, is_overdue=is_overdue) for process in range(4096)}
+    lost = dict.fromkeys(range(1, num_lost + 1), "has not responded for 31 s")
+    recorders, line = choose_recorders(beats, lost), format_diagnosis(beats, lost)
+    assert 0 < len(recorders) <= 16
+    assert not set(recorders) & set(lost)
+    assert len(recorders) * len(line) < 20_000
+    assert "process 1 (n7) has not responded for 31 s" in line
+    if num_lost > 8:
+        assert f"processes 9-{num_lost} did not respond either" in line
+
+
+def test_the_processes_that_may_be_the_cause_record_it():
+    beats = {process: make_heartbeat(41) for process in range(64)}
+    beats |= {50: make_heartbeat(41, is_overdue=True), 60: dataclasses.replace(beats[0], failure="hook A: E")}
+    assert choose_recorders(beats, {0: "has died"}) == [*range(1, 15), 50, 60]
+    beats |= {process: make_heartbeat(41, is_overdue=True) for process in range(20, 64)}
+    assert choose_recorders(beats, {}) == [*range(20, 36)]
+    assert choose_recorders({}, {0: "has died"}) == []
+
+
 HOOK, EVALUATOR = "hook A in on_row at step 3 on process 1: E", "evaluator B at step 3: E on process 1"
 
 
@@ -62,7 +102,7 @@ def make_failed_heartbeat(line, seconds, *, is_end):
 )
 def test_a_failure_on_one_process_is_announced_at_once(line, seconds, is_end, found):
     beats = {0: make_heartbeat(3), 1: make_failed_heartbeat(line, seconds, is_end=is_end), 2: make_heartbeat(3)}
-    assert find_failure(beats) == found
+    assert find_failure(beats) == (found and Diagnosis(*found))
     assert find_failure({1: beats[1]}) is None, "no process is waited for"
     assert format_diagnosis(beats, {}).endswith(f"; {line}")
 

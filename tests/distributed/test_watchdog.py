@@ -1,5 +1,7 @@
 """The watchdog: a directory that hangs, and errors that a lost peer may have caused."""
 
+import contextlib
+import functools
 import json
 import queue
 import re
@@ -108,6 +110,26 @@ def test_a_frozen_process_0_is_noticed_although_calls_to_it_do_not_return(monkey
         coordinator.runs.set()
     assert code == 76
     assert "process 0 has not responded for 1 s" in line
+
+
+def test_of_many_processes_sixteen_record_a_diagnosis_and_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"LOST_SECONDS": 2.0, "_POLL_SECONDS": 0.05, "_DELIVERY_SECONDS": 0.5}.items():
+        monkeypatch.setattr(watchdog_module, name, seconds)
+    ends: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(watchdog_module, "end_process", lambda code, line: ends.put(code))
+    coordinator, records = MemoryCoordinator(21), dict[int, bool]()
+
+    def record(process: int, line: str, code: int, is_recorder: bool) -> None:
+        assert "process 20 has not responded" in line
+        records[process] = is_recorder
+
+    with contextlib.ExitStack() as watchdogs:
+        for process, hosts in enumerate(coordinator.hosts()[:20]):
+            on_diagnosis = functools.partial(record, process)
+            watchdogs.enter_context(Watchdog(hosts, Deadlines(), Clock(), on_diagnosis, *[lambda *_: None] * 2))
+        codes = [ends.get(timeout=20) for _ in range(20)]
+    assert codes == [76] * 20
+    assert records == {process: process < 16 for process in range(20)}
 
 
 def test_a_frozen_process_is_noticed_within_the_time_of_the_page() -> None:

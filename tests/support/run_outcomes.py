@@ -86,7 +86,7 @@ def lose_storage(directory: Path) -> None:
 def hang(directory: Path) -> None:
     incidents = IncidentRecorder()
     incidents.attempt = start(make_job(directory)).attempt
-    incidents.on_diagnosis("the job cannot continue: process 0 is in step 1", 76)
+    incidents.on_diagnosis("the job cannot continue: process 0 is in step 1", 76, is_recorder=True)
 
 
 def kill_after_step(directory: Path, step: int, **changes: object) -> None:

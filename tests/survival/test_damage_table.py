@@ -68,7 +68,7 @@ def stop_twice(base: Path) -> Counter:
     stop_at(make(base), NEWEST)
     incidents = IncidentRecorder()
     incidents.attempt = start(make(base)).attempt
-    incidents.on_diagnosis("stuck", 76)
+    incidents.on_diagnosis("stuck", 76, is_recorder=True)
     return make(base)
 
 
