@@ -55,6 +55,7 @@ SOME: dict[str, Any] = {
     "topology.mesh.expert": 2,
     "checkpoint.every_steps": 1,
     "checkpoint.every_minutes": 1.0,
+    "checkpoint.mean_time_between_failures_hours": 1.0,
     "checkpoint.keep_every_steps": 1,
     "checkpoint.init_from": "WARM",  # directory of a finished run
     "checkpoint.fork_from.step": 1,
