@@ -495,7 +495,7 @@ def make_checkpoint_section(
         steps = max(1, round(best / step_seconds))
         section.add("best interval in steps", steps, "", "assumed", "at the lowest step time")
 
-    interval_seconds = _find_save_interval(config, best, step_seconds)
+    interval_seconds = _find_save_interval(config, cost, step_seconds)
     if interval_seconds is not None:
         cost.add_goodput(section, "expected goodput", interval_seconds)
     if config.every is None:
@@ -507,15 +507,16 @@ def make_checkpoint_section(
     return section, cost.durable_seconds
 
 
-def _find_save_interval(config: CheckpointConfig, best_seconds: float, step_seconds: float | None) -> float | None:
+def _find_save_interval(config: CheckpointConfig, cost: _SaveCost, step_seconds: float | None) -> float | None:
     """Return the seconds between the saves of a spec, those in replicas included; None if it depends on the step."""
-    seconds = [best_seconds] if config.every is not None else []
+
+    def to_seconds(steps: int | None) -> list[float]:
+        return [] if steps is None or step_seconds is None else [steps * step_seconds / TYPICAL_SHARE]
+
+    seconds = [cost.find_best_interval()] if config.every is not None else to_seconds(config.every_steps)
     seconds += [60 * config.every_minutes] if config.every_minutes is not None else []
-    if step_seconds is not None:
-        replicated_steps = config.local_every_steps if config.local_replicas else None
-        steps = [each for each in (config.every_steps, replicated_steps) if each is not None]
-        seconds += [each * step_seconds / TYPICAL_SHARE for each in steps]
-    return min(seconds, default=None)
+    seconds = [max(each, cost.durable_seconds) for each in seconds]  # a save does not begin before the last one ends
+    return min(seconds + to_seconds(config.local_every_steps if config.local_replicas else None), default=None)
 
 
 def make_compilation_section(program: CompiledProgram) -> Section:
