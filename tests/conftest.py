@@ -1,6 +1,5 @@
 """Session setup of all tests: eight simulated CPU devices, one shared cache, and the cleanup of processes."""
 
-import contextlib
 import ctypes
 import gc
 import importlib
@@ -12,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -96,21 +96,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ImmediateFailures(reporter))
 
 
-@contextlib.contextmanager
-def _restored_environment() -> Iterator[None]:
-    """Restore the environment: `plan` and imports of libraries set variables, which children would inherit."""
-    before = dict(os.environ)
-    yield
-    if os.environ != before:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _clear_compiled_programs() -> Iterator[None]:
     """Free the compiled programs after each file; otherwise they take gigabytes in each worker."""
-    with _restored_environment():
-        yield
+    yield
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
         gc.collect()
@@ -125,9 +114,17 @@ def _kill_remaining_processes() -> Iterator[None]:
     leftover.end_all_but(before)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _restore_environment_of_file() -> Iterator[None]:
+    """Restore the environment: `plan` and imports of libraries set variables, which children would inherit."""
+    with mock.patch.dict(os.environ):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _restore_environment() -> Iterator[None]:
-    with _restored_environment():
+    """Do the same after each test."""
+    with mock.patch.dict(os.environ):
         yield
 
 

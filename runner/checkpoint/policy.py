@@ -29,7 +29,7 @@ from runner.storage import (
 # Time between failures.
 
 # Of 16,384 GPUs 419 failed in 54 days: "The Llama 3 Herd of Models" (2024), section 3.3.4.
-DEVICE_HOURS_PER_FAILURE = 50_000.0
+_DEVICE_HOURS_PER_FAILURE = 50_000.0
 _HOURS_BETWEEN_FAILURES_MAX = 24.0  # assumed for few devices
 
 
@@ -66,11 +66,11 @@ def count_failures(events: Iterable[JsonObject], attempt: int) -> FailureRecord:
 def estimate_hours_between_failures(num_devices: int, record: FailureRecord | None = None) -> float:
     """Return the expected hours between failures of the whole job.
 
-    A job that has not failed yet is assumed to fail once in `DEVICE_HOURS_PER_FAILURE`, or in a day if that is less.
-    This weighs as much as one failure of `record`.
+    Without a record the job is assumed to fail once in 50,000 hours of a device, and at least once a day. This
+    assumption weighs as much as one failure of `record`.
     """
     hours, num_failures = record or FailureRecord()
-    assumed_hours = min(_HOURS_BETWEEN_FAILURES_MAX, DEVICE_HOURS_PER_FAILURE / num_devices)
+    assumed_hours = min(_HOURS_BETWEEN_FAILURES_MAX, _DEVICE_HOURS_PER_FAILURE / num_devices)
     return (assumed_hours + hours) / (1 + num_failures)
 
 

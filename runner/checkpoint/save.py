@@ -74,7 +74,7 @@ from runner.distributed.clock import SAVE
 from runner.errors import FencedError, InvalidError, RemovedError, StorageError, format_error
 from runner.run.attempt import Attempt
 from runner.spec import CheckpointConfig, Trajectory
-from runner.storage import JsonObject, parse_number, read_log
+from runner.storage import JsonObject, iterate_log, parse_number
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -340,7 +340,7 @@ class Checkpointer:
 
     def _estimate_hours_between_failures(self) -> None:
         try:
-            record = count_failures(read_log(self._attempt.store, "events"), self._attempt.number)
+            record = count_failures(iterate_log(self._attempt.store, "events"), self._attempt.number)
         except OSError as error:
             warn(f"checkpoint.every: auto: earlier failures cannot be counted: {format_error(error)}")
         else:

@@ -9,8 +9,8 @@ and publishes them, so its heartbeat never hides that the training thread hangs.
    disconnected. A crashed process is noticed at once by its peer socket (`agreement.Liveness`).
 3. If a process is lost or overdue, process 0 writes the diagnosis: a line that names it and its phase. While a process
    waits for its data, a long step of the others causes no diagnosis.
-4. On a diagnosis every process calls `on_diagnosis` and ends with exit code 76. A few of them, first those that are
-   overdue, record the diagnosis and the stacks of their threads, so that a record does not grow with the job.
+4. On a diagnosis every process calls `on_diagnosis` and ends with exit code 76. At most 16 processes, first those that
+   are overdue, record the diagnosis and the stacks of their threads, so that the record does not grow with the job.
    A process that cannot reach process 0 any more decides alone. If process 0 is frozen, calls to it do not return, so
    the other processes watch the time since their last exchange on a second thread.
 5. An attempt that is fenced ends on every process with the message and the exit code of that: process 0 sends them
@@ -157,8 +157,8 @@ def find_unresponsive(
 def choose_recorders(beats: Mapping[int, Heartbeat], unresponsive: Collection[int]) -> list[int]:
     """Return the processes that record a diagnosis: up to `_MAX_RECORDERS`, first those that may be its cause."""
     living = [process for process in sorted(beats) if process not in unresponsive]
-    suspects = [process for process in living if beats[process].is_overdue or beats[process].failure]
-    return sorted([*suspects, *(process for process in living if process not in suspects)][:_MAX_RECORDERS])
+    living.sort(key=lambda process: not (beats[process].is_overdue or beats[process].failure))
+    return sorted(living[:_MAX_RECORDERS])
 
 
 def format_diagnosis(beats: dict[int, Heartbeat], unresponsive: dict[int, str]) -> str:
@@ -486,8 +486,7 @@ class Watchdog:
         if diagnosis is None or (is_fenced and hosts.is_main):
             return
         if diagnosis.code is not None:
-            is_recorder = hosts.process_id in diagnosis.recorders and not is_fenced
-            self._end(diagnosis.line, diagnosis.code, is_recorder, is_fenced)
+            self._end(diagnosis.line, diagnosis.code, hosts.process_id in diagnosis.recorders, is_fenced)
         elif diagnosis.line != self._last_warning:
             self._last_warning = diagnosis.line
             warn(diagnosis.line)
@@ -509,9 +508,9 @@ class Watchdog:
             self._data_seconds = now
         step_deadline_seconds = self.progress.step_deadline_seconds(self._deadlines)
         if unresponsive or has_overdue(beats.values(), now - self._data_seconds, step_deadline_seconds):
-            line = format_diagnosis(beats, unresponsive)
-            return Diagnosis(line, EXIT_RETRYABLE, choose_recorders(beats, unresponsive))
-        found = find_failure(beats)
+            found: Diagnosis | None = Diagnosis(format_diagnosis(beats, unresponsive), EXIT_RETRYABLE)
+        else:
+            found = find_failure(beats)
         return None if found is None else found._replace(recorders=choose_recorders(beats, unresponsive))
 
     def _decide_alone(self) -> None:
