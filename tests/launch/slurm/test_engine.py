@@ -491,8 +491,8 @@ class StandbyScript:
 
     def kill_command(self) -> tuple[int, str]:
         """Kill the command, whose successor ends at once; return the script's exit code and last line."""
-        (self.slurm.directory / "waits").unlink()
         self.kill(self.slurm.read("task_pids")[0].split()[0])
+        (self.slurm.directory / "waits").unlink()  # after the kill, or the command may end first
         output, _ = self.process.communicate(timeout=DEADLINE_SECONDS)
         return self.process.returncode, output.splitlines(keepends=True)[-1]  # bash tells of the kill
 
