@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ def _quote(etag: str) -> Version:
 
 class AzureDriver:
     """`Driver` of one container. Conditions are If-None-Match and If-Match."""
+
+    batch_size = 256
 
     def __init__(self, url: str):
         try:
@@ -125,3 +127,7 @@ class AzureDriver:
     def delete(self, key: str) -> None:
         with _translate_errors(key), contextlib.suppress(ResourceNotFoundError):
             self._container.delete_blob(key)
+
+    def delete_batch(self, keys: Sequence[str]) -> None:
+        with _translate_errors(keys[0]):
+            self._container.delete_blobs(*keys)

@@ -13,12 +13,13 @@ error.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from runner.console import warn
+from runner.errors import StorageError
 from runner.storage.store import (
     ABSENT,
     ChangedError,
@@ -50,7 +51,13 @@ class ObjectInfo(NamedTuple):
 
 
 class Driver(Protocol):
-    """Client of one service. Keys are whole, without the bucket. Every call is a single try."""
+    """Client of one service. Keys are whole, without the bucket. Every call is a single try.
+
+    Attributes:
+        batch_size: largest number of keys of a `delete_batch`; 1 if the service has no such call.
+    """
+
+    batch_size: int
 
     def get(self, key: str) -> tuple[bytes, Version]:
         """Return content and version of an object."""
@@ -79,6 +86,9 @@ class Driver(Protocol):
     def delete(self, key: str) -> None:
         """Delete an object. One that is already gone is fine."""
 
+    def delete_batch(self, keys: Sequence[str]) -> None:
+        """Delete several objects with one call. Raises an error, after all are tried, if one cannot be deleted."""
+
 
 def make_error(status: int | None, message: str) -> OSError:
     """Return the error of the operating system for the HTTP status with which a service refuses a call."""
@@ -89,7 +99,7 @@ def make_error(status: int | None, message: str) -> OSError:
         return FileExistsError(message)
     if status in (401, 403):
         return DeniedError(message)
-    if status in (408, 429) or status >= 500:
+    if status in (408, 429) or (status >= 500 and status != 501):  # 501: the service has no such call
         return TransientError(message)
     return OSError(message)
 
@@ -207,8 +217,23 @@ class BucketStore:
         self._retry("delete", name, lambda _: self._driver.delete(self._key(name)))
 
     def remove_tree(self, prefix: str) -> None:
+        names, size = [f"{prefix}/{name}" for name in self.list_sizes(prefix)], self._driver.batch_size
+        batches = [names[start : start + size] for start in range(0, len(names), size)]
         with ThreadPoolExecutor(_NUM_DELETERS, thread_name_prefix="delete") as pool:
-            list(pool.map(lambda name: self.remove(f"{prefix}/{name}"), self.list_sizes(prefix)))
+            list(pool.map(self._remove_batch, batches))
+
+    def _remove_batch(self, names: list[str]) -> None:
+        if len(names) > 1:
+            what, keys = f"{names[0]} and {len(names) - 1} more", [self._key(name) for name in names]
+            try:
+                self._retry("delete", what, lambda _: self._driver.delete_batch(keys))
+                return
+            except StorageError:
+                raise
+            except OSError:
+                pass  # one is already gone, or a service that speaks the protocol of another one lacks this call
+        for name in names:
+            self.remove(name)
 
 
 class BackgroundWriter:

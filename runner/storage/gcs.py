@@ -2,7 +2,7 @@
 
 import base64
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import google.auth.exceptions
@@ -47,6 +47,8 @@ def _decode_crc32c(blob: Blob) -> str | None:
 
 class GCSDriver:
     """`Driver` of one bucket. Conditions are generation matches."""
+
+    batch_size = 100
 
     def __init__(self, url: str):
         client = GSClient()
@@ -119,3 +121,8 @@ class GCSDriver:
     def delete(self, key: str) -> None:
         with _translate_errors(key), contextlib.suppress(exceptions.NotFound):
             self._bucket.blob(key).delete(timeout=_TIMEOUT, retry=None)
+
+    def delete_batch(self, keys: Sequence[str]) -> None:
+        with _translate_errors(keys[0]), self._bucket.client.batch():
+            for key in keys:
+                self._bucket.blob(key).delete(timeout=_TIMEOUT, retry=None)

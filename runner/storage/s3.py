@@ -1,7 +1,7 @@
 """Driver for Amazon S3 and compatible services, with the AWS environment, profiles and AWS_ENDPOINT_URL."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import botocore.session
@@ -68,6 +68,8 @@ def _from_client_error(error: ClientError, key: str) -> OSError:
 class S3Driver:
     """`Driver` of one bucket. Conditions are If-None-Match and If-Match."""
 
+    batch_size = 1000
+
     def __init__(self, url: str):
         # The configuration goes through the session, because the client of cloudpathlib takes none.
         session = botocore.session.get_session()
@@ -119,3 +121,10 @@ class S3Driver:
     def delete(self, key: str) -> None:
         with _translate_errors(key):
             self._client.delete_object(Bucket=self._bucket, Key=key)
+
+    def delete_batch(self, keys: Sequence[str]) -> None:
+        batch = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
+        with _translate_errors(keys[0]):
+            answer = self._client.delete_objects(Bucket=self._bucket, Delete=batch)
+            for error in answer.get("Errors", []):
+                raise ClientError({"Error": error}, "DeleteObjects")

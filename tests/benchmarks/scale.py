@@ -31,7 +31,7 @@ from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 SHARD_ELEMENTS = 8  # of float32, in each shard: the size of arrays is not measured
 DEADLINE_SECONDS = 3600.0
 TARGET = "checkpoints/1/arrays.1"
-DOLLARS = {"put": 5e-6, "list": 5e-6, "get": 4e-7, "delete": 0.0}  # of a request to S3 Standard
+DOLLARS = {"put": 5e-6, "list": 5e-6, "get": 4e-7, "delete": 0.0, "delete_batch": 0.0}  # of a request to S3 Standard
 
 
 @dataclass

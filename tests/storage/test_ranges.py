@@ -1,4 +1,4 @@
-"""Reads of byte ranges and versioned listings: on disk, in an in-memory bucket, and at the services of three clouds."""
+"""Byte ranges, versioned listings and deleted trees: on disk, in an in-memory bucket, and at three cloud services."""
 
 import itertools
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.storage import ABSENT, ChangedError, DeniedError, LocalStore, Store, open_store
+from runner.storage import ABSENT, ChangedError, DeadlineError, DeniedError, LocalStore, Store, open_store
 from runner.storage.store import TransientError
 from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 from tests.support.object_stores import BACKENDS, Backend, Faults, route_stores_to, start_backend
@@ -138,3 +138,50 @@ def test_a_response_of_the_wrong_length_is_retried() -> None:
     store = make_memory_bucket(ShortDriver())
     store.write("x.bin", CONTENT)
     assert store.read_range("x.bin", 3, 9, store.list_files("x.bin")["x.bin"].version) == CONTENT[3:9]
+
+
+# Trees in the services.
+
+
+@pytest.fixture
+def server_store(backend: Backend, request: pytest.FixtureRequest) -> Store:
+    return open_store(backend.url(f"trees/{request.node.name}"))
+
+
+def test_a_tree_is_deleted_in_batches(backend: Backend, server_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(server_store._driver), "batch_size", 4)
+    names = [f"1/deep/a b+c%20d/é {number}.bin" for number in range(9)]
+    for name in [*names, "10/x", "1x", "1/one"]:
+        server_store.write(name, b"content")
+    backend.proxy.requests.clear()
+    server_store.remove_tree("1/deep")
+    assert len(backend.proxy.requests) == 4  # a listing, two batches, and an object of its own
+    assert list(server_store.list_sizes("")) == ["1/one", "10/x", "1x"]
+    server_store.remove_tree("1/deep")
+
+
+def test_a_batch_with_a_missing_object_is_deleted_one_by_one(
+    backend: Backend, server_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("1/a", "1/c", "1/d"):
+        server_store.write(name, b"content")
+    with monkeypatch.context() as patch:
+        patch.setattr(server_store, "list_sizes", lambda _: dict.fromkeys("abcd", 7))  # b is gone meanwhile
+        server_store.remove_tree("1")
+    assert server_store.list_sizes("") == {}
+
+
+@pytest.mark.parametrize("fault", ["forbidden_writes", "error_rate"])
+def test_a_batch_that_the_service_refuses_raises(
+    backend: Backend, server_store: Store, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.storage.bucket.CALL_SECONDS", 0.2)
+    for name in ("1/a", "1/b"):
+        server_store.write(name, b"content")
+    setattr(backend.proxy.faults, fault, 1.0)
+    backend.proxy.faults.matching = lambda method, path: method in ("POST", "DELETE")
+    with pytest.raises(DeniedError if fault == "forbidden_writes" else DeadlineError):
+        server_store.remove_tree("1")
+    backend.proxy.faults = Faults()
+    server_store.remove_tree("1")
+    assert server_store.list_sizes("") == {}

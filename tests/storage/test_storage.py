@@ -451,6 +451,35 @@ def test_every_call_retries_transient_errors(driver, bucket, tmp_path):
     assert not driver.objects
 
 
+@pytest.mark.parametrize("error", [FileNotFoundError("404"), OSError("501"), PermissionError("one object")])
+def test_a_tree_is_deleted_without_batches_where_they_fail(driver, bucket, error):
+    def fail_batches(verb, key):
+        if verb == "delete_batch":
+            raise error
+
+    for name in ("1/a", "1/b", "2/a"):
+        bucket.write(name, b"")
+    driver.before = fail_batches
+    bucket.remove_tree("1")
+    assert bucket.list_sizes("") == {"2/a": 0}
+
+
+@pytest.mark.parametrize("error", [DeniedError("403"), TransientError("503")])
+def test_a_tree_is_not_deleted_one_by_one_from_a_bucket_that_refuses_or_is_down(driver, bucket, error, monkeypatch):
+    monkeypatch.setattr("runner.storage.bucket.CALL_SECONDS", 0.1)
+
+    def fail_deletes(verb, key):
+        assert verb != "delete"
+        if verb == "delete_batch":
+            raise error
+
+    for name in ("1/a", "1/b"):
+        bucket.write(name, b"")
+    driver.before = fail_deletes
+    with pytest.raises(StorageError):
+        bucket.remove_tree("1")
+
+
 def test_other_errors_are_not_retried():
     for error in (DeniedError("403"), PermissionError(), FileNotFoundError(), FileExistsError(), ValueError()):
         tries = []

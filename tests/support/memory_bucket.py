@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from runner.storage.store import ABSENT, Version, compute_crc32c
 
 class MemoryDriver:
     """Bucket driver with versioned objects in a dict; `before` is called with (verb, key) and may raise."""
+
+    batch_size = 1000
 
     def __init__(self) -> None:
         self.objects: dict[str, tuple[bytes, Version]] = {}
@@ -72,6 +74,12 @@ class MemoryDriver:
         self.before("delete", key)
         with self._lock:
             self.objects.pop(key, None)
+
+    def delete_batch(self, keys: Sequence[str]) -> None:
+        self.before("delete_batch", keys[0])
+        with self._lock:
+            for key in keys:
+                self.objects.pop(key, None)
 
 
 def make_memory_bucket(driver: MemoryDriver | None = None) -> BucketStore:
