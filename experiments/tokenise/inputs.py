@@ -307,6 +307,8 @@ class _HubDriver:
     Every call may raise `TransientError`, and `FileNotFoundError` or `PermissionError` with the answer of the Hub.
     """
 
+    batch_size = 1
+
     def __init__(self, repository: str, revision: str):
         self._repository, self._revision = repository, revision
         self._hub, self._errors, self._utils = (
@@ -352,7 +354,7 @@ class _HubDriver:
         """Raise `PermissionError`: nothing is written to the Hub."""
         raise PermissionError(f"{_HUB}datasets/{self._repository} is only read")
 
-    put = put_file = crc32c = copy = delete = refuse
+    put = put_file = crc32c = copy = delete = delete_batch = refuse
 
     @contextlib.contextmanager
     def _translate_errors(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ import enum
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
 from runner.checkpoint.manifest import CHECKPOINTS, Manifest, is_committed, read_committed, remove_files, uncommit
@@ -283,29 +284,39 @@ class _CommittedStep(NamedTuple):
 
 
 class Retention:
-    """Committed steps of a run, and the rule by which they are kept. Process 0 only, one thread at a time."""
+    """Committed steps of a run, and the rule by which they are kept. Process 0 only, one thread at a time.
+
+    Steps are deleted in a thread of its own, so that a save need not wait for the deletion of many files. A method that
+    begins a deletion first waits for the last one, and raises its error; `wait` does the same.
+    """
 
     def __init__(self, attempt: Attempt, keep_last: int, keep_every_steps: int | None = None, best: Mode | None = None):
         self._attempt = attempt
         self._rule = (keep_last, keep_every_steps, best)
         self._steps: dict[int, _CommittedStep] = {}
+        # Of the thread, while it deletes.
+        self._untried: list[int] = []  # steps to delete
         self._undeleted: list[int] = []  # steps that could not be deleted, the one to try next first
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="delete")
+        self._deletion: Future[None] | None = None
 
     def scan(self) -> None:
-        """Read which steps are committed, and delete what an attempt that was killed should have deleted."""
+        """Read which steps are committed, and begin to delete what an attempt that was killed should have deleted."""
+        self.wait()
         store, self._steps = self._attempt.store, {}
         for step, manifest in read_committed(store).items():
             # Without a rule for the best step no value matters, and each is a file of its own.
             metric = _get_step_metric(manifest) if self._rule[2] is None else read_step_metric(store, manifest)
             self._steps[step] = _CommittedStep(metric, manifest.roll_back_to, manifest.read_back)
-        self._undeleted = []
+        self._untried, self._undeleted = [], []
         if self._steps and isinstance(store, LocalStore):
             # An attempt that was killed right after it created a manifest has not flushed its name.
             store.flush_names(f"{CHECKPOINTS}/{max(self._steps)}")
         self._prune()
 
     def add(self, manifest: Manifest) -> None:
-        """Add a step that has just been committed, and delete the steps that it makes superfluous."""
+        """Add a step that has just been committed, and begin to delete the steps that it makes superfluous."""
+        self.wait()
         # A step that has just been committed has no value that was measured later.
         self._steps[manifest.step] = _CommittedStep(
             _get_step_metric(manifest), manifest.roll_back_to, manifest.read_back
@@ -323,8 +334,10 @@ class Retention:
 
     def forget_after(self, step: int) -> list[int]:
         """Forget the steps beyond `step`, which is loaded again, and return them."""
-        later = sorted(other for other in [*self._steps, *self._undeleted] if other > step)
+        self.wait()
+        later = sorted(other for other in [*self._steps, *self._untried, *self._undeleted] if other > step)
         self._steps = {other: committed for other, committed in self._steps.items() if other <= step}
+        self._untried = [other for other in self._untried if other <= step]
         self._undeleted = [other for other in self._undeleted if other <= step]
         # Of a step that could not be deleted there may be no manifest any more, and so no checkpoint.
         return [other for other in later if is_committed(self._attempt.store, str(other))]
@@ -334,11 +347,19 @@ class Retention:
         # A spike that is running may still be rolled back, as the newest state knows.
         roll_back_to = self._steps[max(self._steps)].roll_back_to if self._steps else None
         read_back = {step for step, committed in self._steps.items() if committed.read_back}
-        # Steps that could not be deleted count for no rule, since their manifests may be gone. One of them is tried
-        # again at each save, so that a save has a bounded amount of work, and all of them at the next start.
         superfluous = find_superfluous_steps(metrics, *self._rule, roll_back_to, read_back)
-        for step in [*self._undeleted[:1], *superfluous]:
-            is_known = step in self._undeleted
+        self._untried += superfluous
+        # From here they count for no rule, since their manifests may be gone.
+        self._steps = {step: committed for step, committed in self._steps.items() if step not in superfluous}
+        if self._untried or self._undeleted:
+            self._deletion = self._worker.submit(self._delete)
+
+    def _delete(self) -> None:
+        # One of those that could not be deleted is tried again at each save, so that a save has a bounded amount of
+        # work, and all of them at the next start.
+        again = self._undeleted[:1]
+        for step in [*again, *self._untried]:
+            is_deleted = True
             try:
                 delete_step(self._attempt, step)
             except DeadlineError as error:
@@ -346,14 +367,19 @@ class Retention:
                 warn(f"checkpoint {step} cannot be deleted, will be tried again: {error}")
                 return
             except OSError as error:
-                if is_known:
-                    self._undeleted.remove(step)
-                else:
+                is_deleted = False
+                if step not in again:
                     warn(f"checkpoint {step} cannot be deleted and stays, will be tried again: {error}")
-                    del self._steps[step]
+            (self._undeleted if step in again else self._untried).remove(step)
+            if not is_deleted:
                 self._undeleted.append(step)
-                continue
-            if is_known:
-                self._undeleted.remove(step)
-            else:
-                del self._steps[step]
+
+    def wait(self) -> None:
+        """Wait for the deletion in progress, and raise its error, such as `FencedError`."""
+        deletion, self._deletion = self._deletion, None
+        if deletion is not None:
+            deletion.result()
+
+    def close(self) -> None:
+        """Stop the thread, after the deletion in progress."""
+        self._worker.shutdown()

@@ -16,6 +16,7 @@ it holds.
 4. **Commit.** Process 0 puts size and CRC-32C of each file into the manifest, checks that its attempt is still the
    newest, and creates `manifest.json`, which can be created only once. That instant is the commit.
 5. **Retention.** Only then are older checkpoints deleted: first the manifest, then the files, and never the newest.
+   A thread of its own does this, so the next save need not wait for it.
 
 A zombie may have passed the check of point 4 and been suspended right before it creates the manifest. A newer attempt
 therefore retires every uncommitted step when it starts (`manifest.retire_uncommitted`). Retiring and committing a step
@@ -313,6 +314,7 @@ class Checkpointer:
         if self._fast_tier is not None:
             self._fast_tier.withdraw_after(step)
         if attempt.hosts.is_main:
+            self._retention.wait()
             for each in steps:
                 if each > step:
                     quarantine(attempt, each, reason)
@@ -441,7 +443,7 @@ class Checkpointer:
         # Earlier saves must end first, because only one of each kind may be in progress. The local check of the fence
         # costs no network access, and ends a superseded attempt before it writes anything.
         if is_durable:
-            self._wait_until_finished()
+            self._wait_until_finished(with_deletions=False)
         self._wait_for_fast_save()
         if attempt.hosts.is_main:
             attempt.fence.check_locally()
@@ -605,20 +607,22 @@ class Checkpointer:
             raise StorageError(f"the state of step {step} could not be saved; run the same command again")
 
     def wait_until_finished(self) -> bool:
-        """Block until the save in progress is committed or has failed. Called on every host.
+        """Block until the save in progress is committed or has failed, and what follows it. Called on every host.
 
         Returns False on every host if process 0 could not commit it. Raises `FencedError` if a newer attempt owns the
         directory.
         """
         with self._attempt.progress.report_phase(SAVE):
-            return self._wait_until_finished()
+            return self._wait_until_finished(with_deletions=True)
 
-    def _wait_until_finished(self) -> bool:
+    def _wait_until_finished(self, *, with_deletions: bool) -> bool:
         if self._pending is None:
             return True
         is_committed, fenced, is_removed = False, None, False
         try:
             is_committed = self._pending.result()
+            if with_deletions:
+                self._retention.wait()
         except FencedError as error:
             fenced, is_removed = str(error), isinstance(error, RemovedError)
         self._pending = None
@@ -657,6 +661,7 @@ class Checkpointer:
             self._fast_tier.close()
         self._fast_worker.shutdown()
         self._worker.shutdown()
+        self._retention.close()
         self._writer.close()
 
     def remove_fast_tier(self) -> None:

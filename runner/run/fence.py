@@ -39,8 +39,9 @@ class Fence:
     def find_newest(self) -> int:
         """Return the highest attempt that has claimed the directory, or 0."""
         names = self._store.list_names(_ATTEMPTS)
-        self._newest_seen = max((number for number in map(parse_number, names) if number is not None), default=0)
-        return self._newest_seen
+        newest = max((number for number in map(parse_number, names) if number is not None), default=0)
+        self._newest_seen = newest  # of the last call: several threads may be in one
+        return newest
 
     def claim(self) -> int:
         """Claim and return the next attempt number, which fences every earlier attempt."""
@@ -68,8 +69,7 @@ class Fence:
         Raises `FencedError` if a newer attempt has claimed the directory, `RemovedError` if the claim of this attempt
         is missing.
         """
-        self.find_newest()
-        self._raise_if_fenced()
+        self._raise_if_fenced(self.find_newest())
         if self._id is None:  # Only the process that made the claim knows its id.
             return
         # A run that was begun in the same directory since may have a claim with the same number, but not with the same
@@ -83,19 +83,15 @@ class Fence:
 
     def check_locally(self) -> None:
         """Raise like `check`, but without waiting for a network: in a bucket it uses the result of the last `check`."""
-        if self._store.root is not None:
-            self.find_newest()
-        self._raise_if_fenced()
+        self._raise_if_fenced(self._newest_seen if self._store.root is None else self.find_newest())
 
-    def _raise_if_fenced(self) -> None:
+    def _raise_if_fenced(self, newest: int) -> None:
         assert self.attempt is not None, "the attempt has a number"
         # Numbers never decrease, so a lower one means that the claims were deleted.
-        if self._newest_seen < self.attempt:
+        if newest < self.attempt:
             raise self._make_removed_error()
-        if self._newest_seen > self.attempt:
-            raise FencedError(
-                f"attempt {self._newest_seen} has taken over {self._store.url}; attempt {self.attempt} stops"
-            )
+        if newest > self.attempt:
+            raise FencedError(f"attempt {newest} has taken over {self._store.url}; attempt {self.attempt} stops")
 
     def _make_removed_error(self) -> RemovedError:
         return RemovedError(

@@ -8,6 +8,7 @@ import json
 import shutil
 import socket
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from runner.errors import FencedError, ResumeError
 from runner.spec import CheckpointConfig, hash_record
 from runner.storage import LocalStore, compute_crc32c, read_log
 from tests.support.attempt import make_attempt
+from tests.support.job_process import DEADLINE_SECONDS
 from tests.support.memory_bucket import make_memory_bucket
 from tests.support.tiny_jobs import FACTORISATIONS, are_leaves_equal, make_full_mesh
 
@@ -672,6 +674,27 @@ def test_retention_keeps_the_newest_checkpoint_that_was_read_back_in_full(make_s
         True,
         False,
     ] * (store.root is None)
+
+
+@pytest.mark.parametrize("make_store", [lambda path: LocalStore(path / "run"), lambda path: make_memory_bucket()])
+def test_a_save_is_committed_while_older_checkpoints_are_deleted(make_store, tmp_path, monkeypatch):
+    attempt = Attempt(make_store(tmp_path), tmp_path / "staging")
+    attempt.saver._retention = Retention(attempt.attempt, keep_last=1)
+    may_delete, remove_tree = threading.Event(), attempt.store.remove_tree
+    monkeypatch.setattr(
+        attempt.store, "remove_tree", lambda name: may_delete.wait(DEADLINE_SECONDS) and remove_tree(name)
+    )
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    for step in (1, 2, 3):  # the third save begins while the first checkpoint is deleted
+        attempt.save(str(step), make_state(step))
+    while attempt.steps()[-1:] != [3]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert attempt.files("checkpoints/1")
+    may_delete.set()
+    assert attempt.saver.wait_until_finished()
+    assert [name.split("/")[0] for name in attempt.files("checkpoints")] == ["3"] * len(attempt.files("checkpoints/3"))
+    assert attempt.restore().manifest.step == 3
 
 
 def test_a_save_leaves_nothing_in_memory(tmp_path):

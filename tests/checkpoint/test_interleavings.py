@@ -41,6 +41,8 @@ class KilledError(BaseException):
 class FaultyDriver:
     """The driver of one process, which triggers a fault before call number `at`."""
 
+    batch_size = 2  # so that a checkpoint is deleted with several calls
+
     def __init__(self, driver: MemoryDriver):
         self._driver = driver
         self._num_calls = 0
@@ -99,6 +101,7 @@ class SavingProcess:
         if found is not None:
             assert_state_of(found.state, self.step)
         self.saver.begin(make_state(self.step), self.step)
+        self.saver._retention.wait()  # one call at a time
 
     def save(self) -> None:
         """Save the next step."""

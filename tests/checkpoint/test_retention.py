@@ -172,6 +172,7 @@ def test_the_last_two_steps_are_kept_for_every_store_and_listing_order(
                 retention.add(read_committed(store)[step])
         if killed_before:
             retention.scan()
+        retention.wait()
         assert_only(store, [900, 1000])
 
 
@@ -225,11 +226,13 @@ def test_a_step_that_cannot_be_deleted_stops_no_other_deletion(kind, tmp_path, m
             for step in range(1, 7):
                 commit_step(store, step)
                 retention.add(read_committed(store)[step])
+            retention.wait()
             assert_only(store, [1, 2, 6])
         warnings = [line for line in capsys.readouterr().err.splitlines() if "cannot be deleted" in line]
         assert len(warnings) == 2, "one of each step, however many saves follow"
         next_retention = Retention(make_attempt(store, MemoryLog()), keep_last=1)
         next_retention.scan()
+        next_retention.wait()
         assert_only(store, [6])
 
 
@@ -240,9 +243,11 @@ def test_steps_that_could_not_be_deleted_are_tried_again_one_at_a_save(tmp_path,
         for step in (1, 2, 3):
             commit_step(store, step)
             retention.add(read_committed(store)[step])
+        retention.wait()
     for step, left in ((4, 1), (5, 0)):
         commit_step(store, step)
         retention.add(read_committed(store)[step])
+        retention.wait()
         assert len(read_committed(store)) == 1 + left
 
 
@@ -260,9 +265,11 @@ def test_a_store_that_does_not_answer_is_asked_once_a_save(tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(store, "remove", time_out)
         retention.scan()
+        retention.wait()
     assert asked == [f"checkpoints/1/{MANIFEST}"]
     commit_step(store, 4)
     retention.add(read_committed(store)[4])
+    retention.wait()
     assert_only(store, [4])
 
 
@@ -273,6 +280,7 @@ def test_going_back_quarantines_a_later_step_that_could_not_be_deleted(tmp_path,
         for step in (1, 2, 3, 4):
             commit_step(store, step)
             retention.add(read_committed(store)[step])
+        retention.wait()
     assert retention.forget_after(1) == [2, 3, 4]
     assert retention.forget_after(1) == []
 
