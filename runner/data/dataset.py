@@ -143,10 +143,17 @@ class Dataset:
         """Exclusive upper bound of the training ids; 0 for arrays. May read all token files, if it is not known yet."""
         return max(train.source.vocabulary_size for train in self.train_sources)
 
-    def check(self) -> None:
-        """Raise DataError if the tokens have changed since the job started. Cheap, so that each save can call it."""
+    def check(self, is_main: bool = True) -> None:
+        """Raise DataError if the tokens have changed since the job started. Cheap, so that each save can call it.
+
+        Process 0 checks all files. The other hosts read nothing of a bucket, and check some files of a disk, which may
+        be their own copies.
+        """
         for source in self._sources.values():
-            source.check()
+            if is_main or not isinstance(source, Source):
+                source.check()
+            else:
+                source.check_part()
 
     def validate_vocabulary(self, size: int) -> None:
         """Raise DataError if a source is known to hold an id that a model of `size` ids cannot embed.

@@ -48,6 +48,7 @@ VOCABULARY_MAX = 1 << 22  # no published vocabulary is as large; two ids read as
 _HALVES_BLOCKS = 16
 _HALVES_BLOCK_TOKENS = 2048
 _HALVES_PAIRS_MIN = 64
+_CHECKED_FILES = 64  # by a host other than process 0, at a save
 _HALVES_OBJECTS = 16  # number of objects that are sampled if a bucket holds more
 
 
@@ -186,6 +187,7 @@ class TokenSequence:
         self._files = [part for part in self.parts if isinstance(part, TokenFile)]
         self._start_probe: str | None = None
         self._has_unstable_inodes = False
+        self._next_checked = 0  # number of the file with which `check_part` goes on
         self.bytes_fetched_per_token = max((part.bytes_fetched_per_token for part in self._files), default=0)
         self.bytes_copied = sum(part.bytes_copied for part in self._files)
 
@@ -326,12 +328,28 @@ class TokenSequence:
         change. If only the change time or the inode differs, the content is compared, once; a chmod, a new hard link or
         a restored backup is therefore not a change.
         """
-        if not self._files:
+        self._check([index for index, part in enumerate(self.parts) if isinstance(part, TokenFile)])
+
+    def check_part(self) -> None:
+        """Check at most `_CHECKED_FILES` files of a disk, other ones each time, and nothing of a bucket.
+
+        A bucket is the same for all hosts, and its objects are read by their versions. Many hosts that checked all of
+        many files on a shared disk would keep its metadata server busy.
+        """
+        indices = [index for index, part in enumerate(self.parts) if isinstance(part, TokenFile)]
+        if indices and not self._files[0].reader.is_remote:
+            first = self._next_checked % len(indices)
+            self._next_checked = first + _CHECKED_FILES
+            self._check([*indices, *indices][first : first + min(_CHECKED_FILES, len(indices))])
+
+    def _check(self, indices: Sequence[int]) -> None:
+        if not indices:
             return
         replaced: dict[int, TokenFile] = {}
-        present = iter(self._files[0].reader.check([part.file for part in self._files]))
-        for index, part in enumerate(self.parts):
-            if isinstance(part, TokenFile) and isinstance(file := next(present), SourceFile):
+        checked = [(index, part) for index in indices if isinstance(part := self.parts[index], TokenFile)]
+        present = self._files[0].reader.check([part.file for _, part in checked])
+        for (index, part), file in zip(checked, present, strict=True):
+            if isinstance(file, SourceFile):
                 assert isinstance(part.file, SourceFile), "a file does not move into a bucket"
                 is_same_inode = self._has_unstable_inodes or file.inode == part.file.inode
                 if file.ctime_ns != part.file.ctime_ns or not is_same_inode:
@@ -459,6 +477,12 @@ class WeightedTokens(TokenSequence, Source):
         super().check()
         if self._completion_mask is not None:
             self._completion_mask.check()
+
+    def check_part(self) -> None:
+        """Check some files of the ids and of the completion mask."""
+        super().check_part()
+        if self._completion_mask is not None:
+            self._completion_mask.check_part()
 
 
 class TokenFiles(WeightedTokens):

@@ -189,14 +189,14 @@ def _list_different_processes(digest: str, hosts: Hosts) -> list[int]:
 def validate_data_unchanged(dataset: Dataset, attempt: Attempt) -> None:
     """Raise `DataError` if a token file has changed since the start. Called before a state is saved.
 
-    Every host checks its files, and also gets the result of process 0. If hosts share the files, all of them therefore
-    end with exit code 2. If only one host's own copy has changed, that host ends with 2, and the others lose a peer
-    (exit code 76).
+    Process 0 checks all files, and every host gets its result. If hosts share the files, all of them therefore end with
+    exit code 2. The other hosts check some of their files each time. If only one host's own copy has changed, that host
+    ends with 2, and the others lose a peer (exit code 76).
     """
     problem = None
     with attempt.progress.report_phase(SAVE):
         try:
-            dataset.check()
+            dataset.check(attempt.hosts.is_main)
         except DataError as error:
             problem = f"{error}; the steps since the last commit are not saved"
         # Process 0 decides, so that all hosts that share the files end with the same error; a host with its own problem

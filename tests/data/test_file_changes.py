@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from runner.data.source_files import SourceFile, describe_file
 from runner.data.token_files import TokenSequence
 from runner.errors import DataError
 from tests.data.buckets import make_random_shards, write_corpus
@@ -217,3 +218,33 @@ def test_a_changed_validation_set_is_detected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"held_out\.bin: changed since the job started"):
         dataset.check()
     shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_other_hosts_check_some_files_at_each_save(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset, path = open_source(kind, tmp_path)
+    monkeypatch.setattr("runner.data.token_files._CHECKED_FILES", 2)
+    checked: list[str] = []
+
+    def describe(path: Path) -> SourceFile:
+        checked.append(path.name)
+        return describe_file(path)
+
+    monkeypatch.setattr("runner.data.readers.describe_file", describe)
+    dataset.check()
+    names, checked[:] = list(checked), []
+    (sequences,) = [[source, source._completion_mask] for source in dataset._sources.values()]
+    num_sequences = sum(sequence is not None for sequence in sequences)
+    for _ in range(-(-len(names) // 2)):
+        before = len(checked)
+        dataset.check(is_main=False)
+        assert len(checked) - before <= 2 * num_sequences
+    assert set(checked) == set(names)
+    rewrite(path, damage(path.read_bytes()))
+
+    def check_all() -> None:
+        for _ in names:
+            dataset.check(is_main=False)
+
+    with pytest.raises(DataError, match=rf"{path.name}: changed since the job started|{path.name}: "):
+        check_all()

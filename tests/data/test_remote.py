@@ -312,6 +312,8 @@ def test_a_check_before_a_save_is_one_listing(pair: SourcePair) -> None:
     pair.driver.before = lambda verb, key: calls.append(verb)
     dataset.check()
     assert calls == ["list"]
+    dataset.check(is_main=False)
+    assert calls == ["list"]
 
 
 # Faults and changes.
