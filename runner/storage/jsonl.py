@@ -161,13 +161,16 @@ def read_log(store: Store, name: str) -> list[JsonObject]:
     return sorted(rows, key=get_time) if store.root is None else rows
 
 
-def iterate_log(store: Store, name: str) -> Iterator[JsonObject]:
-    """Iterate over the rows of all writers; in a bucket over those of one writer after the other's."""
+def iterate_log(store: Store, name: str, suffix: str = "") -> Iterator[JsonObject]:
+    """Iterate over the rows of all writers; in a bucket over those of one writer after the other's.
+
+    In a bucket only writers whose names end in `suffix` are read. On a disk the rows of all are in one file.
+    """
     if store.root is not None:
         for line in LocalStore(store.root).lines(f"{name}.jsonl"):
             yield from parse_lines(line.rstrip(b"\n"))
     else:
-        yield from JsonlTail(store, name).read().items
+        yield from JsonlTail(store, name, suffix).read().items
 
 
 # Tail.
@@ -244,8 +247,8 @@ class _Position:
 class JsonlTail:
     """Tailing reader of the log `name`: first the rows of `iterate_log`, then those that are new."""
 
-    def __init__(self, store: Store, name: str):
-        self._store, self._name = store, name
+    def __init__(self, store: Store, name: str, suffix: str = ""):
+        self._store, self._name, self._suffix = store, name, suffix
         self._file = None if store.root is None else FileTail(store, f"{name}.jsonl")
         self._num_damaged = 0
         self._positions: dict[str, _Position] = {}  # of a bucket, by part
@@ -274,7 +277,8 @@ class JsonlTail:
                 self._num_damaged = 0
             return TailUpdate(is_restart, (row for line in lines for row in self._parse(line.rstrip(b"\n"))))
         positions = self._positions
-        listed = {name: info.version for name, info in self._store.list_files(f"{self._name}/").items()}
+        found = self._store.list_files(f"{self._name}/")
+        listed = {part: info.version for part, info in found.items() if part.rsplit(".", 2)[0].endswith(self._suffix)}
         changed = [name for name in sorted(listed) if name not in positions or positions[name].version != listed[name]]
         # The known parts that have changed, at most one of each writer, decide whether the tail can continue.
         contents = {name: self._store.read(name) for name in changed if name in positions}

@@ -10,6 +10,8 @@ import pytest
 from launch import supervisor
 from launch.supervisor import CRASH_LOOP_ATTEMPTS, JobProgress, Supervisor
 from runner.spec import load_document
+from runner.storage import encode_line
+from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 
 ROOT = Path(__file__).parents[3]
 
@@ -132,6 +134,19 @@ def test_a_job_is_done_if_the_newest_attempt_has_reached_the_end_of_this_spec(ch
 def test_a_host_that_an_elastic_job_does_without_waits_as_long_as_it_takes():
     commits = itertools.count()
     assert supervise([76] * 30 + [0], max_restarts=2, claims=[7] * 99, steps=[40] * 99, commits=commits) == (0, 31)
+
+
+def test_in_a_bucket_only_the_events_of_process_0_are_read(monkeypatch):
+    driver = MemoryDriver()
+    bucket, read = make_memory_bucket(driver), []
+    for writer in ("000001.0", "000001.1", "000001.10", "000002.0"):
+        for part in range(2):
+            row = {"attempt": 1, "event": "commit", "step": part}
+            bucket.write(f"events/{writer}.{part:04}.jsonl", encode_line(row))
+    driver.before = lambda verb, key: read.append(key) if verb == "get" else None
+    monkeypatch.setattr("launch.supervisor.open_store", lambda _: bucket)
+    assert supervisor.read_progress(str(ROOT / "specs/gpt_nano.yaml"), []).num_commits == 4
+    assert sorted(read) == [f"run/events/{attempt:06}.0.{part:04}.jsonl" for attempt in (1, 2) for part in (0, 1)]
 
 
 def test_commits_after_a_roll_back_are_progress():
