@@ -104,8 +104,8 @@ def _read_store_progress(store: Store, digest: str) -> JobProgress:
         OSError: the directory cannot be read.
         RunnerError: as for `OSError`, with a reason.
     """
-    # The ledger is one file to read, where listing checkpoints costs a request for each in a bucket. Of a bucket only the
-    # events of process 0 are read, which writes all that matter here: every host's supervisor reads them.
+    # The ledger is one file to read, where listing checkpoints costs a request for each in a bucket. There only the
+    # events of process 0 are read, which writes all that matter here: every host has a supervisor.
     rows = [row for row in iterate_log(store, "events", ".0") if type(row.get("attempt")) is int]
     claims = [number for number in map(parse_number, store.list_names("attempts")) if number is not None]
     steps = [row["step"] for row in rows if row.get("event") == "commit" and type(row.get("step")) is int]
