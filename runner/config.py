@@ -162,6 +162,11 @@ class DataConfig(TokenSource):
         return [MixtureSource(name="train", **{key: getattr(self, key) for key in TokenSource.model_fields})]
 
     @property
+    def is_in_bucket(self) -> bool:
+        """True if one of the sources is in a bucket."""
+        return any("://" in each.source for each in [*self.sources, *self.validation.values()])
+
+    @property
     def has_tokens(self) -> bool:
         """True if the data are tokens, False if their examples are dicts of arrays."""
         return self.sequence_length is not None

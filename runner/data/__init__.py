@@ -43,6 +43,7 @@ from runner.data.batches import (
 )
 from runner.data.dataset import TRAIN, Dataset, SkippedExamples, get_batch_fields, load_dataset, load_validation_set
 from runner.data.packing import Fields, FieldSpec, Sequences
+from runner.data.readers import adopt_records
 from runner.data.source import Source
 from runner.data.source_files import is_available
 from runner.data.tokenizers import ByteTokenizer, CharacterTokenizer, Tokenizer
@@ -63,6 +64,7 @@ __all__ = [
     "SkippedExamples",
     "Source",
     "Tokenizer",
+    "adopt_records",
     "default_cache_directory",
     "get_batch_fields",
     "has_targets",

@@ -208,6 +208,11 @@ class Dataset:
         sources = {label: source for label, source in self._sources.items() if isinstance(source, TokenFiles)}
         return {label: asdict(source.id_range) for label, source in sources.items() if source.id_limit is None}
 
+    def list_records(self) -> dict[str, JsonObject]:
+        """Return the records of what was read of all objects in a bucket, which spare other hosts these reads."""
+        sources = [source for source in self._sources.values() if isinstance(source, TokenFiles)]
+        return {key: record for source in sources for key, record in source.records.items()}
+
     def set_id_ranges(self, trusted_vocabulary_size: int | None, found: Mapping[str, JsonObject]) -> None:
         """Use the result of `find_id_ranges` on another host. Reading an id outside its range is then an error."""
         for label, source in self._sources.items():

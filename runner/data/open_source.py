@@ -274,9 +274,7 @@ def validate_shared_keys(config: "DataConfig", sources: Collection[Source]) -> N
     """Raise `DataError` if a key that all sources of `config` share is set, but no source uses it."""
     is_read = {
         "document_separator": any(isinstance(source, TextTokens) for source in sources),
-        "cache_bytes": any(
-            "://" in token_source.source for token_source in [*config.sources, *config.validation.values()]
-        ),
+        "cache_bytes": config.is_in_bucket,
     }
     needs = {"document_separator": "text", "cache_bytes": "in a bucket"}
     for key, is_needed in is_read.items():

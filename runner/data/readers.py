@@ -29,7 +29,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -83,6 +83,12 @@ def load_record(directory: Path, key: str, make: Callable[[], JsonObject]) -> Js
         with warn_unwritable(directory):
             write_record(directory, key, record)
     return record
+
+
+def adopt_records(directory: Path, records: Mapping[str, JsonObject]) -> None:
+    """Put records that another host has made into the cache, unless they are there."""
+    for key, record in records.items():
+        load_record(directory, key, lambda record=record: record)  # type: ignore[misc]
 
 
 def _canonical_json(content: Any) -> bytes:

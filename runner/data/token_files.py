@@ -13,6 +13,7 @@ import bisect
 import functools
 import hashlib
 import itertools
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -32,9 +33,9 @@ from runner.data.readers import (
 from runner.data.remote import CacheSettings, open_reader
 from runner.data.source import Source, find_invalid_id
 from runner.data.source_files import BucketFile, BucketFiles, File, SourceFile, SourceFiles
-from runner.data.token_headers import HEAD_BYTES, parse_head
+from runner.data.token_headers import HEAD_BYTES, TokenLayout, parse_head
 from runner.errors import DataError
-from runner.storage import LocalStore
+from runner.storage import JsonObject, LocalStore
 
 LOSS_WEIGHT = "loss_weight"
 ID_DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
@@ -497,8 +498,11 @@ class TokenFiles(WeightedTokens):
         parts: Sequence[TokenFile],
         trusted_vocabulary_size: int | None = None,
         completion_mask: CompletionMask | None = None,
+        records: Mapping[str, JsonObject] = types.MappingProxyType({}),
     ) -> None:
         super().__init__(parts, completion_mask)
+        # Records of the cache, by key, that hold what was read of objects in a bucket, for the other hosts.
+        self.records = dict(records)
         self._is_in_bucket = any(part.reader.is_remote for part in self._files)
         self._given_range: IdRange | None = None
         # A scan is cheap for few ids on a disk, and finds an invalid id before the first step.
@@ -508,7 +512,12 @@ class TokenFiles(WeightedTokens):
     @functools.cached_property
     def fingerprint(self) -> str:
         """Digest of sizes, dtypes and a sample of the ids."""
-        self._start_probe = self.probe()
+        if self._is_in_bucket:  # where versions identify the content
+            key = _make_record_key("probe", self)
+            self.records[key] = load_record(self._files[0].reader.directory, key, lambda: {"probe": self.probe()})
+            self._start_probe = str(self.records[key]["probe"])
+        else:
+            self._start_probe = self.probe()
         return self._start_probe
 
     @property
@@ -587,20 +596,36 @@ def open_token_files(
     """
     reader = open_reader(source, cache)
     sources: Sequence[File] = source.files
-    heads = reader.read([ByteRange(file, 0, min(file.size_bytes, HEAD_BYTES)) for file in sources])
-    layouts = [parse_head(file, head, dtype) for file, head in zip(sources, heads, strict=True)]
-    reader = reader.for_id_width(max(layout.dtype.itemsize for layout in layouts))
-    files = [
-        TokenFile(file, layout.dtype, layout.num_tokens, layout.offset_bytes, reader)
-        for file, layout in zip(sources, layouts, strict=True)
-    ]
 
-    raw = [file for file, layout in zip(files, layouts, strict=True) if layout.is_raw]
-    if dtype is not None and all(str(file).endswith(".npy") for file in sources) and not raw:
-        raise DataError(f"data.dtype={dtype}: nothing reads it, .npy files say their own; leave it out")
-    for sampled in raw[:: max(1, -(-len(raw) // _HALVES_OBJECTS))] if reader.is_remote else raw:
-        _validate_width(sampled, dtype, trusted_vocabulary_size)
-    return TokenFiles(files, trusted_vocabulary_size)
+    def read_layouts() -> list[TokenLayout]:
+        heads = reader.read([ByteRange(file, 0, min(file.size_bytes, HEAD_BYTES)) for file in sources])
+        return [parse_head(file, head, dtype) for file, head in zip(sources, heads, strict=True)]
+
+    def make_files(layouts: Sequence[TokenLayout]) -> list[TokenFile]:
+        sized = reader.for_id_width(max(layout.dtype.itemsize for layout in layouts))
+        return [
+            TokenFile(file, layout.dtype, layout.num_tokens, layout.offset_bytes, sized)
+            for file, layout in zip(sources, layouts, strict=True)
+        ]
+
+    def find_layouts() -> list[TokenLayout]:
+        layouts = read_layouts()
+        raw = [file for file, layout in zip(make_files(layouts), layouts, strict=True) if layout.is_raw]
+        if dtype is not None and all(str(file).endswith(".npy") for file in sources) and not raw:
+            raise DataError(f"data.dtype={dtype}: nothing reads it, .npy files say their own; leave it out")
+        for sampled in raw[:: max(1, -(-len(raw) // _HALVES_OBJECTS))] if reader.is_remote else raw:
+            _validate_width(sampled, dtype, trusted_vocabulary_size)
+        return layouts
+
+    if not reader.is_remote:
+        return TokenFiles(make_files(find_layouts()), trusted_vocabulary_size)
+    # A read of each of many objects is worth a record, which other hosts get too.
+    key = cache_key(f"layouts-{dtype}-{trusted_vocabulary_size is not None}", sources)
+    record = load_record(
+        reader.directory, key, lambda: {"layouts": [[layout.dtype.str, *layout[1:]] for layout in find_layouts()]}
+    )
+    layouts = [TokenLayout(np.dtype(name), *rest) for name, *rest in record["layouts"]]
+    return TokenFiles(make_files(layouts), trusted_vocabulary_size, records={key: record})
 
 
 def _validate_width(file: TokenFile, dtype: str | None, vocabulary_size: int | None) -> None:
@@ -634,7 +659,10 @@ def _validate_width(file: TokenFile, dtype: str | None, vocabulary_size: int | N
 
 def scan_cached(tokens: TokenSequence, cache_directory: Path) -> IdRange:
     """Return `tokens.scan()` of token files, from the cache if these files have been scanned before."""
-    # The encoding is part of the key: a file read with another id type has another range.
+    return IdRange(**load_record(cache_directory, _make_record_key("ids", tokens), lambda: asdict(tokens.scan())))
+
+
+def _make_record_key(kind: str, tokens: TokenSequence) -> str:
+    # The encoding is part of the key: a file read with another id type has other ids.
     files = [part for part in tokens.parts if not isinstance(part, np.ndarray)]
-    key = cache_key("-".join(["ids", *sorted({part.encoding for part in files})]), [part.file for part in files])
-    return IdRange(**load_record(cache_directory, key, lambda: asdict(tokens.scan())))
+    return cache_key("-".join([kind, *sorted({part.encoding for part in files})]), [part.file for part in files])

@@ -16,7 +16,7 @@ from runner.accelerator import parse_accelerator
 from runner.checkpoint.fork import find_continued_manifest
 from runner.checkpoint.manifest import read_newest_manifest
 from runner.config import TrainerConfig
-from runner.data import Dataset, is_available
+from runner.data import Dataset, adopt_records, default_cache_directory, is_available
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import SAVE
 from runner.errors import DataError, InvalidError, RetryableError
@@ -141,22 +141,28 @@ def _count_multiples(intervals: Sequence[int], last_step: int) -> int:
     return sum(counts) - (last_step // math.lcm(*intervals) if len(intervals) == 2 else 0)
 
 
-def share_ids(dataset: Dataset, store: Store, hosts: Hosts) -> None:
-    """Give every host the range of token ids in the data; only process 0 reads all token files to find it.
+def share_data(load: Callable[[], Dataset], is_in_bucket: bool, store: Store, hosts: Hosts) -> None:
+    """Load the data on every host, and give all hosts what only process 0 reads of all token files.
 
-    Manifests of an earlier attempt on the same data record the vocabulary size. Then the files need not be read again.
+    That is the range of their ids, and in a bucket their layout and the sample that identifies them. Manifests of an
+    earlier attempt on the same data record the vocabulary size. Then the files need not be read again for the range.
     """
+    if not is_in_bucket:
+        load()  # on all hosts at the same time
 
     def find() -> JsonObject:
+        dataset = load()
         manifest = read_newest_manifest(store) if dataset.needs_id_scan else None
         known = {} if manifest is None else manifest.identity
         is_same = known.get("config.data") == dataset.fingerprint
         recorded = known.get("config.model.vocabulary_size") if is_same else None
-        return {"recorded": recorded, "found": dataset.find_id_ranges(recorded)}
+        ranges = dataset.find_id_ranges(recorded)
+        return {"recorded": recorded, "ranges": ranges, "records": dataset.list_records()}
 
-    ids = hosts.run_on_main(find)
+    found = hosts.run_on_main(find)
     if not hosts.is_main:
-        dataset.set_id_ranges(ids["recorded"], ids["found"])
+        adopt_records(default_cache_directory(), found["records"])
+        load().set_id_ranges(found["recorded"], found["ranges"])
 
 
 def validate_same_on_all_hosts(digest: str, name: str, hosts: Hosts, prefix: str = "") -> None:

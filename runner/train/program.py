@@ -32,7 +32,7 @@ from runner.spec import ExecutionSpec, ForkConfig, Trajectory, is_below
 from runner.spec.model import Policy, list_keys
 from runner.storage import Store
 from runner.train.checks import (
-    share_ids,
+    share_data,
     validate_hardware,
     validate_hosts,
     validate_same_on_all_hosts,
@@ -96,10 +96,10 @@ class Program:
                 self._train_setup = self.builder.build(jax.devices() if self._devices is None else self._devices)
             return self._train_setup
 
-    def build(self, share_ids: Callable[[Dataset], None]) -> None:
-        """Build the setup; `share_ids` as in `TrainSetupBuilder.build`. Called on every host."""
+    def build(self, share_data: Callable[[], None]) -> None:
+        """Build the setup; `share_data` as in `TrainSetupBuilder.build`. Called on every host."""
         with self._setup_lock:
-            self._train_setup = self.builder.build(jax.devices(), share_ids)
+            self._train_setup = self.builder.build(jax.devices(), share_data)
 
     @functools.cached_property
     def layout(self) -> BatchLayout:
@@ -345,16 +345,22 @@ class Programs:
             # The stage whose evaluators complete the newest row: the one that has made its step.
             self.number = self.recipe.config.find_stage(max(step - 1, 0))
             self.restarts = frozenset(start for start in restarts if start < step)
+
+        def share(program: Program) -> None:
+            builder = program.builder
+            share_data(lambda: builder.dataset, builder.config.data.is_in_bucket, store, hosts)
+
         first = self[0]
-        first.build(lambda data: share_ids(data, store, hosts))
+        first.build(lambda: share(first))
         for program in self:
+            if program is not first:
+                share(program)
             dataset = self.get_dataset(program.plan.number)
             if self.has_stages and program.plan.config.data.mixture:
                 with program.builder.document.errors_at("config.data.mixture"):
                     dataset.validate_epochs(self.count_examples(program.plan.number)[0])
             if program is not first:
                 program.validate(first.train_setup.abstract_state, jax.devices())
-                share_ids(dataset, store, hosts)
             dataset.validate_vocabulary(first.builder.vocabulary_size)
             validate_same_on_all_hosts(dataset.fingerprint, "data", hosts, f"{dataset.source}: ")
             for line in [*dataset.find_missing_targets(), *program.find_restarts(dataset)] if hosts.is_main else []:

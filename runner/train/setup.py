@@ -474,17 +474,17 @@ class TrainSetupBuilder:
             return False
         return True
 
-    def build(self, devices: Sequence[jax.Device], share_ids: Callable[[Dataset], None] | None = None) -> TrainSetup:
+    def build(self, devices: Sequence[jax.Device], share_data: Callable[[], None] | None = None) -> TrainSetup:
         """Build the setup on these devices. Allocates nothing.
 
-        `share_ids` gives every host the range of token ids in the data, which only process 0 reads. It is called after
-        the checks of the spec, and before the vocabulary size, which is derived from the ids, is needed.
+        `share_data` loads the data on every host, of which process 0 alone reads some. It is called after the checks of
+        the spec, and before the vocabulary size, which is derived from the ids, is needed.
         """
         # Cheap checks first: reading the data may take minutes.
         self.validate_keys_read()
         mesh = self.make_mesh(devices)
-        if share_ids is not None:
-            share_ids(self.dataset)
+        if share_data is not None:
+            share_data()
         return self.build_on_mesh(mesh, jax.random.key(self.seed))
 
     def build_on_mesh(self, mesh: Mesh, key: jax.Array, example_length: int | None = None) -> TrainSetup:

@@ -1,5 +1,6 @@
-"""Ranges of token ids: one host scans the token files once and shares the result with all hosts."""
+"""Token files on many hosts: one host reads what each would read of all files, and shares the result with all hosts."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from runner.data import token_files as tokens
 from runner.distributed.agreement import Hosts
 from runner.errors import DataError, InvalidError
 from runner.storage import LocalStore
-from runner.train.checks import share_ids
+from runner.train.checks import share_data
+from tests.data.buckets import put_in_bucket
 from tests.data.datasets import load, write_bin, write_npy
 from tests.support.coordinator import MemoryCoordinator, run_on_all_hosts
 
@@ -40,7 +42,7 @@ def test_one_host_scans_all_ids_and_shares_them(tmp_path: Path, monkeypatch: pyt
 
     def know(hosts: Hosts) -> tuple[int, str]:
         dataset = datasets[hosts.process_id]
-        share_ids(dataset, LocalStore(tmp_path / "run"), hosts)
+        share_data(lambda: dataset, False, LocalStore(tmp_path / "run"), hosts)
         with pytest.raises(DataError) as caught:
             dataset.validate_vocabulary(800)
         return dataset.vocabulary_size, str(caught.value)
@@ -58,7 +60,7 @@ def test_invalid_ids_stop_all_hosts_with_the_same_line(tmp_path: Path) -> None:
 
     def know(hosts: Hosts) -> str:
         with pytest.raises(InvalidError) as caught:
-            share_ids(datasets[hosts.process_id], LocalStore(tmp_path / "run"), hosts)
+            share_data(lambda: datasets[hosts.process_id], False, LocalStore(tmp_path / "run"), hosts)
         return str(caught.value)
 
     lines = run_on_all_hosts(MemoryCoordinator(NUM_HOSTS).hosts(), know)
@@ -88,5 +90,50 @@ def test_resuming_on_the_same_data_does_not_scan_it_again(
     store = LocalStore(tmp_path / "run")
     store.write("checkpoints/4/manifest.json", Manifest(name="4", step=4, identity=identity).encode())
     scanned = record_scans(monkeypatch)
-    share_ids(dataset, store, Hosts.single_process())
+    share_data(lambda: dataset, False, store, Hosts.single_process())
     assert (scanned, dataset.vocabulary_size) == (([4000], 200) if has_other_data else ([], 300))
+
+
+@pytest.mark.parametrize("vocabulary_size", [None, 700])
+def test_one_host_reads_all_objects_of_a_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocabulary_size: int | None
+) -> None:
+    for number in range(5):
+        write = write_npy if number % 2 else write_bin
+        write(tmp_path / "corpus" / f"{number}{'.npy' if number % 2 else '.bin'}", np.arange(2000) % 700)
+    driver = put_in_bucket(monkeypatch, tmp_path / "corpus")
+    requests: dict[int, list[str]] = {host: [] for host in range(NUM_HOSTS)}
+    host = threading.local()
+
+    def count(verb: str, key: str) -> None:
+        requests[getattr(host, "number", 0)].append(verb)
+
+    driver.before = count
+    monkeypatch.setattr("runner.train.checks.default_cache_directory", lambda: tmp_path / f"cache{host.number}")
+    # Requests are made by the thread of their host.
+    monkeypatch.setattr("runner.data.remote.run_in_parallel", lambda acts: [act() for act in acts])
+    monkeypatch.setattr("runner.data.token_files.run_in_parallel", lambda acts: [act() for act in acts])
+
+    def know(hosts: Hosts) -> tuple[str, int, int]:
+        host.number = hosts.process_id
+        loaded = []
+
+        def load_once() -> Any:
+            if not loaded:
+                cache = tmp_path / f"cache{host.number}"
+                loaded.append(load("s3://bkt/corpus/*", cache=cache, vocabulary_size=vocabulary_size))
+            return loaded[0]
+
+        share_data(load_once, True, LocalStore(tmp_path / "run"), hosts)
+        dataset = load_once()
+        fingerprint, size = dataset.fingerprint, dataset.vocabulary_size
+        return fingerprint, size, dataset.train_sources[0].source.parts[3].offset_bytes
+
+    found = run_on_all_hosts(MemoryCoordinator(NUM_HOSTS).hosts(), know)
+    assert found == [found[0]] * NUM_HOSTS
+    assert found[0][1:] == (700, 128)
+    assert requests[0].count("get") > 5
+    assert [set(requests[number]) for number in range(1, NUM_HOSTS)] == [{"list"}] * (NUM_HOSTS - 1)
+    driver.put("corpus/3.npy", driver.get("corpus/3.npy")[0][::-1], None)
+    with pytest.raises(DataError, match=r"3\.npy"):
+        load("s3://bkt/corpus/*", cache=tmp_path / "cache0", vocabulary_size=vocabulary_size)
