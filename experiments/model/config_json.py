@@ -896,11 +896,7 @@ FAMILIES: dict[str, ConfigFormat] = {
     for family in (
         ConfigFormat("llama", "LlamaForCausalLM", _write_llama, _read_llama, _LLAMA),
         ConfigFormat(
-            "mistral",
-            "MistralForCausalLM",
-            _write_mistral,
-            _read_mistral,
-            _ROPE | {"hidden_act", "sliding_window"},
+            "mistral", "MistralForCausalLM", _write_mistral, _read_mistral, _ROPE | {"hidden_act", "sliding_window"}
         ),
         ConfigFormat(
             "qwen2",
@@ -912,12 +908,7 @@ FAMILIES: dict[str, ConfigFormat] = {
         ConfigFormat("qwen3", "Qwen3ForCausalLM", _write_qwen3, _read_qwen3, _QWEN | {"attention_bias"}),
         ConfigFormat("olmo2", "Olmo2ForCausalLM", _write_olmo2, _read_olmo2, _OLMO2, epsilon=1e-5),
         ConfigFormat(
-            "olmo3",
-            "Olmo3ForCausalLM",
-            _write_olmo3,
-            _read_olmo3,
-            _OLMO2 | _WINDOWS | _ROPE_KINDS,
-            epsilon=1e-5,
+            "olmo3", "Olmo3ForCausalLM", _write_olmo3, _read_olmo3, _OLMO2 | _WINDOWS | _ROPE_KINDS, epsilon=1e-5
         ),
         ConfigFormat(
             "mixtral",

@@ -237,14 +237,7 @@ def _make_case(table_VxD: jax.Array) -> KernelCase:
         return KernelTrial(run, reference, (table_VxD, tokens_BxT, gradient_BxTxD))
 
     return KernelCase(
-        KERNEL,
-        "gradient of the embedding",
-        "ours",
-        "XLA's scatter",
-        {"width": D},
-        dtype.name,
-        make_trial,
-        (__file__,),
+        KERNEL, "gradient of the embedding", "ours", "XLA's scatter", {"width": D}, dtype.name, make_trial, (__file__,)
     )
 
 

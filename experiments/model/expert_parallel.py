@@ -397,11 +397,7 @@ def _compute_local(
 
 
 def _exchange_fixed_slots(
-    layer: ExpertLayer,
-    max_tokens: int,
-    sharding: _ExpertSharding,
-    shards: Weights,
-    tokens: _RoutedTokens,
+    layer: ExpertLayer, max_tokens: int, sharding: _ExpertSharding, shards: Weights, tokens: _RoutedTokens
 ) -> jax.Array:
     """Exchange tokens in `max_tokens` slots for each expert, filled or not."""
     num_local, D, axes = shards[0].shape[0], tokens.x.shape[1], sharding.exchange_axes
@@ -444,10 +440,7 @@ class _ExchangeRounds(NamedTuple):
 
 
 def _exchange_in_rounds(
-    layer: ExpertLayer,
-    sharding: _ExpertSharding,
-    shards: Weights,
-    tokens: _RoutedTokens,
+    layer: ExpertLayer, sharding: _ExpertSharding, shards: Weights, tokens: _RoutedTokens
 ) -> jax.Array:
     """Exchange all assignments that are kept, in as many rounds as it takes."""
     num_local, (M, K), axes = shards[0].shape[0], tokens.experts.shape, sharding.exchange_axes

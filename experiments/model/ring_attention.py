@@ -34,13 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from experiments.model.context_layout import (
-    AttentionInputs,
-    BlockVisits,
-    SequenceLayout,
-    compute_own_visits,
-    max_steps,
-)
+from experiments.model.context_layout import AttentionInputs, BlockVisits, SequenceLayout, compute_own_visits, max_steps
 from runner.parallel.mesh import list_axes
 
 _WIDE = jnp.float32
@@ -307,12 +301,7 @@ def _pass_along_ring(layout: SequenceLayout, keys: Keys, distance: int = 1) -> K
 
 
 def _attend_to(
-    layout: SequenceLayout,
-    queries: jax.Array,
-    keys: Keys,
-    visits: BlockVisits,
-    rounds: range,
-    softmax: _OnlineSoftmax,
+    layout: SequenceLayout, queries: jax.Array, keys: Keys, visits: BlockVisits, rounds: range, softmax: _OnlineSoftmax
 ) -> _OnlineSoftmax:
     """Return the softmax of all queries (M, 2, B, K, R, H), updated with the keys at hand.
 

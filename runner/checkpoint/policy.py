@@ -16,16 +16,7 @@ from runner.checkpoint.manifest import CHECKPOINTS, Manifest, is_committed, read
 from runner.console import warn
 from runner.run.attempt import Attempt
 from runner.spec import CheckpointConfig
-from runner.storage import (
-    DeadlineError,
-    JsonObject,
-    Key,
-    LocalStore,
-    Store,
-    encode_json,
-    read_json,
-    validate_record,
-)
+from runner.storage import DeadlineError, JsonObject, Key, LocalStore, Store, encode_json, read_json, validate_record
 
 # Time between failures.
 

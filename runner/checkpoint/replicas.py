@@ -141,10 +141,7 @@ class Replicas:
         self._accepting.start()
 
     def connect(
-        self,
-        addresses: Sequence[tuple[str, int]],
-        holders: Sequence[Sequence[int]],
-        places: Sequence[ProcessPlace],
+        self, addresses: Sequence[tuple[str, int]], holders: Sequence[Sequence[int]], places: Sequence[ProcessPlace]
     ) -> None:
         """Begin to send parts.
 
@@ -367,11 +364,7 @@ class Replicas:
         while (connection := self._requests.get()) is not None:
             connection.settimeout(_SOCKET_SECONDS)
             # A request comes from the network: nothing in it may end more than its own connection.
-            with (
-                contextlib.suppress(OSError),
-                connection,
-                connection.makefile("rwb", buffering=CHUNK_BYTES) as stream,
-            ):
+            with contextlib.suppress(OSError), connection, connection.makefile("rwb", buffering=CHUNK_BYTES) as stream:
                 try:
                     self.answer_request(cast(BinaryIO, stream))
                 except Exception as error:  # noqa: BLE001

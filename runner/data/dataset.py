@@ -30,7 +30,7 @@ from runner.data.packing import (
 )
 from runner.data.sampling import LocalShuffle, Mixture, TokenSplit, probe_order, split_examples, split_tokens
 from runner.data.source import Source
-from runner.data.token_files import LOSS_WEIGHT, IdRange, TokenFiles
+from runner.data.token_files import LOSS_WEIGHT, IdRange, TokenFiles, TokenSequence
 from runner.data.tokenizers import Tokenizer
 from runner.errors import DataError
 from runner.spec import hash_record, is_class_path
@@ -124,19 +124,9 @@ class Dataset:
     _mixture: Mixture
 
     @property
-    def num_train_units(self) -> int:
-        """Number of training tokens (or examples) in all sources."""
-        return sum(train.num_units for train in self.train_sources)
-
-    @property
     def num_train_examples(self) -> int:
         """Number of training examples in one epoch of each source."""
         return sum(train.examples.num_examples for train in self.train_sources)
-
-    @property
-    def num_validation_examples(self) -> int:
-        """Number of examples in all validation sets."""
-        return sum(examples.num_examples for examples in self.validation.values())
 
     @property
     def vocabulary_size(self) -> int:
@@ -150,7 +140,7 @@ class Dataset:
         be their own copies.
         """
         for source in self._sources.values():
-            if is_main or not isinstance(source, Source):
+            if is_main or not isinstance(source, TokenSequence):
                 source.check()
             else:
                 source.check_part()

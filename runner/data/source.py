@@ -82,11 +82,7 @@ class Source(ABC):
         raise NotImplementedError
 
     def check(self) -> None:  # noqa: B027 - most sources cannot change
-        """Raise `DataError` if the ids have changed since the job started. Called before each save on process 0."""
-
-    def check_part(self) -> None:
-        """Do what the other hosts do instead of `check`, which may be less if they share the ids with process 0."""
-        self.check()
+        """Raise `DataError` if the ids have changed since the job started. Called before each save."""
 
     def describe_position(self, position: int) -> str:
         """Return a description of a position for error messages."""
@@ -193,14 +189,6 @@ class CheckedSource(Source):
     def check(self) -> None:
         """Run the source's own check, and compare its fingerprint with that of the start."""
         self._source.check()
-        self._validate_fingerprint()
-
-    def check_part(self) -> None:
-        """Run the source's own check of a part, and compare its fingerprint with that of the start."""
-        self._source.check_part()
-        self._validate_fingerprint()
-
-    def _validate_fingerprint(self) -> None:
         if self._source.fingerprint != self._fingerprint:
             raise self._make_error("its fingerprint changed since the job started; its ids must never change")
 

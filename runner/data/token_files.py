@@ -597,35 +597,25 @@ def open_token_files(
     reader = open_reader(source, cache)
     sources: Sequence[File] = source.files
 
-    def read_layouts() -> list[TokenLayout]:
-        heads = reader.read([ByteRange(file, 0, min(file.size_bytes, HEAD_BYTES)) for file in sources])
-        return [parse_head(file, head, dtype) for file, head in zip(sources, heads, strict=True)]
-
     def make_files(layouts: Sequence[TokenLayout]) -> list[TokenFile]:
         sized = reader.for_id_width(max(layout.dtype.itemsize for layout in layouts))
-        return [
-            TokenFile(file, layout.dtype, layout.num_tokens, layout.offset_bytes, sized)
-            for file, layout in zip(sources, layouts, strict=True)
-        ]
+        return [TokenFile(file, *layout[:3], sized) for file, layout in zip(sources, layouts, strict=True)]
 
-    def find_layouts() -> list[TokenLayout]:
-        layouts = read_layouts()
+    def find_layouts() -> JsonObject:
+        heads = reader.read([ByteRange(file, 0, min(file.size_bytes, HEAD_BYTES)) for file in sources])
+        layouts = [parse_head(file, head, dtype) for file, head in zip(sources, heads, strict=True)]
         raw = [file for file, layout in zip(make_files(layouts), layouts, strict=True) if layout.is_raw]
         if dtype is not None and all(str(file).endswith(".npy") for file in sources) and not raw:
             raise DataError(f"data.dtype={dtype}: nothing reads it, .npy files say their own; leave it out")
         for sampled in raw[:: max(1, -(-len(raw) // _HALVES_OBJECTS))] if reader.is_remote else raw:
             _validate_width(sampled, dtype, trusted_vocabulary_size)
-        return layouts
+        return {"layouts": [[layout.dtype.str, *layout[1:]] for layout in layouts]}
 
-    if not reader.is_remote:
-        return TokenFiles(make_files(find_layouts()), trusted_vocabulary_size)
     # A read of each of many objects is worth a record, which other hosts get too.
     key = cache_key(f"layouts-{dtype}-{trusted_vocabulary_size is not None}", sources)
-    record = load_record(
-        reader.directory, key, lambda: {"layouts": [[layout.dtype.str, *layout[1:]] for layout in find_layouts()]}
-    )
+    record = load_record(reader.directory, key, find_layouts) if reader.is_remote else find_layouts()
     layouts = [TokenLayout(np.dtype(name), *rest) for name, *rest in record["layouts"]]
-    return TokenFiles(make_files(layouts), trusted_vocabulary_size, records={key: record})
+    return TokenFiles(make_files(layouts), trusted_vocabulary_size, records={key: record} if reader.is_remote else {})
 
 
 def _validate_width(file: TokenFile, dtype: str | None, vocabulary_size: int | None) -> None:

@@ -24,13 +24,7 @@ from typing import Literal
 import numpy as np
 import safetensors
 
-from runner.checkpoint.inspect import (
-    find_adapter,
-    find_weight_names,
-    read_named_leaves,
-    read_weights,
-    use_checkpoint,
-)
+from runner.checkpoint.inspect import find_adapter, find_weight_names, read_named_leaves, read_weights, use_checkpoint
 from runner.checkpoint.leaves import has_adapter, parse_dtype
 from runner.checkpoint.manifest import LeafRecord, Manifest
 from runner.config import DataConfig
@@ -184,14 +178,7 @@ def publish_directory(where: str) -> Iterator[Path]:
 # Export.
 
 _CONTEXT = "max_position_embeddings"
-_NAMES = {
-    CONFIG_FILE,
-    GENERATION_CONFIG,
-    INDEX_FILE,
-    SINGLE_FILE,
-    *BASE_TOKENIZER_FILES,
-    *TOKENIZER_FILES.values(),
-}
+_NAMES = {CONFIG_FILE, GENERATION_CONFIG, INDEX_FILE, SINGLE_FILE, *BASE_TOKENIZER_FILES, *TOKENIZER_FILES.values()}
 _SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -212,12 +199,7 @@ class ExportOptions:
 
 
 def export(
-    where: str,
-    step: int | str,
-    family: Family,
-    data: DataConfig | None,
-    out: str,
-    options: ExportOptions | None = None,
+    where: str, step: int | str, family: Family, data: DataConfig | None, out: str, options: ExportOptions | None = None
 ) -> int:
     """Write the weights of a checkpoint to `out`, and return their step.
 
@@ -356,13 +338,7 @@ class _AdaptedModule:
 
 
 def export_adapter(
-    where: str,
-    step: int | str,
-    family: Family,
-    out: str,
-    base: str,
-    dtype: Dtype | None = None,
-    weights: str = PARAMS,
+    where: str, step: int | str, family: Family, out: str, base: str, dtype: Dtype | None = None, weights: str = PARAMS
 ) -> int:
     """Write the adapter of a checkpoint to `out`, and return its step.
 

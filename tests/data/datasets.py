@@ -31,6 +31,16 @@ def load(
     )
 
 
+def count_train_units(dataset: Dataset) -> int:
+    """Return the number of training tokens (or examples) in all sources."""
+    return sum(train.num_units for train in dataset.train_sources)
+
+
+def count_validation_examples(dataset: Dataset) -> int:
+    """Return the number of examples in all validation sets."""
+    return sum(examples.num_examples for examples in dataset.validation.values())
+
+
 # All methods that read the ids of a source.
 READ_METHODS: dict[str, Callable[[Source, int, int], Any]] = {
     "read": lambda source, start, stop: source.read(start, stop),

@@ -19,6 +19,7 @@ from runner.config import DataConfig, TokenSource
 from runner.data import Dataset, Source, load_dataset, load_validation_set
 from runner.data.array_examples import describe_slowest_read
 from runner.errors import DataError, RetryableError, StorageError
+from tests.data.datasets import count_train_units, count_validation_examples
 from tests.support import arrays
 from tests.support.arrays import BAD_EXAMPLES, Images
 
@@ -44,7 +45,11 @@ def test_fields_are_those_of_the_first_example_and_a_mask() -> None:
 
 def test_an_epoch_holds_each_training_example_once() -> None:
     dataset, images = load(), Images()
-    assert (dataset.num_train_examples, dataset.num_train_units, dataset.num_validation_examples) == (164, 164, 41)
+    assert (dataset.num_train_examples, count_train_units(dataset), count_validation_examples(dataset)) == (
+        164,
+        164,
+        41,
+    )
     for epoch in range(2):
         found = dataset.read("train", 164 * epoch, 164)
         indices = found["index"][:, 0].tolist()

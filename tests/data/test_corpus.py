@@ -18,7 +18,7 @@ from runner.data.sampling import TokenSplit
 from runner.errors import DataError
 from runner.storage import DeniedError, compute_crc32c
 from tests.data.buckets import URL, CountingDriver, make_random_shards, put_in_bucket, write_corpus
-from tests.data.datasets import READ_METHODS, load
+from tests.data.datasets import READ_METHODS, count_train_units, load
 
 SIZES = [[40, 900, 1, 300], [], [5, 0], [0, 0, 1500, 0, 700], [0, 90, 1464]]
 NUM_TOKENS = 5000
@@ -353,6 +353,6 @@ def test_the_cost_of_opening_does_not_grow_with_the_tokens(tmp_path: Path, monke
     for size in (10_000, 100_000):
         directory = write_corpus(tmp_path / str(size), make_random_shards([[size]] * 4), vocabulary_size=1000)
         driver = put_in_bucket(monkeypatch, directory, CountingDriver())
-        assert load(URL, cache=tmp_path / "cache", cache_bytes=0).num_train_units == int(4 * size * 0.8)
+        assert count_train_units(load(URL, cache=tmp_path / "cache", cache_bytes=0)) == int(4 * size * 0.8)
         fetched.append(driver.bytes_fetched)
     assert fetched == [4 * (4096 + 1)] * 2

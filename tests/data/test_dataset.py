@@ -12,7 +12,7 @@ from runner.config import DataConfig
 from runner.data import load_global_batch, token_files
 from runner.data.token_files import TokenSequence
 from runner.errors import DataError
-from tests.data.datasets import READ_METHODS, load, write_bin, write_npy
+from tests.data.datasets import READ_METHODS, count_train_units, count_validation_examples, load, write_bin, write_npy
 
 
 def test_y_is_the_token_after_x_and_training_has_no_padding(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_y_is_the_token_after_x_and_training_has_no_padding(tmp_path: Path) -> N
 
 def test_an_epoch_trains_each_target_of_the_split_exactly_once(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
-    assert (dataset.num_train_units, dataset.num_train_examples) == (800, 99)
+    assert (count_train_units(dataset), dataset.num_train_examples) == (800, 99)
     for epoch in range(2):
         y = dataset.read("train", epoch * 99, 99)["y"]
         assert sorted(y.ravel()) == list(range(1, 793))
@@ -36,7 +36,7 @@ def test_an_epoch_trains_each_target_of_the_split_exactly_once(tmp_path: Path) -
 def test_the_splits_share_no_token(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
     train = dataset.read("train", 0, dataset.num_train_examples)
-    validation = dataset.read("validation", 0, dataset.num_validation_examples)
+    validation = dataset.read("validation", 0, count_validation_examples(dataset))
     assert max(train["x"].max(), train["y"].max()) < 800 <= min(validation["x"].min(), validation["y"].min())
 
 
@@ -51,7 +51,7 @@ def test_a_sequence_depends_only_on_its_number(tmp_path: Path) -> None:
 
 def test_validation_is_in_order_and_padded_beyond_its_end(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(1000)), cache=tmp_path)
-    assert dataset.num_validation_examples == 24
+    assert count_validation_examples(dataset) == 24
     x, y, padding_mask = dataset.read("validation", 20, 10).values()
     assert x[:4, 0].tolist() == [960, 968, 976, 984]
     assert padding_mask[:4].all()
@@ -63,7 +63,7 @@ def test_validation_is_in_order_and_padded_beyond_its_end(tmp_path: Path) -> Non
 
 def test_without_a_validation_fraction_there_is_no_validation(tmp_path: Path) -> None:
     dataset = load(write_bin(tmp_path / "a.bin", range(17)), cache=tmp_path, validation_fraction=0.0)
-    assert (dataset.num_train_examples, dataset.num_validation_examples) == (2, 0)
+    assert (dataset.num_train_examples, count_validation_examples(dataset)) == (2, 0)
     assert not dataset.read("validation", 0, 3)["padding_mask"].any()
 
 
@@ -149,7 +149,7 @@ def test_unknown_split_names_are_rejected(tmp_path: Path, name: Any) -> None:
 
 def test_the_standard_library_is_a_dataset_without_user_files(tmp_path: Path) -> None:
     dataset = load("python-stdlib", cache=tmp_path, sequence_length=256, validation_fraction=0.05)
-    assert dataset.num_train_units > 5_000_000
+    assert count_train_units(dataset) > 5_000_000
     assert dataset.tokenizer is not None
     text = dataset.tokenizer.decode(dataset.read("train", 0, 64)["x"].ravel())
     assert "self" in text

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from runner.config import DataConfig
 from runner.errors import DataError
-from tests.data.datasets import KINDS, load, load_kind, write_bin, write_documents, write_npy
+from tests.data.datasets import KINDS, count_validation_examples, load, load_kind, write_bin, write_documents, write_npy
 
 T = 8
 
@@ -119,7 +119,7 @@ def test_validation_sets_are_read_in_order_and_do_not_change_training(tmp_path: 
     assert list(dataset.validation) == ["validation", "web", "code"]
     assert dataset.fingerprint == plain.fingerprint
     assert {name: examples.num_examples for name, examples in dataset.validation.items()} == {
-        "validation": plain.num_validation_examples,
+        "validation": count_validation_examples(plain),
         "web": 12,
         "code": 7,
     }
