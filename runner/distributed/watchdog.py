@@ -4,7 +4,8 @@ The training thread reports its phase and its last completed step (`clock.Progre
 and publishes them, so its heartbeat never hides that the training thread hangs.
 
 1. Each second every process publishes a heartbeat through the job's key-value store: the phase and step of its training
-   thread, when the phase began, and whether it is overdue. It also reads the diagnosis, if there is one.
+   thread, when the phase began, and whether it is overdue. It also reads the diagnosis, if there is one. More than
+   1,024 processes do so less often (`Periods`), so that process 0 has no more work.
 2. Process 0 reads all heartbeats. A process whose heartbeat stays the same for `LOST_SECONDS` is frozen or
    disconnected. A crashed process is noticed at once by its peer socket (`agreement.Liveness`).
 3. If a process is lost or overdue, process 0 writes the diagnosis: a line that names it and its phase. While a process
@@ -48,6 +49,7 @@ from runner.distributed.preemption import end_process
 from runner.errors import EXIT_FAILED, EXIT_RETRYABLE, FencedError, PeerLostError, RunnerError, format_error
 from runner.spec import Deadlines
 
+# Times of a job of at most `_MAX_BEATS_PER_SECOND` processes; `Periods` has those of larger ones.
 # A heartbeat is sent and read once a second, so a frozen process is noticed at most three seconds later: within the
 # 30 s of README.md.
 LOST_SECONDS = 27.0
@@ -55,6 +57,8 @@ _SUSPECTED_LOST_SECONDS = 5.0  # instead of LOST_SECONDS once a collective has f
 _UNREACHABLE_SECONDS = 5.0  # of the coordinator
 _POLL_SECONDS = 1.0
 _ARRIVAL_POLL_SECONDS = 0.02
+_MAX_BEATS_PER_SECOND = 1024  # that process 0 reads; with two more calls of each process it takes half a CPU core
+_MAX_ARRIVALS_PER_SECOND = 20_000  # that process 0 reads while it waits for arrivals
 _CALLBACK_SECONDS = 5.0  # for a callback
 _DELIVERY_SECONDS = 3.0  # in which every process reads the diagnosis
 _DIAGNOSIS_SECONDS = 30.0  # in which a failed collective is traced to a lost peer
@@ -70,6 +74,43 @@ _LEAD_SECONDS = 2.5
 # A process straggles if it is later than the median by more than both of these.
 _STRAGGLING_SECONDS = 0.1
 _STRAGGLING_STEPS = 0.1
+
+
+@dataclass(frozen=True)
+class Periods:
+    """Times of the exchange with process 0, see the constants of the same names.
+
+    In a large job they are such that the work of process 0 does not grow any more. A frozen process is noticed within
+    30 s in a job of up to 5,000 processes.
+    """
+
+    poll_seconds: float
+    arrival_poll_seconds: float
+    lost_seconds: float
+    suspected_lost_seconds: float
+    unreachable_seconds: float
+    delivery_seconds: float
+    round_seconds: float
+    lead_seconds: float
+    straggling_seconds: float
+
+    @classmethod
+    def choose(cls, num_processes: int) -> "Periods":
+        """Return the times of a job of so many processes."""
+        stretch = max(num_processes / _MAX_BEATS_PER_SECOND, 1.0)
+        poll_seconds, added_seconds = stretch * _POLL_SECONDS, (stretch - 1) * _POLL_SECONDS
+        arrival_poll_seconds = max(_ARRIVAL_POLL_SECONDS, num_processes / _MAX_ARRIVALS_PER_SECOND)
+        return cls(
+            poll_seconds,
+            arrival_poll_seconds,
+            lost_seconds=max(LOST_SECONDS - 3 * added_seconds, min(LOST_SECONDS, 3 * poll_seconds)),
+            suspected_lost_seconds=_SUSPECTED_LOST_SECONDS + 2 * added_seconds,
+            unreachable_seconds=_UNREACHABLE_SECONDS + 2 * added_seconds,
+            delivery_seconds=_DELIVERY_SECONDS + added_seconds,
+            round_seconds=stretch * _ROUND_SECONDS,
+            lead_seconds=stretch * _LEAD_SECONDS,
+            straggling_seconds=max(_STRAGGLING_SECONDS, 2 * arrival_poll_seconds),
+        )
 
 
 # Heartbeats and their diagnosis.
@@ -226,10 +267,10 @@ class StragglerDetector:
     """
 
     def __init__(self, hosts: Hosts, progress: Progress):
-        self._hosts, self._progress = hosts, progress
+        self._hosts, self._progress, self._periods = hosts, progress, Periods.choose(hosts.num_processes)
         self._number = 0
         self._step = 0
-        self._next_round_seconds = time.monotonic() + _ROUND_SECONDS
+        self._next_round_seconds = time.monotonic() + self._periods.round_seconds
         self._has_reported = True
         self._arrivals_seconds: dict[int, float] | None = None  # by process, on the clock of process 0
         self._last_stragglers: set[int] = set()
@@ -250,9 +291,9 @@ class StragglerDetector:
         step_seconds = self._progress.get_step_seconds()
         if self.is_open or time.monotonic() < self._next_round_seconds or not step_seconds:
             return
-        self._next_round_seconds = time.monotonic() + _ROUND_SECONDS
-        # Every process must read the step before it reaches it, and reads once a second.
-        num_steps_ahead = 1 + int(_LEAD_SECONDS / max(statistics.median(step_seconds), 1e-4))
+        self._next_round_seconds = time.monotonic() + self._periods.round_seconds
+        # Every process must read the step before it reaches it, and reads once in `poll_seconds`.
+        num_steps_ahead = 1 + int(self._periods.lead_seconds / max(statistics.median(step_seconds), 1e-4))
         self._arrivals_seconds = {}
         # The processes may have run another job before; rounds of that job must be ignored.
         earlier, _ = self._hosts.store.try_get(key_value.ROUND) or [0, 0]
@@ -276,13 +317,14 @@ class StragglerDetector:
                 arrivals_seconds.setdefault(process, now)
         first_seconds = min(arrivals_seconds.values(), default=now)
         num_processes = self._hosts.num_processes
-        if len(arrivals_seconds) < num_processes and now - first_seconds < _ROUND_SECONDS:
+        if len(arrivals_seconds) < num_processes and now - first_seconds < self._periods.round_seconds:
             return None
         self._arrivals_seconds = None
         after_seconds = [
             round(arrivals_seconds.get(process, now) - first_seconds, 3) for process in range(num_processes)
         ]
-        stragglers = find_stragglers(after_seconds, statistics.median(self._progress.get_step_seconds() or [0.0]))
+        step_seconds = statistics.median(self._progress.get_step_seconds() or [0.0])
+        stragglers = find_stragglers(after_seconds, step_seconds, self._periods.straggling_seconds)
         repeated = [process for process in stragglers if process in self._last_stragglers]
         self._last_stragglers = set(stragglers)
         if repeated == self._reported_stragglers:
@@ -291,9 +333,11 @@ class StragglerDetector:
         return StragglerReport(self._step, repeated, after_seconds)
 
 
-def find_stragglers(after_seconds: Sequence[float], step_seconds: float) -> list[int]:
+def find_stragglers(
+    after_seconds: Sequence[float], step_seconds: float, straggling_seconds: float = _STRAGGLING_SECONDS
+) -> list[int]:
     """Return the processes whose arrival, after that of the first one, is significantly later than the median."""
-    limit_seconds = statistics.median_low(after_seconds) + max(_STRAGGLING_SECONDS, _STRAGGLING_STEPS * step_seconds)
+    limit_seconds = statistics.median_low(after_seconds) + max(straggling_seconds, _STRAGGLING_STEPS * step_seconds)
     return [process for process, seconds in enumerate(after_seconds) if seconds > limit_seconds]
 
 
@@ -334,6 +378,7 @@ class Watchdog:
         self._last_beats: dict[int, tuple[int, float]] = {}  # process -> (number of its last beat, time it was seen)
         self._reached_seconds = self._polled_seconds = time.monotonic()
         self._data_seconds = -math.inf  # when a process was last seen waiting for its data
+        self._periods = Periods.choose(hosts.num_processes)
         self._stragglers = StragglerDetector(hosts, self.progress)
 
     def __enter__(self) -> Progress:
@@ -375,7 +420,7 @@ class Watchdog:
         self._has_waited = True
         warn(f"{format_error(error)}; waiting for a report of a lost peer")
         self._suspects_peer = is_suspect
-        time.sleep(_DIAGNOSIS_SECONDS if is_suspect else 3 * _POLL_SECONDS)
+        time.sleep(_DIAGNOSIS_SECONDS if is_suspect else 3 * self._periods.poll_seconds)
 
     def stop_reports(self) -> None:
         """Call nothing but `on_diagnosis` from now on, so that the record of the end is the last one."""
@@ -389,12 +434,12 @@ class Watchdog:
         while not self._is_over.is_set():
             # `has_arrived` wakes this thread early, so that the arrival at a step is reported at once.
             left_seconds = max(next_seconds - time.monotonic(), 0.0)
-            poll_seconds = _ARRIVAL_POLL_SECONDS if self._stragglers.is_open else 60.0
+            poll_seconds = self._periods.arrival_poll_seconds if self._stragglers.is_open else 60.0
             self.progress.has_arrived.wait(min(left_seconds, poll_seconds))
             self.progress.has_arrived.clear()
             is_due = time.monotonic() >= next_seconds
             if is_due:
-                next_seconds = time.monotonic() + _POLL_SECONDS
+                next_seconds = time.monotonic() + self._periods.poll_seconds
             try:
                 if is_due and not self._is_over.is_set():
                     self._poll()
@@ -403,25 +448,26 @@ class Watchdog:
                     if report is not None:
                         self._report(self._on_straggler, report)
             except PeerLostError:
-                if time.monotonic() - self._reached_seconds > _UNREACHABLE_SECONDS and not self._is_over.is_set():
+                unreached_seconds = time.monotonic() - self._reached_seconds
+                if unreached_seconds > self._periods.unreachable_seconds and not self._is_over.is_set():
                     self._decide_alone()
 
     def watch_coordinator(self) -> None:
-        """End this process if it has exchanged nothing with process 0 for `LOST_SECONDS`. On the other processes."""
+        """End this process if it has exchanged nothing with process 0 for `lost_seconds`. On the other processes."""
         self._reached_seconds = checked_seconds = time.monotonic()
         while not self._is_over.wait(_POLL_SECONDS):
             now, previous, checked_seconds = time.monotonic(), checked_seconds, time.monotonic()
-            if now - previous > _UNREACHABLE_SECONDS:
+            if now - previous > self._periods.unreachable_seconds:
                 # This process itself was stopped, see `_poll`.
                 self._reached_seconds = now
-            if now - self._reached_seconds > LOST_SECONDS:
+            if now - self._reached_seconds > self._periods.lost_seconds:
                 self._decide_alone()
 
     def _poll(self) -> None:
-        """Do the work of one second: check this process, exchange heartbeats and the diagnosis."""
+        """Do the work of one period: check this process, exchange heartbeats and the diagnosis."""
         now, previous = time.monotonic(), self._polled_seconds
         self._polled_seconds = now
-        if now - previous > _UNREACHABLE_SECONDS:
+        if now - previous > self._periods.unreachable_seconds:
             # This process itself was stopped for a while (SIGSTOP, a suspended VM): neither its phase nor the
             # heartbeats of the others may be judged by the time that passed.
             self._last_beats.clear()
@@ -499,7 +545,7 @@ class Watchdog:
             if process not in self._last_beats or self._last_beats[process][0] != number:
                 self._last_beats[process] = (number, now)
         is_suspected = any(beat.suspects_peer for beat in beats.values())
-        limit_seconds = _SUSPECTED_LOST_SECONDS if is_suspected else LOST_SECONDS
+        limit_seconds = self._periods.suspected_lost_seconds if is_suspected else self._periods.lost_seconds
         quiet_seconds = {process: now - seen_seconds for process, (_, seen_seconds) in self._last_beats.items()}
         departures = self._hosts.liveness.read_departures()
         unresponsive = find_unresponsive(quiet_seconds, limit_seconds, departures, crashed)
@@ -537,5 +583,5 @@ class Watchdog:
             callback.join(_CALLBACK_SECONDS)
             line, code = (*endings, (line, code))[0]
         if self._hosts.is_main and self._hosts.num_processes > 1:
-            time.sleep(_DELIVERY_SECONDS)  # The store ends with process 0, and the diagnosis with it.
+            time.sleep(self._periods.delivery_seconds)  # The store ends with process 0, and the diagnosis with it.
         end_process(code, f"{line}; run the same command again" if code == EXIT_RETRYABLE else line)

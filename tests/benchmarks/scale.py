@@ -25,6 +25,9 @@ import numpy as np
 from runner.checkpoint.arrays import ArrayReader, ArrayWriter, open_arrays
 from runner.checkpoint.manifest import Manifest, read_manifest
 from runner.distributed.agreement import Hosts
+from runner.distributed.clock import Clock
+from runner.distributed.watchdog import Periods, Watchdog
+from runner.spec import Deadlines
 from tests.support.coordinator import MemoryCoordinator
 from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 
@@ -108,6 +111,13 @@ class Pod:
         """Agree on the step of a stop."""
         return self.run_on_all(lambda hosts: hosts.agree_on_tick(8))[1]
 
+    def watch(self) -> float:
+        """Exchange the heartbeats of a period, whose CPU seconds are given for each second of the job."""
+        watchdogs = [Watchdog(hosts, Deadlines(), Clock(), *[lambda *_: None] * 3) for hosts in self.hosts]
+        for _ in range(2):  # the second time all heartbeats are there
+            cpu_seconds = self.run_on_all(lambda hosts: watchdogs[hosts.process_id]._poll())[1]
+        return cpu_seconds / Periods.choose(self.num_hosts).poll_seconds
+
     def save(self) -> float:
         """Write the arrays into the bucket, read them back as a later save of an attempt does, and commit."""
 
@@ -176,7 +186,7 @@ class _HostArray(np.ndarray):  # type: ignore[type-arg]
         """Do nothing."""
 
 
-ACTS = ("start", "gather_names", "stop", "save", "restore_one", "delete")
+ACTS = ("start", "gather_names", "stop", "watch", "save", "restore_one", "delete")
 
 
 def measure(num_hosts: int, num_chips: int, num_leaves: int) -> dict[str, dict[str, float]]:

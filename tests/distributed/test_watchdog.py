@@ -17,7 +17,7 @@ from runner.distributed import watchdog as watchdog_module
 from runner.distributed.agreement import Hosts, Liveness
 from runner.distributed.clock import Clock
 from runner.distributed.key_value import KeyValueStore
-from runner.distributed.watchdog import Watchdog
+from runner.distributed.watchdog import Periods, Watchdog
 from runner.errors import (
     FailedError,
     FencedError,
@@ -112,9 +112,13 @@ def test_a_frozen_process_0_is_noticed_although_calls_to_it_do_not_return(monkey
     assert "process 0 has not responded for 1 s" in line
 
 
-def test_of_many_processes_sixteen_record_a_diagnosis_and_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stretch", [1, 4])
+def test_of_many_processes_sixteen_record_a_diagnosis_and_all_end(
+    stretch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, seconds in {"LOST_SECONDS": 2.0, "_POLL_SECONDS": 0.05, "_DELIVERY_SECONDS": 0.5}.items():
         monkeypatch.setattr(watchdog_module, name, seconds)
+    monkeypatch.setattr(watchdog_module, "_MAX_BEATS_PER_SECOND", 21 / stretch)
     ends: queue.Queue[int] = queue.Queue()
     monkeypatch.setattr(watchdog_module, "end_process", lambda code, line: ends.put(code))
     coordinator, records = MemoryCoordinator(21), dict[int, bool]()
@@ -135,8 +139,25 @@ def test_of_many_processes_sixteen_record_a_diagnosis_and_all_end(monkeypatch: p
 def test_a_frozen_process_is_noticed_within_the_time_of_the_page() -> None:
     page = (Path(watchdog_module.__file__).parent / "README.md").read_text()
     (seconds,) = re.findall(r"frozen or disconnected \| within (\d+) s", page)
-    # The last heartbeat before, the last look before, and the look that is late enough.
-    assert float(seconds) >= watchdog_module.LOST_SECONDS + 3 * watchdog_module._POLL_SECONDS
+    for num_processes in range(1, 5000):
+        periods = Periods.choose(num_processes)
+        # The last heartbeat before, the last look before, and the look that is late enough.
+        assert float(seconds) >= periods.lost_seconds + 3 * periods.poll_seconds
+        assert periods.lost_seconds > periods.suspected_lost_seconds > 2 * periods.poll_seconds
+        assert periods.lost_seconds > periods.unreachable_seconds > 2 * periods.poll_seconds
+        assert periods.delivery_seconds > periods.poll_seconds
+        assert periods.round_seconds > periods.lead_seconds > 2 * periods.poll_seconds
+
+
+def test_the_exchange_of_a_large_job_is_less_frequent() -> None:
+    small = Periods.choose(2)
+    assert (small.poll_seconds, small.arrival_poll_seconds, small.straggling_seconds) == (1.0, 0.02, 0.1)
+    assert Periods.choose(400) == small
+    for num_processes in (401, 1024, 1025, 4096, 16384):
+        periods = Periods.choose(num_processes)
+        assert num_processes / periods.poll_seconds <= 1024
+        assert num_processes / periods.arrival_poll_seconds <= 20_000
+        assert periods.straggling_seconds >= 2 * periods.arrival_poll_seconds
 
 
 # Error with which process 0 ends, exit code, and True if the other processes end with its message and its code.
