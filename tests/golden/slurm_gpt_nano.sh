@@ -68,6 +68,7 @@ print(read_progress(sys.argv[1], sys.argv[3::2]).num_commits)'
 
 quick_seconds=60  # an attempt that ends sooner has hardly begun to train
 max_quick_ends=5  # in a row, after which the job may need other nodes
+max_probes=64  # nodes on which a step is tried at a time, since SLURM starts so many within the time of each
 
 say() { echo "launch: $*"; }
 
@@ -120,6 +121,7 @@ list_healthy_nodes() {
   for node in $(sinfo --noheader --Node --nodes="$names" --format='%N %T' | grep -E ' (allocated|mixed)[-+]?$' |
     cut -d ' ' -f 1 | sort -u); do
     ! grep -qsxF -- "$node" "$RUNNER_FAULTY_HOSTS" || continue
+    while (($(jobs -rp | wc -l) >= max_probes)); do wait -n; done
     if ((num_spare_nodes == 0)) ||
       timeout 30 srun --quiet --overlap --nodes=1 --ntasks=1 --nodelist="$node" true 2>/dev/null; then
       echo "$node"

@@ -1,6 +1,7 @@
 """The SLURM batch script: its content, and its behaviour after each exit code, with fake SLURM commands."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -361,6 +362,24 @@ def test_a_node_that_fails_is_replaced_by_a_spare_one(slurm, states, dead, chose
     steps = [call for call in slurm.calls("srun") if "bash -c" in call]
     lists = [re.search(r"--nodes=2 --ntasks=2 --nodelist=(\S+)", call)[1] for call in steps]
     assert lists == ["n1,n2", *([chosen] if chosen else [])]
+
+
+def test_only_some_nodes_are_tried_at_a_time(slurm):
+    script = slurm.directory / "script.sh"
+    text = (
+        script.read_text().replace("num_spare_nodes=0", "num_spare_nodes=19").replace("max_probes=64", "max_probes=4")
+    )
+    script.write_text(text)
+    slurm.write("nodes", "\n".join(f"n{number} allocated" for number in range(1, 21)))
+    srun = slurm.directory / "bin" / "srun"
+    probe = 'if [[ $* == *" true" ]]; then echo begin >>"$CALLS/probes"; read -rt 0.1 <>"$CALLS/pipe"; ' + (
+        'echo end >>"$CALLS/probes"; exit 0; fi\n'
+    )
+    srun.write_text(srun.read_text().replace(RECORD_CALL, RECORD_CALL + probe))
+    assert slurm.run(76, 0) == (0, HERE.format(1, 1))
+    running = list(itertools.accumulate(1 if line == "begin" else -1 for line in slurm.read("probes")))
+    assert (len(running), running[-1]) == (40, 0)
+    assert 2 <= max(running) <= 4
 
 
 def test_spare_nodes_are_allocated_and_the_job_survives_the_loss_of_one(capsys):
