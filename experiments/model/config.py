@@ -22,15 +22,7 @@ import math
 from collections import Counter
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import (
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from experiments.model.layers import INIT_STDDEV
 from experiments.model.moe import MoeConfig

@@ -349,13 +349,7 @@ class Decoder(nn.Module):
                 return evaluated_loss_sum_of(self, compute_logits, head_VxD, x_BxTxD, targets, chunk)
             softcap = config.logit_softcap
             loss_sum = loss_sum_of(
-                compute_logits,
-                head_VxD,
-                x_BxTxD,
-                targets,
-                chunk_positions=chunk,
-                z_loss=z_loss,
-                softcap=softcap,
+                compute_logits, head_VxD, x_BxTxD, targets, chunk_positions=chunk, z_loss=z_loss, softcap=softcap
             )
             # An evaluation reports the cross entropy alone, so that runs with and without experts compare.
             if deterministic:

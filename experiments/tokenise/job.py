@@ -55,13 +55,7 @@ from experiments.tokenise.inputs import (
     read_file,
     would_match,
 )
-from experiments.tokenise.pipeline import (
-    EncodedBatch,
-    EncodingOptions,
-    encode_pieces,
-    format_too_many,
-    read_piece,
-)
+from experiments.tokenise.pipeline import EncodedBatch, EncodingOptions, encode_pieces, format_too_many, read_piece
 from runner import ExecutionSpec
 from runner.data.chat import find_end_of_turn
 from runner.data.corpus_index import INDEX, CorpusIndex

@@ -31,12 +31,7 @@ from runner.errors import (
     InvalidError,
     StorageError,
 )
-from runner.history.goodput import (
-    CLOCK_TOLERANCE_SECONDS,
-    AttemptTimeline,
-    align_timelines,
-    compute_goodput,
-)
+from runner.history.goodput import CLOCK_TOLERANCE_SECONDS, AttemptTimeline, align_timelines, compute_goodput
 from runner.history.ledger import (
     STAGES_MAX,
     AttemptEvents,

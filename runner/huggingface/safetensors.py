@@ -38,12 +38,7 @@ _DIMENSIONS_MAX = 64  # of numpy
 _SHOWN_CHARACTERS = 200
 
 # The types that can be read, and the width in bits of the other types of the format.
-DTYPES = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype(jnp.bfloat16),
-}
+DTYPES = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(jnp.bfloat16)}
 _OTHER_BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("U16", "I16"), 16),
