@@ -30,7 +30,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from runner.distributed import key_value
@@ -239,8 +239,8 @@ class Hosts:
             self.store.barrier(deadline_seconds)
         except PeerLostError as error:
             present = self.store.list_values(folder)
-            missing = [str(process) for process in range(self.num_processes) if process not in present]
-            who = f"process{'es' * (len(missing) > 1)} {', '.join(missing) or '(none is missing)'}"
+            missing = [process for process in range(self.num_processes) if process not in present]
+            who = format_processes(missing) if missing else "process (none is missing)"
             raise PeerLostError(
                 f"{who} of {self.num_processes} did not arrive within {deadline_seconds:.0f} s ({error})"
             ) from error
@@ -321,3 +321,15 @@ class Hosts:
     def leave(self, code: int) -> None:
         """Announce that this process is about to exit with `code`, see `Liveness.leave`. The last call of a process."""
         self.liveness.leave(code)
+
+
+def format_processes(numbers: Sequence[int]) -> str:
+    """Return the name of processes with ascending numbers, three and more in a row as a range: `processes 0-6, 8`."""
+    rows: list[list[int]] = []
+    for number in numbers:
+        if rows and number == rows[-1][-1] + 1:
+            rows[-1].append(number)
+        else:
+            rows.append([number])
+    listed = ", ".join(f"{row[0]}-{row[-1]}" if len(row) > 2 else ", ".join(map(str, row)) for row in rows)
+    return f"process{'es' * (len(numbers) > 1)} {listed}"

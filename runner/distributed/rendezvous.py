@@ -39,7 +39,7 @@ from typing import NamedTuple, Protocol, Self
 import jax
 from jax._src import clusters, distributed
 
-from runner.distributed.agreement import Hosts, Liveness, install_abort_handler
+from runner.distributed.agreement import Hosts, Liveness, format_processes, install_abort_handler
 from runner.distributed.key_value import KeyValueStore
 from runner.errors import InvalidError, RetryableError, format_error
 from runner.spec import Deadlines
@@ -430,10 +430,12 @@ class _Listener:
             _drop_closed(self._peers)
             error = None if self._has_all() else error
         present = [own, *sorted(self._peers)]
-        missing = [str(process) for process in range(num_processes) if process not in present]
+        missing = [process for process in range(num_processes) if process not in present]
         if missing and self._members is None:
-            who = f"process{'es' * (len(missing) > 1)} {', '.join(missing)} of {num_processes}"
-            error = f"{who} did not join within {deadline_seconds:g} s; run the same command again"
+            error = (
+                f"{format_processes(missing)} of {num_processes} did not join within {deadline_seconds:g} s; run the "
+                "same command again"
+            )
         # The answers fit into the buffers of the kernel, unless the other end is none of this protocol.
         answered_seconds = time.monotonic() + _ANSWER_SECONDS
         for connection in self._peers.values():

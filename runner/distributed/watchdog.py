@@ -43,7 +43,7 @@ import jax
 
 from runner.console import warn
 from runner.distributed import key_value
-from runner.distributed.agreement import Hosts
+from runner.distributed.agreement import Hosts, format_processes
 from runner.distributed.clock import DATA, STEP, Clock, Progress
 from runner.distributed.preemption import end_process
 from runner.errors import EXIT_FAILED, EXIT_RETRYABLE, FencedError, PeerLostError, RunnerError, format_error
@@ -228,19 +228,7 @@ def format_diagnosis(beats: dict[int, Heartbeat], unresponsive: dict[int, str]) 
 
 
 def _format_processes(processes: Sequence[int], beat: Heartbeat | None = None) -> str:
-    host = f" ({beat.host})" if beat is not None else ""
-    return f"process{'es' * (len(processes) > 1)} {format_numbers(processes)}{host}"
-
-
-def format_numbers(numbers: Sequence[int]) -> str:
-    """Return ascending numbers, three and more in a row as a range: `0-6, 8, 9`."""
-    rows: list[list[int]] = []
-    for number in numbers:
-        if rows and number == rows[-1][-1] + 1:
-            rows[-1].append(number)
-        else:
-            rows.append([number])
-    return ", ".join(f"{row[0]}-{row[-1]}" if len(row) > 2 else ", ".join(map(str, row)) for row in rows)
+    return format_processes(processes) + (f" ({beat.host})" if beat is not None else "")
 
 
 def _format_phase(beat: Heartbeat) -> str:

@@ -17,7 +17,7 @@ from runner.checkpoint.fork import find_continued_manifest
 from runner.checkpoint.manifest import read_newest_manifest
 from runner.config import TrainerConfig
 from runner.data import Dataset, adopt_records, default_cache_directory, is_available
-from runner.distributed.agreement import Hosts
+from runner.distributed.agreement import Hosts, format_processes
 from runner.distributed.clock import SAVE
 from runner.errors import DataError, InvalidError, RetryableError
 from runner.parallel.mesh import AXES, is_mesh_possible
@@ -173,7 +173,7 @@ def validate_same_on_all_hosts(digest: str, name: str, hosts: Hosts, prefix: str
     """
     if different := _list_different_processes(digest, hosts):
         raise DataError(
-            f"{prefix}processes {different} read other {name} than process 0; give every host the same files"
+            f"{prefix}{format_processes(different)} read other {name} than process 0; give every host the same files"
         )
 
 
@@ -181,8 +181,8 @@ def validate_same_program(digest: str, hosts: Hosts) -> None:
     """Raise `InvalidError` on every host if one of them has traced a different train step than process 0."""
     if different := _list_different_processes(digest, hosts):
         raise InvalidError(
-            f"processes {different} have another program of the step than process 0: their code, environment or "
-            "arguments differ; give every host the same image and command"
+            f"{format_processes(different)} traced another program of the step than process 0: their code, environment "
+            "or arguments differ; give every host the same image and command"
         )
 
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from runner.distributed.agreement import format_processes
 from runner.distributed.clock import DATA, STEP
 from runner.distributed.watchdog import (
     LOCAL_FAILURE_SECONDS,
@@ -13,7 +14,6 @@ from runner.distributed.watchdog import (
     find_failure,
     find_unresponsive,
     format_diagnosis,
-    format_numbers,
     has_overdue,
 )
 
@@ -47,15 +47,14 @@ def test_a_diagnosis_names_the_read_that_does_not_return():
 @pytest.mark.parametrize(
     ("numbers", "text"),
     [
-        ([], ""),
-        ([3], "3"),
-        ([3, 4], "3, 4"),
-        ([3, 4, 5], "3-5"),
-        ([0, 1, 2, 5, 7, 8, 10, 11, 12, 13], "0-2, 5, 7, 8, 10-13"),
+        ([3], "process 3"),
+        ([3, 4], "processes 3, 4"),
+        ([3, 4, 5], "processes 3-5"),
+        ([0, 1, 2, 5, 7, 8, 10, 11, 12, 13], "processes 0-2, 5, 7, 8, 10-13"),
     ],
 )
 def test_three_numbers_in_a_row_are_a_range(numbers, text):
-    assert format_numbers(numbers) == text
+    assert format_processes(numbers) == text
 
 
 @pytest.mark.parametrize("num_lost", [1, 512, 4095])

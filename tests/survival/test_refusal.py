@@ -307,5 +307,5 @@ def test_a_process_with_other_code_is_refused_before_the_first_step(tmp_path: Pa
     job = Job(NANO_SPEC, tmp_path / "run", (*NANO, "job=tests.support.bigram:OtherCodeTrainer"))
     for attempt in job.start_processes(2):
         attempt.expect(2)
-        assert "processes [1] have another program of the step than process 0" in attempt.output, attempt.output
+        assert "process 1 traced another program of the step than process 0" in attempt.output, attempt.output
     assert job.committed() == []
