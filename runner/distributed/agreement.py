@@ -214,11 +214,26 @@ class Hosts:
         if not self.is_main:
             runs = self.store.get(key, deadline_seconds, "the values that process 0 has gathered")
             return [value for count, value in runs for _ in range(count)]
-        by_process = self.store.list_values(folder)
-        values = [by_process[process] for process in range(self.num_processes)]
+        values = self._take_values(folder)
         self.store.set(key, [[len([*run]), each] for each, run in itertools.groupby(values)])
-        self.store.delete(folder)
         return values
+
+    def reduce(self, value: Any, function: Callable[[list[Any]], Any]) -> Any:
+        """Return the JSON result of `function`, which process 0 calls with the `value` (JSON) of every process.
+
+        For values that differ between processes, of which each need not know those of all. An `InvalidError` is raised
+        on every process, and a `PeerLostError` as by `gather`. Called on every process, by the training thread.
+        """
+        if self.num_processes == 1:
+            return function([value])
+        folder = self._meet(value, self._deadline_seconds)
+        return self.run_on_main(lambda: function(self._take_values(folder)))
+
+    def _take_values(self, folder: str) -> list[Any]:
+        """Return the values of all processes, and delete them. Process 0 only."""
+        by_process = self.store.list_values(folder)
+        self.store.delete(folder)
+        return [by_process[process] for process in range(self.num_processes)]
 
     def barrier(self) -> None:
         """Block until every process calls this. Called on every process, by the training thread. Raises as `gather`."""

@@ -277,8 +277,13 @@ def claim_attempt(
         except OSError as error:
             raise StorageError(f"{store.url} cannot be written: {error}") from error
 
-    places = hosts.gather([socket.gethostname(), collect_versions()])
-    validate_versions(places)
+    host_names: list[str] = []  # on process 0
+
+    def validate_places(places: list[Any]) -> None:
+        validate_versions(places)
+        host_names.extend(name for name, _ in places)
+
+    hosts.reduce([socket.gethostname(), collect_versions()], validate_places)
     token = hosts.run_on_main(open_directory)
     with translate_store_errors():
         validate_shared(store, hosts, token, min(_SHARED_SECONDS, spec.deadlines.phase_seconds / 2))
@@ -293,7 +298,7 @@ def claim_attempt(
     notifier = Notifier(spec.logging.notify if hosts.is_main else None, payload)
     notifier.report_frequent_preemption(lambda: read_log(store, "events"))
     events = EventLog(log, number, hosts.process_id, notifier.on_event)
-    environment = collect_environment(job_class, [name for name, _ in places]) if hosts.is_main else {}
+    environment = collect_environment(job_class, host_names) if hosts.is_main else {}
     waiting = None
     if hosts.is_main and hosts.num_missing and spec.topology is not None and spec.topology.grow == "at_save":
         waiting = WaitingHosts(store, hosts.num_missing)
@@ -333,11 +338,14 @@ def validate_shared(store: Store, hosts: Hosts, token: str, seconds: float) -> N
     if hosts.num_processes == 1:
         return
     try:
-        places = hosts.gather([find_sharing_problem(store, token, seconds), socket.gethostname(), store.url])
+        hosts.reduce([find_sharing_problem(store, token, seconds), socket.gethostname(), store.url], _validate_sight)
     finally:
         if hosts.is_main:
             with contextlib.suppress(OSError):  # a file that stays does no harm
                 store.remove(token)
+
+
+def _validate_sight(places: Sequence[tuple[str | None, str, str]]) -> None:
     blind = [(process, *place) for process, place in enumerate(places) if place[0] is not None]
     if blind:
         named = ", ".join(

@@ -100,11 +100,21 @@ class Pod:
     # What is measured.
 
     def start(self) -> float:
-        """Gather what differs little, as twelve times in a start, and make one decision."""
+        """Gather what differs little, as ten times in a start, and make one decision."""
         return self.run_on_all(lambda hosts: (hosts.gather(["mesh", 8, "a" * 64]), hosts.agree({"step": 3})))[1]
 
+    def reduce_places(self) -> float:
+        """Compare the versions of all hosts, of which each has another name, as twice in a start."""
+        versions = {f"distribution-{number}": "1.2.3" for number in range(20)}
+
+        def reduce(hosts: Hosts) -> Any:
+            place = [f"host-{hosts.process_id}.cluster.example.com", versions]
+            return hosts.reduce(place, lambda places: [place[1] for place in places].count(versions))
+
+        return self.run_on_all(reduce)[1]
+
     def gather_names(self) -> float:
-        """Gather a value of each host that no other has."""
+        """Gather a value of each host that no other has, as replicas do with their addresses."""
         return self.run_on_all(lambda hosts: hosts.gather(f"host-{hosts.process_id}.cluster.example.com"))[1]
 
     def stop(self) -> float:
@@ -186,7 +196,7 @@ class _HostArray(np.ndarray):  # type: ignore[type-arg]
         """Do nothing."""
 
 
-ACTS = ("start", "gather_names", "stop", "watch", "save", "restore_one", "delete")
+ACTS = ("start", "reduce_places", "gather_names", "stop", "watch", "save", "restore_one", "delete")
 
 
 def measure(num_hosts: int, num_chips: int, num_leaves: int) -> dict[str, dict[str, float]]:

@@ -48,18 +48,24 @@ def test_gathers_leave_the_keys_of_at_most_three():
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_calls_returns_the_same_everywhere(seed):
     coordinator = MemoryCoordinator(5)
-    calls = random.Random(seed).choices(["agree", "gather", "run_on_main"], weights=[30, 1, 3], k=1000)
+    calls = random.Random(seed).choices(["agree", "gather", "reduce", "run_on_main"], weights=[30, 1, 1, 3], k=1000)
 
     def call_all(hosts):
         act = {
             "agree": lambda number: hosts.agree([number, hosts.process_id]),
             "gather": lambda number: hosts.gather([number, hosts.process_id]),
+            "reduce": lambda number: hosts.reduce(
+                [number, hosts.process_id], lambda values: [*values, hosts.process_id]
+            ),
             "run_on_main": lambda number: hosts.run_on_main(lambda: [number, hosts.process_id]),
         }
         return [act[name](number) for number, name in enumerate(calls)]
 
     expected = [
-        [[number, process] for process in range(5)] if name == "gather" else [number, 0]
+        {
+            "gather": [[number, process] for process in range(5)],
+            "reduce": [*([number, process] for process in range(5)), 0],
+        }.get(name, [number, 0])
         for number, name in enumerate(calls)
     ]
     assert run_on_all_hosts(coordinator.hosts(), call_all) == [expected] * 5
@@ -69,6 +75,7 @@ def test_any_order_of_calls_returns_the_same_everywhere(seed):
 COLLECTIVES = {
     "equal values": lambda hosts: hosts.gather(["mesh", 8]),
     "one exception": lambda hosts: hosts.gather("slow" if hosts.process_id == 1 else None),
+    "reduction of different values": lambda hosts: hosts.reduce(f"host-{hosts.process_id}", len),
     "barrier": lambda hosts: hosts.barrier(),
     "decision": lambda hosts: hosts.agree("value"),
     "stop": lambda hosts: hosts.agree_on_tick(8),

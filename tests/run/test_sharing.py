@@ -24,8 +24,8 @@ class SeveralHosts(Hosts):
         super().__init__(process_id, len(others) + 1, single.store, single.liveness)
         self._others = others
 
-    def gather(self, value, deadline_seconds=None):
-        return [*self._others[: self.process_id], value, *self._others[self.process_id :]]
+    def reduce(self, value, function):
+        return function([*self._others[: self.process_id], value, *self._others[self.process_id :]])
 
 
 def validate(
