@@ -20,6 +20,7 @@ from runner.checkpoint.inspect import find_best_name
 from runner.checkpoint.manifest import read_newest_manifest
 from runner.errors import EXIT_INVALID, DivergedError, PreemptedError, RunnerError
 from runner.metrics.file import _LocalMetricsFile
+from runner.run.events import ROLL_BACK_FOLDER
 from runner.storage import LocalStore
 from tests.data.datasets import write_bin
 from tests.support.tiny_jobs import StopAfter, make_gpt_document, read_outcome
@@ -163,6 +164,8 @@ class History:
     directory: Path
     fork: dict[str, Any] = field(default_factory=dict)
     forked_at: int = 0
+    parent: Plan | None = None  # of the run that was forked
+    inherited: list[Any] = field(default_factory=list)  # roll-backs in the state of the parent
     number: int = 0
     log: list[Any] = field(default_factory=list)
 
@@ -211,6 +214,13 @@ def read_state(directory: Path, after: int) -> Any:
     return [row for row in rows if row["step"] > after], result, None if after else best
 
 
+def read_roll_backs(directory: Path) -> list[Any]:
+    """Return the ranges of data that the newest state has skipped."""
+    newest = read_newest_manifest(LocalStore(directory))
+    assert newest is not None
+    return list(newest.identity.get(ROLL_BACK_FOLDER, []))
+
+
 def draw_plan(rng: random.Random, kind: Kind, plan: Plan) -> Plan:
     """Return a changed plan."""
     choice = rng.randrange(4)
@@ -237,6 +247,7 @@ def run_history(kind: Kind, root: Path, killer: Killer, seed: int, references: d
             history.number += 1
             history.fork = {"checkpoint.fork_from": {"run": str(history.directory), "step": step}}
             history.directory, history.forked_at = root / f"run-{seed}-{history.number}", step
+            history.parent, history.inherited = plan, read_roll_backs(Path(history.fork["checkpoint.fork_from"]["run"]))
         if rng.random() < 0.7:
             plan = draw_plan(rng, kind, plan)
         # Totals at and around the newest step are the interesting ones.
@@ -257,6 +268,12 @@ def run_history(kind: Kind, root: Path, killer: Killer, seed: int, references: d
     if whole is None or (ended == "diverged" and history.forked_at):
         # A fork that begins within a spike has no checkpoint before it to go back to.
         assert ended == "diverged", (seed, history.log)
+        return len(history.log)
+    inherited = history.inherited
+    if history.parent not in (None, plan) and read_roll_backs(whole)[: len(inherited)] != inherited:
+        # A fork keeps the roll-backs in the state of its parent. The parent may have gone on to a spike that the fork,
+        # with a lower total or other stages, would not have found.
+        assert read_roll_backs(history.directory)[: len(inherited)] == inherited, (seed, history.log)
         return len(history.log)
     expected = read_state(whole, history.forked_at)
     assert read_state(history.directory, history.forked_at) == expected, (seed, history.log)
