@@ -35,6 +35,8 @@ def test_the_defaults_of_a_large_job_cost_more_than_its_best_saves() -> None:
     assert shares["expected goodput"] == pytest.approx(1 / (1 + (10_000 + 120 + 4860e9 / 512 / 1e9) / 10_800), abs=1e-3)
     assert shares["expected goodput"] < 0.6 < 0.96 < shares["goodput at best interval"] < 0.98
     assert shares["goodput with replicas"] > 0.979
+    at_4096_hosts = get_shares(make_section("4xv5p-8192", {"mean_time_between_failures_hours": 3.0}, 10.0))
+    assert at_4096_hosts["goodput with replicas"] > 0.98
 
 
 def test_the_expected_goodput_is_that_of_the_saves_of_the_spec() -> None:
