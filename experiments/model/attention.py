@@ -333,8 +333,7 @@ def fused_attention(
 def splash_attention(inputs: AttentionInputs, options: AttentionOptions, blocks: BlockSizes | None = None) -> jax.Array:
     """Attend by JAX's fused TPU kernels, which skip blocks of keys that no query of a block may see."""
     splash, module = map(
-        import_for_tpu,
-        ("jax.experimental.pallas.ops.tpu.splash_attention", "experiments.model.context_splash"),
+        import_for_tpu, ("jax.experimental.pallas.ops.tpu.splash_attention", "experiments.model.context_splash")
     )
     group = inputs.q.shape[2] // inputs.k.shape[2]
     blocks = blocks or _splash_block_tokens(inputs.q.shape[1], options.window, inputs.q, inputs.v)
@@ -484,11 +483,7 @@ XLA = _AttentionImplementation(xla_attention, softcap=False, sinks=False, wide_v
 # cuDNN would take segments as a bias of all T x T scores. JAX then asks it for the gradient of that bias too, and with
 # it not every GPU has an algorithm that gives the same bits twice.
 CUDNN = XLA._replace(
-    attend=cudnn_attention,
-    dtypes=(jnp.bfloat16, jnp.float16),
-    segments=False,
-    fits=_supports_cudnn,
-    owner="library",
+    attend=cudnn_attention, dtypes=(jnp.bfloat16, jnp.float16), segments=False, fits=_supports_cudnn, owner="library"
 )
 SPLASH = _AttentionImplementation(splash_attention, length_multiple=LANES, needs_even_sharding=True, owner="library")
 FUSED = SPLASH._replace(

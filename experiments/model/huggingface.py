@@ -33,11 +33,7 @@ _LATENT_QUERY_MATMULS = {  # by whether queries have a latent
     True: {"attention.query_down": "self_attn.q_a_proj", "attention.query_up": "self_attn.q_b_proj"},
 }
 _OUT_MATMUL = {"attention.out": "self_attn.o_proj"}
-_MLP_MATMULS = {
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
+_MLP_MATMULS = {"mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj"}
 # Hugging Face names norms by their order, so one name means different norms in different arrangements.
 _NORMS = {
     "pre": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},

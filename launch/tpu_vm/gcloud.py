@@ -334,12 +334,7 @@ class LogTail:
     Each line is shown once and in order, over connections that break.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[int | None], Sequence[str]],
-        first_line: int | None,
-        pause_seconds: float,
-    ):
+    def __init__(self, connect: Callable[[int | None], Sequence[str]], first_line: int | None, pause_seconds: float):
         """Start the thread.
 
         `connect` makes the command that prints the log from a numbered line on (None: the last few lines) until the job

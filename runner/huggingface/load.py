@@ -356,11 +356,7 @@ def validate_init_from(
 
 
 def load_init_from(
-    document: Document,
-    rule: InitFromConfig,
-    family: FamilyFactory,
-    weights: Any,
-    attempt: Attempt,
+    document: Document, rule: InitFromConfig, family: FamilyFactory, weights: Any, attempt: Attempt
 ) -> Any:
     """Return leaves like `weights` with the values that `checkpoint.init_from` names. Every process calls it.
 

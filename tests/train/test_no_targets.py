@@ -144,7 +144,7 @@ def test_a_step_without_targets_updates_only_counters(job_class: Any, changes: d
     base |= {"config.schedule": {"name": "constant"}} if name == "schedule_free_adamw" else {}
     base |= {"config.optimizer.rank": 2} if name == "galore" else {}
     job = make_gpt(tmp_path / "run", job_class, **base | changes)
-    setup = job.setup_builder.build(jax.devices()[:1], lambda data: None)
+    setup = job.setup_builder.build(jax.devices()[:1], lambda: None)
     layout = job.setup_builder.list_layouts(setup)[0]
     executable = setup.compile_train(job.train_step, layout).executable
 
