@@ -277,8 +277,8 @@ class _CommittedStep(NamedTuple):
 class Retention:
     """Committed steps of a run, and the rule by which they are kept. Process 0 only, one thread at a time.
 
-    Steps are deleted in a thread of its own, so that a save need not wait for the deletion of many files. A method that
-    begins a deletion first waits for the last one, and raises its error; `wait` does the same.
+    A separate thread deletes steps, so that a save does not wait for the deletion of many files. `scan`, `add` and
+    `forget_after` first wait for the deletion in progress, and raise its error.
     """
 
     def __init__(self, attempt: Attempt, keep_last: int, keep_every_steps: int | None = None, best: Mode | None = None):

@@ -16,7 +16,7 @@ it holds.
 4. **Commit.** Process 0 puts size and CRC-32C of each file into the manifest, checks that its attempt is still the
    newest, and creates `manifest.json`, which can be created only once. That instant is the commit.
 5. **Retention.** Only then are older checkpoints deleted: first the manifest, then the files, and never the newest.
-   A thread of its own does this, so the next save need not wait for it.
+   A separate thread does this, so that the next save does not wait for it.
 
 A zombie may have passed the check of point 4 and been suspended right before it creates the manifest. A newer attempt
 therefore retires every uncommitted step when it starts (`manifest.retire_uncommitted`). Retiring and committing a step
@@ -607,10 +607,10 @@ class Checkpointer:
             raise StorageError(f"the state of step {step} could not be saved; run the same command again")
 
     def wait_until_finished(self) -> bool:
-        """Block until the save in progress is committed or has failed, and what follows it. Called on every host.
+        """Block until the save in progress is committed or has failed. Called on every host.
 
-        Returns False on every host if process 0 could not commit it. Raises `FencedError` if a newer attempt owns the
-        directory.
+        Superfluous checkpoints are deleted when this returns. Returns False on every host if process 0 could not commit
+        the save. Raises `FencedError` if a newer attempt owns the directory.
         """
         with self._attempt.progress.report_phase(SAVE):
             return self._wait_until_finished(with_deletions=True)

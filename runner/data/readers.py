@@ -88,7 +88,7 @@ def load_record(directory: Path, key: str, make: Callable[[], JsonObject]) -> Js
 def adopt_records(directory: Path, records: Mapping[str, JsonObject]) -> None:
     """Put records that another host has made into the cache, unless they are there."""
     for key, record in records.items():
-        load_record(directory, key, lambda record=record: record)  # type: ignore[misc]
+        load_record(directory, key, record.copy)
 
 
 def _canonical_json(content: Any) -> bytes:

@@ -13,7 +13,6 @@ import bisect
 import functools
 import hashlib
 import itertools
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -188,6 +187,7 @@ class TokenSequence:
         self._files = [part for part in self.parts if isinstance(part, TokenFile)]
         self._start_probe: str | None = None
         self._has_unstable_inodes = False
+        self._file_indices = [index for index, part in enumerate(self.parts) if isinstance(part, TokenFile)]
         self._next_checked = 0  # number of the file with which `check_part` goes on
         self.bytes_fetched_per_token = max((part.bytes_fetched_per_token for part in self._files), default=0)
         self.bytes_copied = sum(part.bytes_copied for part in self._files)
@@ -329,7 +329,7 @@ class TokenSequence:
         change. If only the change time or the inode differs, the content is compared, once; a chmod, a new hard link or
         a restored backup is therefore not a change.
         """
-        self._check([index for index, part in enumerate(self.parts) if isinstance(part, TokenFile)])
+        self._check(self._file_indices)
 
     def check_part(self) -> None:
         """Check at most `_CHECKED_FILES` files of a disk, other ones each time, and nothing of a bucket.
@@ -337,7 +337,7 @@ class TokenSequence:
         A bucket is the same for all hosts, and its objects are read by their versions. Many hosts that checked all of
         many files on a shared disk would keep its metadata server busy.
         """
-        indices = [index for index, part in enumerate(self.parts) if isinstance(part, TokenFile)]
+        indices = self._file_indices
         if indices and not self._files[0].reader.is_remote:
             first = self._next_checked % len(indices)
             self._next_checked = first + _CHECKED_FILES
@@ -498,11 +498,11 @@ class TokenFiles(WeightedTokens):
         parts: Sequence[TokenFile],
         trusted_vocabulary_size: int | None = None,
         completion_mask: CompletionMask | None = None,
-        records: Mapping[str, JsonObject] = types.MappingProxyType({}),
+        records: dict[str, JsonObject] | None = None,
     ) -> None:
         super().__init__(parts, completion_mask)
         # Records of the cache, by key, that hold what was read of objects in a bucket, for the other hosts.
-        self.records = dict(records)
+        self.records = records or {}
         self._is_in_bucket = any(part.reader.is_remote for part in self._files)
         self._given_range: IdRange | None = None
         # A scan is cheap for few ids on a disk, and finds an invalid id before the first step.

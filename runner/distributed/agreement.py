@@ -221,8 +221,9 @@ class Hosts:
     def reduce(self, value: Any, function: Callable[[list[Any]], Any]) -> Any:
         """Return the JSON result of `function`, which process 0 calls with the `value` (JSON) of every process.
 
-        For values that differ between processes, of which each need not know those of all. An `InvalidError` is raised
-        on every process, and a `PeerLostError` as by `gather`. Called on every process, by the training thread.
+        Costs less than `gather` if the values differ and only process 0 needs all of them. An `InvalidError` of
+        `function` is raised on every process; raises `PeerLostError` as `gather` does. Called on every process, by the
+        training thread.
         """
         if self.num_processes == 1:
             return function([value])

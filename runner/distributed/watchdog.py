@@ -4,8 +4,8 @@ The training thread reports its phase and its last completed step (`clock.Progre
 and publishes them, so its heartbeat never hides that the training thread hangs.
 
 1. Each second every process publishes a heartbeat through the job's key-value store: the phase and step of its training
-   thread, when the phase began, and whether it is overdue. It also reads the diagnosis, if there is one. More than
-   1,024 processes do so less often (`Periods`), so that process 0 has no more work.
+   thread, when the phase began, and whether it is overdue. It also reads the diagnosis, if there is one. In a job
+   of more than 1,024 processes the period is longer (`Periods`), so that the work of process 0 does not grow.
 2. Process 0 reads all heartbeats. A process whose heartbeat stays the same for `LOST_SECONDS` is frozen or
    disconnected. A crashed process is noticed at once by its peer socket (`agreement.Liveness`).
 3. If a process is lost or overdue, process 0 writes the diagnosis: a line that names it and its phase. While a process
@@ -80,8 +80,8 @@ _STRAGGLING_STEPS = 0.1
 class Periods:
     """Times of the exchange with process 0, see the constants of the same names.
 
-    In a large job they are such that the work of process 0 does not grow any more. A frozen process is noticed within
-    30 s in a job of up to 5,000 processes.
+    A large job uses longer periods, so that the work of process 0 does not grow with the number of processes. A frozen
+    process is noticed within 30 s in a job of up to 5,000 processes.
     """
 
     poll_seconds: float

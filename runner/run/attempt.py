@@ -338,14 +338,14 @@ def validate_shared(store: Store, hosts: Hosts, token: str, seconds: float) -> N
     if hosts.num_processes == 1:
         return
     try:
-        hosts.reduce([find_sharing_problem(store, token, seconds), socket.gethostname(), store.url], _validate_sight)
+        hosts.reduce([find_sharing_problem(store, token, seconds), socket.gethostname(), store.url], _validate_sharing)
     finally:
         if hosts.is_main:
             with contextlib.suppress(OSError):  # a file that stays does no harm
                 store.remove(token)
 
 
-def _validate_sight(places: Sequence[tuple[str | None, str, str]]) -> None:
+def _validate_sharing(places: Sequence[tuple[str | None, str, str]]) -> None:
     blind = [(process, *place) for process, place in enumerate(places) if place[0] is not None]
     if blind:
         named = ", ".join(

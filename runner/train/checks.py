@@ -144,8 +144,9 @@ def _count_multiples(intervals: Sequence[int], last_step: int) -> int:
 def share_data(load: Callable[[], Dataset], is_in_bucket: bool, store: Store, hosts: Hosts) -> None:
     """Load the data on every host, and give all hosts what only process 0 reads of all token files.
 
-    That is the range of their ids, and in a bucket their layout and the sample that identifies them. Manifests of an
-    earlier attempt on the same data record the vocabulary size. Then the files need not be read again for the range.
+    These are the range of the ids and, in a bucket, the layout of each file and the sample that identifies the data;
+    there the other hosts load after process 0. Manifests of an earlier attempt on the same data record the vocabulary
+    size, so that the files are not read again for the range.
     """
     if not is_in_bucket:
         load()  # on all hosts at the same time

@@ -75,7 +75,7 @@ print(read_progress(sys.argv[1], sys.argv[3::2]).num_commits)'
 
 quick_seconds=60  # an attempt that ends sooner has hardly begun to train
 max_quick_ends=5  # in a row, after which the job may need other nodes
-max_probes=64  # nodes on which a step is tried at a time, since SLURM starts so many within the time of each
+max_probes=64  # steps that test nodes at the same time; SLURM cannot start thousands within the timeout of one
 
 say() { echo "launch: $*"; }
 

@@ -246,8 +246,8 @@ def run_history(kind: Kind, root: Path, killer: Killer, seed: int, references: d
         if rng.random() < 0.15 and 0 < step < plan.total:
             history.number += 1
             history.fork = {"checkpoint.fork_from": {"run": str(history.directory), "step": step}}
+            history.parent, history.inherited = plan, read_roll_backs(history.directory)
             history.directory, history.forked_at = root / f"run-{seed}-{history.number}", step
-            history.parent, history.inherited = plan, read_roll_backs(Path(history.fork["checkpoint.fork_from"]["run"]))
         if rng.random() < 0.7:
             plan = draw_plan(rng, kind, plan)
         # Totals at and around the newest step are the interesting ones.
