@@ -51,7 +51,7 @@ def open_replicas(tmp_path: Path) -> Iterator[tuple[int, Use]]:
     path.parent.mkdir(parents=True)
     path.write_bytes(b"content")
     replicas = Replicas(PartDirectory(tmp_path), hosts, [1], "token")
-    replicas._addresses = [("127.0.0.1", replicas.port)]
+    replicas._addresses = {0: ("127.0.0.1", replicas.port)}
 
     def fetch() -> None:
         assert replicas.fetch(3, 0, 1, "blocks", 0, None) == b"content"

@@ -19,9 +19,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -168,33 +168,46 @@ def make_fast_tier(directory: Path, hosts: Hosts, leaves: Leaves, num_replicas: 
         part_bytes += int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize * len(blocks)
         blocks_of[name] = sorted(blocks)
     slice_index = getattr(jax.local_devices()[0], "slice_index", None)
-    gathered = hosts.gather([part_bytes, slice_index, host, hash_record(blocks_of)])
-    places = [ProcessPlace(*place) for _, *place in gathered]
-    own = [process for process, place in enumerate(places) if place.host == host]
+    place = ProcessPlace(slice_index, host, hash_record(blocks_of))
+
+    def arrange(values: list[Any]) -> list[Any]:
+        """Return for each process those of its host, its holders, the owners of its copies, and the bytes of these."""
+        places = [ProcessPlace(*fields) for _, fields in values]
+        by_host: dict[str, list[int]] = {}
+        for process, each in enumerate(places):
+            by_host.setdefault(each.host, []).append(process)
+        if hosts.num_processes > 1 and len(by_host) <= num_replicas:
+            warn("checkpoint.local_replicas: all copies of a part are on one host, and are lost with it")
+        holders = choose_holders(places, min(num_replicas, hosts.num_processes - 1))
+        owners: list[list[int]] = [[] for _ in places]
+        for owner, own_holders in enumerate(holders):
+            for holder in own_holders:
+                owners[holder].append(owner)
+        return [
+            [by_host[each.host], holders[process], owners[process], sum(values[owner][0] for owner in owners[process])]
+            for process, each in enumerate(places)
+        ]
+
+    own, holders, owners, copied_bytes = hosts.distribute([part_bytes, astuple(place)], arrange)
     if not num_replicas:
         _clear_former_parts(directory.parent, host, set(map(str, own)), None)
         shutil.rmtree(directory / COPIES, ignore_errors=True)
     elif own[0] == hosts.process_id:
         # One process of a host takes over what its former numbers have left.
         _clear_former_parts(directory.parent, host, set(map(str, own)), directory / COPIES)
-    holders = choose_holders(places, min(num_replicas, hosts.num_processes - 1))
-    owners = [owner for owner, holding in enumerate(holders) if hosts.process_id in holding]
     try:
-        copied_bytes = sum(gathered[owner][0] for owner in owners)
-        problem = parts.find_space_problem(part_bytes, copied_bytes, bool(holders[hosts.process_id]))
+        problem = parts.find_space_problem(part_bytes, copied_bytes, bool(holders))
         LocalStore(directory).write(_HOST_FILE, host.encode())
     except OSError as error:
         problem = f"cannot be written: {error}"
-    # The message is gathered, so that all hosts end together and none waits for one that has gone.
-    problem = next((text for text in hosts.gather(problem) if text is not None), None)
+    # All hosts end together, and none waits for one that has gone.
+    problem = hosts.reduce(problem, lambda problems: next((each for each in problems if each is not None), None))
     if problem is not None:
         raise UnusableTierError(problem)
     if not num_replicas or hosts.num_processes == 1:
         return FastTier(parts, hosts)
-    if hosts.is_main and len({place.host for place in places}) <= num_replicas:
-        warn("checkpoint.local_replicas: all copies of a part are on one host, and are lost with it")
     replicas = Replicas(parts, hosts, owners, hosts.agree(secrets.token_hex(16)))
-    replicas.connect(hosts.gather([hosts.liveness.get_own_address(), replicas.port]), holders, places)
+    replicas.connect(hosts.liveness.get_own_address(), holders, place)
     return FastTier(parts, hosts, replicas)
 
 

@@ -12,11 +12,12 @@ from them, over the hosts' network, and nothing is read from the durable directo
 3. Each process serves one TCP port. A `put` stores a copy: under a temporary name, flushed, and renamed as a whole. A
    `get` returns a file of a part or of a copy. A request begins with a token that process 0 draws at the start. Nothing
    else is read before (`runner.distributed.rendezvous`), and the number of requests and of threads is bounded.
-4. Before a restore, the processes gather which parts and copies they have, with the fingerprints of the states. If
-   a process lacks its part of a step that can be completed, the restore reads that part from a holder, piece by piece
-   into memory, and checks its bytes and its bits like those of any other part. If only some files of its own part are
-   missing or damaged, it reads these from a holder: each process finds that out alone, while it reads, and tells the
-   others in the gather after which they accept or reject the step together. If the bits are wrong although the bytes
+4. Before a restore, process 0 learns which parts and copies all processes have, with the fingerprints of the states,
+   and tells each process where its own blocks are. If a process lacks its part of a step that can be completed, the
+   restore reads that part from a holder, piece by piece into memory, and checks its bytes and its bits like those of
+   any other part. If only some files of its own part are missing or damaged, it reads these from a holder: each process
+   finds that out alone, while it reads, and tells the others in the gather after which they accept or reject the step
+   together. If the bits are wrong although the bytes
    are those that were written, the step is read again, from other hosts that have the same blocks. The process has a
    whole part on its own disk again with the next fast save.
 """
@@ -32,11 +33,11 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from runner.checkpoint.parts import CHUNK_BYTES, FastPart, Fetch, PartDirectory, copy_bytes, validate_name
+from runner.checkpoint.parts import CHUNK_BYTES, FastPart, PartDirectory, copy_bytes, validate_name
 from runner.console import warn
 from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
@@ -50,6 +51,7 @@ _SOCKET_SECONDS = 120.0  # without progress, such as while a part is flushed, af
 _ROUND_SECONDS = 7 * 24 * 3600.0  # time to wait for a round
 _ACCEPT_SECONDS = 0.1  # after which the port looks if it is to be closed
 _NUM_SERVERS = 32  # requests that are answered at the same time, with a buffer of `CHUNK_BYTES` each
+_MAX_SOURCES = 8  # of a part, that a process is told of
 _MAX_REQUESTS = 512  # with the token, that are answered or wait
 _MAX_LINE_BYTES = 2**24
 _MAX_RANGE_BYTES = 2**28  # of a file that is read from a holder; a run of pieces has at most `PIECE_BYTES`
@@ -104,6 +106,38 @@ def validate_replica_count(num_replicas: int, hosts: Hosts) -> None:
         )
 
 
+def locate_parts(
+    listed: Sequence[Sequence[tuple[int, int, str]]], blocks: Sequence[str], first_step: int
+) -> list[list[tuple[int, str, list[tuple[int, int]]]]]:
+    """Return for each process where it finds its blocks of each state that all processes have or can get.
+
+    Each entry has the step, the fingerprint of the state, and at most `_MAX_SOURCES` pairs of a holder and the owner of
+    the part or copy that it holds.
+
+    Args:
+        listed: owner, step and fingerprint of each part and copy, by holder.
+        blocks: digest of the blocks that the part of each process contains.
+        first_step: lowest step of interest.
+    """
+    num_processes = len(blocks)
+    holdings: dict[tuple[int, str], dict[str, list[tuple[int, int]]]] = {}  # by state, then by blocks
+    for holder, of_holder in enumerate(listed):
+        for owner, step, digest in of_holder:
+            if step >= first_step and owner < num_processes:
+                holdings.setdefault((step, digest), {}).setdefault(blocks[owner], []).append((holder, owner))
+    located: list[list[tuple[int, str, list[tuple[int, int]]]]] = [[] for _ in blocks]
+    for step, digest in sorted(holdings):
+        found = [holdings[step, digest].get(own, []) for own in blocks]
+        if not all(found) or not any(owner == 0 for _, owner in found[0]):
+            continue
+        for process, usable in enumerate(found):
+            # What it has itself, which for process 0 should be its own part, then what its neighbours do not ask for.
+            first = process % len(usable)
+            nearest = sorted(usable[first:] + usable[:first], key=lambda place: (place[0] != process, place[1] != 0))
+            located[process].append((step, digest, nearest[:_MAX_SOURCES]))
+    return located
+
+
 class Replicas:
     """Copies that this process holds for others, and its connections to them. Made by `runner.checkpoint.fast_tier`.
 
@@ -122,9 +156,9 @@ class Replicas:
             token: secret of this start of the job.
         """
         self._parts, self._hosts, self._owners, self._token = parts, hosts, owners, token
-        self._addresses: list[tuple[str, int]] = []  # of the server of each process
+        self._addresses: dict[int, tuple[str, int]] = {}  # of the servers of processes; on process 0 of all
         self._holders: Sequence[int] = ()
-        self._places: Sequence[ProcessPlace] = ()
+        self._places: Sequence[ProcessPlace] = ()  # of all processes, on process 0
         self._num_failures: dict[int, int] = {}  # transfers to a holder that failed, one after another
         self._changed = threading.Condition()
         self._waiting_step: int | None = None  # for the next round
@@ -140,27 +174,37 @@ class Replicas:
         self._accepting = threading.Thread(target=self.accept_requests, name="replicas", daemon=True)
         self._accepting.start()
 
-    def connect(
-        self, addresses: Sequence[tuple[str, int]], holders: Sequence[Sequence[int]], places: Sequence[ProcessPlace]
-    ) -> None:
-        """Begin to send parts.
+    def connect(self, address: str, holders: Sequence[int], place: ProcessPlace) -> None:
+        """Begin to send parts. Called on every host.
 
         Args:
-            addresses: address and port of each process.
-            holders: processes that hold copies, for each process.
-            places: places of all processes.
+            address: address of this process on its connections to others.
+            holders: processes that hold copies of the parts of this one.
+            place: place of this process.
         """
-        # Another process of a host may know an address by which other hosts reach it, where one knows loopback alone.
-        best: dict[str, str] = {}
-        for place, (address, _) in zip(places, addresses, strict=True):
-            if not ipaddress.ip_address(address).is_loopback:
-                best[place.host] = address
-        self._addresses = [
-            (best.get(place.host, address), port) for place, (address, port) in zip(places, addresses, strict=True)
-        ]
-        self._holders, self._places = holders[self._hosts.process_id], places
-        if any(holders):
-            threading.Thread(target=self._send_in_rounds, name="send replicas", daemon=True).start()
+
+        def find_addresses(values: list[Any]) -> list[Any]:
+            self._places = [ProcessPlace(*fields) for _, _, _, fields in values]
+            # Another process of a host may know an address by which other hosts reach it, where one knows loopback
+            # alone.
+            best = {
+                place.host: address
+                for place, (address, *_) in zip(self._places, values, strict=True)
+                if not ipaddress.ip_address(address).is_loopback
+            }
+            everyone = [
+                (best.get(place.host, address), port)
+                for place, (address, port, *_) in zip(self._places, values, strict=True)
+            ]
+            self._addresses = dict(enumerate(everyone))
+            return [[(holder, everyone[holder]) for holder in own] for _, _, own, _ in values]
+
+        self._holders = holders
+        self._add_addresses(self._hosts.distribute([address, self.port, [*holders], astuple(place)], find_addresses))
+        threading.Thread(target=self._send_in_rounds, name="send replicas", daemon=True).start()
+
+    def _add_addresses(self, addresses: Iterable[tuple[int, Sequence[Any]]]) -> None:
+        self._addresses.update((process, (host, port)) for process, (host, port) in addresses)
 
     def send(self, step: int) -> None:
         """Report that this process has its part of a step; process 0 chooses it for the next round. Never waits."""
@@ -187,39 +231,39 @@ class Replicas:
             last_steps: as in `PartDirectory.list_parts`.
             first_step: lowest step worth restoring.
         """
-        process_id, everyone = self._hosts.process_id, range(self._hosts.num_processes)
         parts = self._parts.list_parts(is_own, last_steps)
         copies = [(owner, self._open_copies(owner).list_parts(is_own, last_steps)) for owner in self._list_copied()]
         listed = [
-            [owner, step, part.manifest.fingerprint]
-            for owner, present in [(process_id, parts), *copies]
+            (owner, step, part.manifest.fingerprint)
+            for owner, present in [(self._hosts.process_id, parts), *copies]
             for step, part in present.items()
         ]
-        # (holder, owner) of each part or copy, by its blocks and by the state.
-        holdings: dict[tuple[str, int, str], list[tuple[int, int]]] = {}
-        for holder, of_holder in enumerate(self._hosts.gather(listed)):
-            for owner, step, digest in of_holder:
-                if owner in everyone:
-                    holdings.setdefault((self._places[owner].blocks, step, digest), []).append((holder, owner))
 
-        def list_whole(process: int, step: int, digest: str) -> list[tuple[int, int]]:
-            """Return (holder, owner) of each part that a process can use as its own."""
-            found = holdings.get((self._places[process].blocks, step, digest), [])
-            return [each for each in found if process or each[1] == 0]  # Only the part of process 0 has attachments.
+        def locate(everywhere: list[Any]) -> list[Any]:
+            located = locate_parts(everywhere, [place.blocks for place in self._places], first_step)
+            holders = [{holder for *_, found in own for holder, _ in found} for own in located]
+            return [
+                [own, [(holder, self._addresses[holder]) for holder in needed]]
+                for own, needed in zip(located, map(sorted, holders), strict=True)
+            ]
 
-        def make_sources(found: Iterable[tuple[int, int]]) -> list[tuple[int | None, Fetch]]:
-            return [(holder, functools.partial(self.fetch, step, holder, owner)) for holder, owner in found]
-
-        for step, digest in sorted({(step, digest) for _, step, digest in holdings}):
-            if step < first_step or not all(list_whole(process, step, digest) for process in everyone):
-                continue
+        located, addresses = self._hosts.distribute(listed, locate)
+        self._add_addresses(addresses)
+        for step, digest, found in located:
+            own = self._hosts.process_id
             part = parts.get(step)
-            if part is not None and part.manifest.fingerprint == digest:
-                found = holdings[self._places[process_id].blocks, step, digest]
-                part.sources += make_sources(each for each in found if each != (process_id, process_id))
+            has_part = part is not None and part.manifest.fingerprint == digest
+            sources = [
+                (holder, functools.partial(self.fetch, step, holder, owner))
+                for holder, owner in found
+                # Only the part of process 0 has attachments.
+                if ((holder, owner) != (own, own) if has_part else own or owner == 0)
+            ]
+            if part is not None and has_part:
+                part.sources += sources
             else:
                 with contextlib.suppress(ValueError):
-                    parts[step] = FastPart(step, make_sources(list_whole(process_id, step, digest)))
+                    parts[step] = FastPart(step, sources)
         return parts
 
     def delete_after(self, step: int) -> None:

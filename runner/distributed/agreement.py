@@ -230,6 +230,25 @@ class Hosts:
         folder = self._meet(value, self._deadline_seconds)
         return self.run_on_main(lambda: function(self._take_values(folder)))
 
+    def distribute(self, value: Any, function: Callable[[list[Any]], list[Any]]) -> Any:
+        """Return the result for this process of `function`, which process 0 calls with the `value` of every process.
+
+        `function` returns a result for each process, in order. Values and results are JSON. Costs less than `gather`
+        if a process needs few of the values. Blocks and raises as `reduce` does. Called on every process, by the
+        training thread.
+        """
+        if self.num_processes == 1:
+            return function([value])[0]
+        folder = self._meet(value, self._deadline_seconds)
+        results: list[Any] = []
+        self.run_on_main(lambda: results.extend(function(self._take_values(folder))))
+        key = self._published = key_value.gathered_key(self._num_calls)
+        if not self.is_main:
+            return self.store.get(process_key(key, self.process_id), self._deadline_seconds, "the result of process 0")
+        for process, result in enumerate(results[1:], 1):
+            self.store.set(process_key(key, process), result)
+        return results[0]
+
     def _take_values(self, folder: str) -> list[Any]:
         """Return the values of all processes, and delete them. Process 0 only."""
         by_process = self.store.list_values(folder)

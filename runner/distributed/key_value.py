@@ -67,7 +67,8 @@ def gather_folder(call: int) -> str:
 def gathered_key(call: int) -> str:
     """Return the key in which process 0 publishes the values of one gather, as a list of [number of processes, value].
 
-    Process 0 deletes it at the next barrier or gather: at most 2 keys.
+    It is the folder of one result for each other process if `Hosts.distribute` is called. Process 0 deletes it at the
+    next barrier or gather: at most 2 P keys.
     """
     return f"runner/gathered/{call}"
 

@@ -24,6 +24,8 @@ import numpy as np
 
 from runner.checkpoint.arrays import ArrayReader, ArrayWriter, open_arrays
 from runner.checkpoint.manifest import Manifest, read_manifest
+from runner.checkpoint.parts import PartDirectory
+from runner.checkpoint.replicas import COPIES, ProcessPlace, Replicas
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Clock
 from runner.distributed.watchdog import Periods, Watchdog
@@ -58,7 +60,7 @@ class Pod:
 
     def run_on_all(self, act: Callable[[Hosts], Any]) -> tuple[list[Any], float]:
         """Call `act` on all hosts at once; return the results, and the CPU seconds of process 0."""
-        results: list[Any] = [None] * self.num_hosts
+        results: dict[int, Any] = {}
         seconds = [0.0]
 
         def run(hosts: Hosts) -> None:
@@ -72,7 +74,7 @@ class Pod:
             thread.start()
         for thread in threads:
             thread.join()
-        return results, seconds[0]
+        return [results[process] for process in range(self.num_hosts)], seconds[0]
 
     def make_leaves(self, process: int) -> dict[str, Any]:
         """Return what a writer uses of the arrays of one process, each split over all chips along its first axis."""
@@ -114,8 +116,29 @@ class Pod:
         return self.run_on_all(reduce)[1]
 
     def gather_names(self) -> float:
-        """Gather a value of each host that no other has, as replicas do with their addresses."""
+        """Gather a value of each host that no other has, the worst case of a gather."""
         return self.run_on_all(lambda hosts: hosts.gather(f"host-{hosts.process_id}.cluster.example.com"))[1]
+
+    def find_parts(self) -> float:
+        """Connect the replicas of all hosts, and find their parts of a step, of which one host has lost its own."""
+
+        def find(hosts: Hosts) -> None:
+            number, process = self.num_hosts, hosts.process_id
+            directory = self.scratch / "fast" / str(process)
+            owners = [(process - 1) % number]
+            replicas = Replicas(PartDirectory(directory), hosts, owners, "token")
+            for owner, parts in [(process, directory), (owners[0], directory / COPIES / str(owners[0]))]:
+                if process != 1 or owner != process:
+                    PartDirectory(parts).write(Manifest(name="1", step=1, attempt=1, fingerprint="f"), {}, {})
+            try:
+                place = ProcessPlace(None, f"host-{process}.cluster.example.com", f"{process:064}")
+                replicas.connect("127.0.0.1", [(process + 1) % number], place)
+                assert [*replicas.list_parts(lambda *_: True, {}, 0)] == [1]
+                hosts.barrier()
+            finally:
+                replicas.close()
+
+        return self.run_on_all(find)[1]
 
     def stop(self) -> float:
         """Agree on the step of a stop."""
@@ -196,7 +219,7 @@ class _HostArray(np.ndarray):  # type: ignore[type-arg]
         """Do nothing."""
 
 
-ACTS = ("start", "reduce_places", "gather_names", "stop", "watch", "save", "restore_one", "delete")
+ACTS = ("start", "reduce_places", "gather_names", "find_parts", "stop", "watch", "save", "restore_one", "delete")
 
 
 def measure(num_hosts: int, num_chips: int, num_leaves: int) -> dict[str, dict[str, float]]:

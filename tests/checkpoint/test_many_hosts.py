@@ -26,11 +26,14 @@ def test_a_save_makes_two_objects_for_each_host_and_a_restore_reads_one_table(tm
         assert restored == {"list": 1, "get": 1 + 1 + num_blocks}
 
 
-@pytest.mark.parametrize("act", ["start", "gather_names", "stop", "save"])
-def test_calls_of_the_coordinator_grow_with_the_hosts(act: str, tmp_path: Path) -> None:
-    calls = []
+@pytest.mark.parametrize("act", ["start", "reduce_places", "gather_names", "find_parts", "stop", "save"])
+def test_calls_and_bytes_of_the_coordinator_grow_with_the_hosts(act: str, tmp_path: Path) -> None:
+    calls, num_bytes = [], []
     for num_hosts in (4, 16):
         pod = Pod(num_hosts, 2, 3, tmp_path / str(num_hosts))
         getattr(pod, act)()
         calls.append(pod.coordinator.num_calls)
+        num_bytes.append(pod.coordinator.num_bytes)
     assert calls[1] <= 4 * 1.3 * calls[0]
+    if act != "gather_names":  # whose values all differ, so each process needs as many as there are
+        assert num_bytes[1] <= 4 * 1.3 * num_bytes[0]
