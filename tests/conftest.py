@@ -24,6 +24,8 @@ _is_session_mine = SESSION_VARIABLE not in os.environ
 if _is_session_mine:
     os.environ[SESSION_VARIABLE] = tempfile.mkdtemp(prefix="runner-tests-")
 os.environ["RUNNER_CACHE"] = os.path.join(os.environ[SESSION_VARIABLE], "cache")
+# Keep every compiled program for all workers and files, not only those that took long; compilation is most of the work.
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 simulated_devices.configure_simulated_devices(8)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, child processes would inherit that it is ignored
 
@@ -72,8 +74,26 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(*gc.get_threshold()[:2], 50)
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first, so that no worker runs one of them alone at the end."""
+    """Mark members of families as soak tests, and run the longest files first.
+
+    Of the parameters of a function with `pytest.mark.daily(number)`, that many stay daily, from the first to the last.
+    Members that are soak tests already are not counted. The longest files come first so that no worker runs one of them
+    alone at the end.
+    """
+    families: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("daily") is not None and item.get_closest_marker("soak") is None:
+            families.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for members in families.values():
+        marker = members[0].get_closest_marker("daily")
+        assert marker is not None
+        (number,) = marker.args
+        daily = {round(place * (len(members) - 1) / max(number - 1, 1)) for place in range(number)}
+        for place, item in enumerate(members):
+            if place not in daily:
+                item.add_marker(pytest.mark.soak)
     items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST_FILES))
 
 

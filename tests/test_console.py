@@ -50,6 +50,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("way", STREAM_LOSSES)
 def test_a_lost_stream_stops_no_program(way: str, tmp_path: Path) -> None:
     variables = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -77,6 +77,7 @@ def resume_and_check(job: RestoreableJob) -> None:
     assert read_json(job.store, "result.json")["step"] == job.total_steps > manifest.step
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.soak if name == "pod" else ()) for name in JOBS])
 @pytest.mark.parametrize("number", FORMATS)
 def test_a_run_of_a_released_version_resumes(

@@ -163,6 +163,7 @@ def test_changes_of_trajectory_keys_are_rejected_on_resume(tmp_path):
     assert len(read_events(tmp_path, "start")) == 1
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     "change",
     [
@@ -306,6 +307,7 @@ NAMES = (
 NAMES += ("x" * 101, "best.retired", "a b", "a\nb", "a\0b", "-x", "é")
 
 
+@pytest.mark.daily(8)
 @pytest.mark.parametrize("name", NAMES, ids=repr)
 def test_a_name_is_saved_and_loaded_or_rejected_without_writing(tmp_path, name):
     class Saving(Counter):
@@ -349,6 +351,7 @@ def test_loading_a_missing_checkpoint_is_an_error(tmp_path):
         make_counter(tmp_path, Lost)()
 
 
+@pytest.mark.daily(10)
 @pytest.mark.parametrize("name", [*NAMES, 7, None, b"best", 7.0], ids=repr)
 def test_loading_any_other_name_gives_one_line(tmp_path, name):
     class Lost(Counter):

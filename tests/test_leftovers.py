@@ -44,6 +44,7 @@ def list_descriptors() -> set[str]:
     return {os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.exists()}
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("end", [run, stop], ids=lambda end: end.__name__)
 @pytest.mark.parametrize("kind", JOBS)
 def test_a_job_that_has_ended_leaves_no_thread_and_no_open_file(

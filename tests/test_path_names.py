@@ -344,6 +344,7 @@ def compare_names(taker: Taker, names: tuple[str, ...], inputs: Path, tmp_path: 
     return problems
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("taker", TAKERS)
 def test_a_directory_of_an_unusual_name_is_read_like_any_other(taker: str, inputs: Path, tmp_path: Path) -> None:
     assert not compare_names(TAKERS[taker], NAMES, inputs, tmp_path)

@@ -95,6 +95,7 @@ PORTS = {
 }
 
 
+@pytest.mark.daily(6)
 @pytest.mark.parametrize("kind", STRANGERS)
 @pytest.mark.parametrize("port", PORTS)
 def test_strangers_neither_hold_up_a_port_nor_take_threads(port: str, kind: str, tmp_path: Path) -> None:
@@ -120,6 +121,7 @@ def test_a_connection_ends_some_time_after_it_began(kind: str, tmp_path: Path, m
             time.sleep(0.05)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("kind", STRANGERS)
 def test_strangers_do_not_prolong_a_start(kind: str) -> None:
     port = find_free_port()

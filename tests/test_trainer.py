@@ -865,6 +865,7 @@ def test_a_suggested_sequence_length_divides_into_loss_chunks(tmp_path, chunk, i
     assert ("config.memory.loss_chunk_positions=null" in options) == is_dropped
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     "data",
     [

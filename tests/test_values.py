@@ -584,6 +584,7 @@ DECODER_ROWS = [
 ]
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("row", DECODER_ROWS, ids=lambda row: f"{len(row)} values")
 def test_combined_decoder_values_trace_a_train_step(row: list[Case], tmp_path: Path) -> None:
     together = merge_changes(row)

@@ -196,7 +196,8 @@ class _TpuVmJob:
         state = self.gcloud.read_state()
         if state is None:
             raise self._make_deleted_error()
-        nodes = [self.gcloud.read_node(node) for node in self.resource.nodes]
+        with ThreadPoolExecutor(_NUM_CONNECTIONS) as pool:
+            nodes = list(pool.map(self.gcloud.read_node, self.resource.nodes))
         sizes = [node.num_workers for node in nodes if node is not None and node.state not in _LOST]
         # A job needs all of its slices, so the loss of one is the loss of the machines.
         if state.name != "ACTIVE" or len(sizes) < len(nodes):
@@ -209,19 +210,24 @@ class _TpuVmJob:
         Raises:
             RetryableError: a host does not answer.
         """
-        hosts: dict[HostIndex, HostStatus] = {}
-        for index, (node, size) in enumerate(zip(self.resource.nodes, machines.sizes, strict=True)):
-            found = self._attend(node, size, machines.created)
-            if any(status.state == "empty" for status in found.values()):
-                say(f"launch: shipping commit {self.programs.commit} to the {size} hosts of {node}")
-                for file in self.files.items():
-                    code, _, errors = execute(self.resource.scp(node, *file))
-                    if code != 0:
-                        raise_user_error(errors)
-                        raise RetryableError(find_error_line(errors))
-                found = self._attend(node, size, machines.created)
-            hosts |= {(index, worker): status for worker, status in found.items()}
-        return hosts
+        with ThreadPoolExecutor(_NUM_CONNECTIONS) as pool:
+            slices = list(
+                pool.map(lambda *each: self._attend_slice(*each, machines.created), self.resource.nodes, machines.sizes)
+            )
+        return {(index, worker): status for index, found in enumerate(slices) for worker, status in found.items()}
+
+    def _attend_slice(self, node: str, size: int, created: int | None) -> dict[int, HostStatus]:
+        """Do the same for one slice."""
+        found = self._attend(node, size, created)
+        if any(status.state == "empty" for status in found.values()):
+            say(f"launch: shipping commit {self.programs.commit} to the {size} hosts of {node}")
+            for file in self.files.items():
+                code, _, errors = execute(self.resource.scp(node, *file))
+                if code != 0:
+                    raise_user_error(errors)
+                    raise RetryableError(find_error_line(errors))
+            found = self._attend(node, size, created)
+        return found
 
     def _attend(self, node: str, size: int, created: int | None) -> dict[int, HostStatus]:
         _, output, errors = execute(self._attend_command(node, created))

@@ -205,19 +205,23 @@ class BucketStore:
         )
 
     def move_tree(self, source: str, target: str) -> None:
-        def move(name: str) -> None:
+        def copy(name: str) -> None:
             old, new = f"{source}/{name}", f"{target}/{name}"
             self._retry("copy", old, lambda _: self._driver.copy(self._key(old), self._key(new)))
-            self.remove(old)
 
-        with ThreadPoolExecutor(_NUM_DELETERS, thread_name_prefix="move") as pool:
-            list(pool.map(move, self.list_sizes(source)))
+        names = list(self.list_sizes(source))
+        with ThreadPoolExecutor(NUM_CONNECTIONS, thread_name_prefix="move") as pool:
+            list(pool.map(copy, names))
+        self._remove_all([f"{source}/{name}" for name in names])
 
     def remove(self, name: str) -> None:
         self._retry("delete", name, lambda _: self._driver.delete(self._key(name)))
 
     def remove_tree(self, prefix: str) -> None:
-        names, size = [f"{prefix}/{name}" for name in self.list_sizes(prefix)], self._driver.batch_size
+        self._remove_all([f"{prefix}/{name}" for name in self.list_sizes(prefix)])
+
+    def _remove_all(self, names: list[str]) -> None:
+        size = self._driver.batch_size
         batches = [names[start : start + size] for start in range(0, len(names), size)]
         with ThreadPoolExecutor(_NUM_DELETERS, thread_name_prefix="delete") as pool:
             list(pool.map(self._remove_batch, batches))

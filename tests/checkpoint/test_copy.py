@@ -185,6 +185,7 @@ def list_good(directory: Path) -> list[str]:
     return [entry.name for entry in entries]
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("method", "is_after", "number", "is_complete"),
     [pytest.param(*cut, marks=() if name in DAILY_CUTS else pytest.mark.soak, id=name) for name, cut in CUTS.items()],

@@ -334,6 +334,7 @@ def test_a_fork_takes_the_best_step_with_its_metric(parent: Path, tmp_path: Path
 # A directory is forked once.
 
 
+@pytest.mark.daily(10)
 @pytest.mark.parametrize("is_finished", [False, True], ids=["stopped", "finished"])
 @pytest.mark.parametrize(
     ("fork", "is_good"),

@@ -243,6 +243,7 @@ def test_the_newest_checkpoint_verifies_after_long_interleavings(tmp_path: Path,
     play(BucketModel(tmp_path), acts)
 
 
+@pytest.mark.daily(12)
 @pytest.mark.parametrize(
     ("num_saves", "at"),
     [
@@ -255,6 +256,7 @@ def test_a_zombie_stopped_at_any_call_of_its_save_is_harmless(tmp_path: Path, at
     play(BucketModel(tmp_path), [("save", 2), ("stop and continue", at, num_saves), ("save", 1)])
 
 
+@pytest.mark.daily(12)
 @pytest.mark.parametrize("at", range(24))
 def test_a_kill_at_any_call_of_a_save_is_harmless(tmp_path: Path, at: int) -> None:
     play(BucketModel(tmp_path), [("save", 3), ("kill", at), ("save", 1)])

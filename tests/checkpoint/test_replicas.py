@@ -410,6 +410,7 @@ def write_states_with_copies(tmp_path: Path) -> None:
             shutil.copytree(tmp_path / str(process) / str(step), copy)
 
 
+@pytest.mark.daily(5)
 @pytest.mark.parametrize(
     ("place", "name"),
     [pytest.param(*case, marks=[] if case in DAILY else [pytest.mark.soak]) for case in DAMAGES],
@@ -564,6 +565,7 @@ BAD_ANSWERS = {
 }
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(("answer", "reason"), BAD_ANSWERS.values(), ids=BAD_ANSWERS)
 def test_after_a_bad_answer_the_next_holder_is_asked(answer, reason, tmp_path, monkeypatch):
     with open_processes(tmp_path, 3) as found:
@@ -600,6 +602,7 @@ def test_a_range_outside_of_a_file_is_refused(begin, end, tmp_path):
         first.fetch(7, 1, 0, "rows", begin, end)
 
 
+@pytest.mark.daily(12)
 @pytest.mark.parametrize(("request_", "reason"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
 def test_a_bad_request_is_refused_and_leaves_nothing(request_, reason, tmp_path):
     with open_processes(tmp_path) as (_, second):

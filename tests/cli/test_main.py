@@ -298,6 +298,7 @@ DAILY_BAD_VARIABLES = {
 }
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     "variable",
     [pytest.param(each, marks=() if each in DAILY_BAD_VARIABLES else pytest.mark.soak) for each in BAD_VARIABLES],
@@ -336,6 +337,7 @@ CHECKS = {
 }
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("variables", [CHECKS, {"JAX_TRANSFER_GUARD": "log"}], ids=["all", "one"])
 def test_checks_of_jax_are_set_back_with_one_line(variables):
     program = """

@@ -133,6 +133,7 @@ MULTI_LINE = (
 MULTI_LINE += ("export of a checkpoint", "plan", "override", "command", "option", "engine")
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("name", "has_spec"),
     [

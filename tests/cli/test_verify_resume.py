@@ -118,6 +118,7 @@ def make_ending_run(monkeypatch, tmp_path):
     return make
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("is_undisturbed", [False, True])
 @pytest.mark.parametrize("ends", [[76], [75, 76, -9], [-6], [-15]], ids=str)
 def test_a_retryable_exit_is_retried_and_no_difference(

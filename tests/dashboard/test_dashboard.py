@@ -383,6 +383,7 @@ def read_nothing(client: socket.socket) -> None:
     time.sleep(3)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("act", [lambda client: None, send_slowly, keep_open, read_nothing])
 def test_a_slow_client_is_dropped(monkeypatch, act):
     monkeypatch.setattr(server, "IDLE_SECONDS", 0.5)

@@ -251,6 +251,7 @@ def pick_cases(name: str) -> Iterator[tuple[str, str, bytes]]:
     return iter(cases[3 :: max(len(cases) // 5, 1) | 1])
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("choose", [pick_cases, pytest.param(iterate_cases, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", RECORDS)
 def test_no_value_in_any_file_breaks_a_reader(tmp_path, capsys, name, choose):
@@ -358,6 +359,7 @@ REPLACEMENTS = (replace_by_link, replace_parent_by_link, replace_by_pipe, replac
 DAILY_PLACES = ("metrics.jsonl", "logs/4.0.log")
 
 
+@pytest.mark.daily(10)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [

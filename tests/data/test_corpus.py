@@ -54,6 +54,7 @@ def corpus(tmp_path: Path) -> Path:
 # Documents.
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("where", STORAGES)
 @pytest.mark.parametrize("are_kept", [True, False])
 def test_document_ends_are_those_written(

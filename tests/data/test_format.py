@@ -268,6 +268,7 @@ def iterate_damages() -> Iterator[Any]:
             yield pytest.param(name, path, damage, message, id=f"{path}-{what}")
 
 
+@pytest.mark.daily(24)
 @pytest.mark.parametrize(("name", "path", "damage", "message"), list(iterate_damages()))
 def test_a_damaged_file_gives_the_same_one_line_error_on_disk_and_in_a_bucket(
     root: Path,
@@ -295,6 +296,7 @@ def normalise_line(line: str) -> str:
     return re.sub(rf"data\.source=\S+: ({nothing}).*", "names nothing", line)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("name", "path"),
     [

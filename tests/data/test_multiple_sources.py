@@ -132,6 +132,7 @@ def test_validation_sets_are_read_in_order_and_do_not_change_training(tmp_path: 
     assert list(alone.validation) == ["web", "code"]
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sequence_depends_on_seed_and_number_for_every_kind(tmp_path: Path, kind: str) -> None:
     together = load_kind(kind, tmp_path).read("train", 10**9, 24)

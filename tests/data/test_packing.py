@@ -278,6 +278,7 @@ MIXED = [{"name": name, "source": f"{URL}/{name}", "weight": w} for name, w in (
 FEEDS = {"one": ({"source": f"{URL}/one"}, 20), "mixture": ({"source": "python-stdlib", "mixture": MIXED}, 20)}
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("num_hosts", NUM_HOSTS)
 @pytest.mark.parametrize("feed", FEEDS)
 def test_a_host_fetches_little_more_than_its_sequences(

@@ -330,6 +330,7 @@ def make_callback_failing_first(number: int) -> Callable[[str, str], None]:
     return before
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     "before", [lambda: make_failing_callback(0.3), lambda: make_callback_failing_first(100)], ids=["503", "cut off"]
 )

@@ -87,6 +87,7 @@ def check_equal(load_remote: Dataset, load_local: Dataset) -> None:
             np.testing.assert_array_equal(load_remote.read(split, 0, 6)[field], values)
 
 
+@pytest.mark.daily(16)
 @pytest.mark.parametrize("kind", SETTINGS)
 @pytest.mark.parametrize("name", GLOBS)
 def test_text_equals_that_on_disk_with_failing_requests_and_a_warm_cache(

@@ -31,6 +31,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(("given", "raised"), LIMITS.values(), ids=LIMITS)
 def test_the_limit_of_open_files_is_raised_or_the_start_refused(given: tuple[int, ...], raised: int | None) -> None:
     command = [sys.executable, "-c", PROGRAM, *map(str, given)]

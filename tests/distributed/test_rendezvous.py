@@ -178,6 +178,7 @@ def test_an_elastic_job_of_all_hosts_begins_at_once(announces_soon):
     assert meet_all([0, 1], 2, 20, is_elastic=True, directory=Directory(running_attempt=7)) == [(0, 2), (1, 2)]
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("listens", [True, False])
 def test_a_notice_of_a_dead_process_keeps_no_process_from_its_role(announces_soon, listens):
     """Its address may be one on which another program listens."""
@@ -226,6 +227,7 @@ def join_and_end(port, process):
         time.sleep(0.05)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("ended", [1, 2])
 def test_a_process_that_ends_in_the_wait_has_not_joined(ended):
     port = find_free_port()

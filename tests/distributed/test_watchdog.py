@@ -112,6 +112,7 @@ def test_a_frozen_process_0_is_noticed_although_calls_to_it_do_not_return(monkey
     assert "process 0 has not responded for 1 s" in line
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("stretch", [1, 4])
 def test_of_many_processes_sixteen_record_a_diagnosis_and_all_end(
     stretch: int, monkeypatch: pytest.MonkeyPatch

@@ -112,6 +112,7 @@ def test_cached_logits_equal_the_forward_pass_at_every_position(name):
     assert np.ptp(expected_BxTxV, axis=-1).min() > 0.1
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("sampling", [Sampler(temperature=0), Sampler(1.0, top_p=0.7, seed=5)], ids=str)
 def test_cached_and_recomputed_decoding_generate_the_same_text(readers, sampling):
     choose = sampling.make_chooser(VOCABULARY)

@@ -68,6 +68,7 @@ def test_a_size_that_no_axis_can_have_is_refused_with_its_key(name: str, key: st
     assert key.rpartition(".")[2] in str(caught.value)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("group", [3, 8])
 def test_groups_of_captions_must_stay_whole(tmp_path: Path, group: int) -> None:
     """Each of eight devices has a micro-batch of 4."""

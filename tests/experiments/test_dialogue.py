@@ -326,6 +326,7 @@ INVALID_TEMPLATES = {
 }
 
 
+@pytest.mark.daily(6)
 @pytest.mark.parametrize("source", INVALID_TEMPLATES)
 def test_an_invalid_template_is_rejected_in_one_line(tmp_path, monkeypatch, source):
     monkeypatch.setattr(chat, "RENDER_SECONDS", 0.2)
@@ -481,6 +482,7 @@ def test_the_loss_covers_only_answers_and_resumes_bit_identically(tmp_path, pack
     assert are_leaves_equal(parts.state, whole.state)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow"])
 def test_tables_and_lines_give_the_same_dialogues(tmp_path, name):
     calls = [TURNS[1], {"role": "assistant", "tool_calls": [CALL]}, *TURNS[3:]]

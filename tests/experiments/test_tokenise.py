@@ -70,6 +70,7 @@ def get_error_line(directory: Path, **changes: Any) -> str:
 # Documents and ids.
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("name", ["texts", *FILE_FORMATS])
 def test_every_file_format_gives_the_same_documents(tmp_path, name):
     if name == "texts":
@@ -376,6 +377,7 @@ ALL_FORMATS = [
 ]
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("name", ALL_FORMATS)
 def test_a_shuffled_corpus_has_an_order_determined_by_the_seed(tmp_path, name):
     source = write_text_files(tmp_path / "in", DOCUMENTS) if name == "texts" else str(tmp_path / name)
@@ -408,6 +410,7 @@ def test_pieces_of_a_shuffled_source_mix_its_parts(tmp_path):
 REPEATED = [*DOCUMENTS[:40], *DOCUMENTS[20:60], DOCUMENTS[3], *DOCUMENTS[60:], *DOCUMENTS[:2]]
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("name", ALL_FORMATS)
 @pytest.mark.parametrize("range_documents", [1 << 22, 5])
 def test_only_the_first_of_equal_documents_is_kept(tmp_path, capsys, monkeypatch, name, range_documents):
@@ -494,6 +497,7 @@ def test_an_object_with_wildcards_in_its_name_is_a_source(tmp_path, monkeypatch,
     assert decode_corpus(tmp_path / "run/corpus") == DOCUMENTS
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("name", ["texts.txt", *FILE_FORMATS])
 def test_a_large_file_in_a_bucket_is_read_in_blocks(tmp_path, monkeypatch, name):
     bucket, most_bytes, block_bytes = tokenise_inputs.FakeBucket(monkeypatch), 0, 512
@@ -592,6 +596,7 @@ def test_a_resumed_job_makes_no_piece_twice(tmp_path):
     assert results[0]["tokens"] == read_index(run / "corpus").num_tokens
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("name", ["00000.json", "00000-000.bin", "00000-000.ends"])
 def test_lost_files_are_reported_or_made_again(tmp_path, name):
     run = _make_stopped_run(tmp_path)
@@ -613,6 +618,7 @@ def test_a_finished_job_does_nothing_even_without_its_corpus(tmp_path):
     assert not (tmp_path / "run/corpus").exists()
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("damage", [b"{", b"[]", b"{}", b'{"num_bad": "x"}', b'{"shards": [3]}'])
 def test_a_damaged_record_is_reported_and_its_piece_made_again(tmp_path, damage):
     run = _make_stopped_run(tmp_path)
@@ -751,6 +757,7 @@ _EVERY_EDIT = [
 ]
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(("kind", "when", "edit"), _EVERY_EDIT)
 def test_an_edit_that_keeps_size_and_time_is_refused_until_it_is_undone(tmp_path, kind, when, edit):
     path, keys = _make_local_input(tmp_path, kind)
@@ -766,6 +773,7 @@ def test_an_edit_that_keeps_size_and_time_is_refused_until_it_is_undone(tmp_path
     assert found == expected
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("when", ["between", "during"])
 @pytest.mark.parametrize(
     "kind", ["texts", *(pytest.param(each, marks=pytest.mark.soak) for each in ("duplicates", "lines"))]
@@ -976,6 +984,7 @@ DAMAGES: dict[str, tuple[list[str], Any, str]] = {
 CASES = [(name, damage) for damage, (names, _, _) in DAMAGES.items() for name in names]
 
 
+@pytest.mark.daily(8)
 @pytest.mark.parametrize(("name", "damage"), CASES)
 def test_a_damaged_input_is_named_in_one_line(tmp_path, name, damage):
     _, spoil, message = DAMAGES[damage]
@@ -1010,6 +1019,7 @@ def test_a_missing_field_is_reported_with_the_nearest_name(tmp_path, name):
     assert "did you mean field: text?" in found
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.arrow"])
 def test_bad_lines_are_skipped_up_to_the_limit(tmp_path, capsys, name):
     (tmp_path / name).write_bytes(FILE_FORMATS[name]([*DOCUMENTS[:60], None, *DOCUMENTS[60:], None]))
@@ -1022,6 +1032,7 @@ def test_bad_lines_are_skipped_up_to_the_limit(tmp_path, capsys, name):
     assert "skipped 2 lines without text, the first is" in capsys.readouterr().out
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("name", list(FILE_FORMATS))
 def test_a_wrong_field_is_rejected_before_the_claim(tmp_path, name):
     (tmp_path / name).write_bytes(FILE_FORMATS[name](DOCUMENTS))

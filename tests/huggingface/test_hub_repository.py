@@ -154,6 +154,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_refused_push_prints_one_line_without_the_token(
     name: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -80,6 +80,7 @@ def round_to_nearest(value: np.ndarray, dtype: Any) -> np.ndarray:
     return np.asarray(jnp.asarray(value, jnp.float32).astype(dtype))
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("stored", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
 def test_every_type_is_rounded_to_nearest(tmp_path: Path, stored: Any, dtype: Any):

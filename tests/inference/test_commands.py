@@ -356,6 +356,7 @@ def test_invalid_input_to_evaluate_gives_one_line(run: Path, capfd: pytest.Captu
         assert re.search(message, err.splitlines()[0]), err
 
 
+@pytest.mark.daily(5)
 @pytest.mark.parametrize("name", INVALID_INPUTS)
 def test_invalid_input_to_sample_gives_one_line_and_exit_code_2(
     run: Path, name: str, capfd: pytest.CaptureFixture[str]

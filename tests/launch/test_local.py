@@ -110,6 +110,7 @@ sys.exit(75)
 """
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     "name",
     [

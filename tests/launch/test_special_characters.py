@@ -60,6 +60,7 @@ def list_text_options(engine):
             yield {"overrides": "--set"}.get(name, f"--{name.replace('_', '-')}")
 
 
+@pytest.mark.daily(10)
 @pytest.mark.parametrize(
     ("engine", "option"), [(engine, option) for engine in ENGINE_OPTIONS for option in list_text_options(engine)]
 )
@@ -91,6 +92,7 @@ def test_a_number_too_large_for_an_engine_is_rejected(engine, option, number, re
 # --set: any text reaches the job, through all shells and YAML files.
 
 
+@pytest.mark.daily(24)
 @pytest.mark.parametrize("text", TEXTS, ids=ascii)
 @pytest.mark.parametrize("engine", ENGINE_OPTIONS)
 def test_an_override_reaches_the_job_unchanged(engine, text, render, tmp_path):
@@ -102,6 +104,7 @@ def test_an_override_reaches_the_job_unchanged(engine, text, render, tmp_path):
     assert f"project={json.dumps(text, ensure_ascii=False)}" in words
 
 
+@pytest.mark.daily(20)
 @pytest.mark.parametrize("text", [text for text in (*TEXTS, *CONTROL_CHARACTER_TEXTS) if "\0" not in text], ids=ascii)
 def test_a_variable_and_a_spec_reach_the_pods_unchanged(text, render, tmp_path):
     path = tmp_path / "x.yaml"

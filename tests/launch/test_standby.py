@@ -214,6 +214,7 @@ class Recorder(ProcessStarter):
         self.num_starts += 1
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("age_seconds", "is_stopping", "expected"), [(1, False, 1), (1, True, 0), (30, False, 0), (0, False, 0)]
 )

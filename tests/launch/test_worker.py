@@ -37,6 +37,7 @@ def test_the_worker_restarts_its_process_by_exit_code(tmp_path, monkeypatch):
 
 
 # A signal to the process group reaches the job without its worker, one to the first process of a container does not.
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("words", [[], ["--forward-signals"]], ids=["group", "first_process"])
 @pytest.mark.parametrize("code", [75, 76])  # 76: its peers ended before it could save
 def test_a_signal_reaches_the_job_once(tmp_path, code, words):

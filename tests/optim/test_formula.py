@@ -215,6 +215,7 @@ def make_config(name, **keys):
     return OptimizerConfig(name=name, weight_decay=DECAY, **{"clip_norm": None} | KEYS.get(name, {}) | keys)
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_twenty_steps_match_the_formula(name):
     config = make_config(name)

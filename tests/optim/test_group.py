@@ -33,6 +33,7 @@ def assert_close(found, expected, keys):
         np.testing.assert_allclose(found[key], expected[key], rtol=1e-6, atol=1e-7, err_msg=key)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_group_has_its_own_rate_and_weight_decay(name):
     """Without clipping parameters are independent, so each equals that of a run with its settings for all."""
@@ -149,6 +150,7 @@ class TwoMatrixModel(nn.Module):
         return nn.Dense(7, use_bias=False)(nn.Embed(7, 4)(x_BxT))
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("num_micro", [1, 2])
 def test_frozen_parameters_get_no_gradient(num_micro):
     model, x_SxBxT = TwoMatrixModel(), jnp.arange(24).reshape(num_micro, -1, 4) % 7

@@ -50,6 +50,7 @@ GRADS = {"kernel": jnp.asarray([[0.5, -0.5], [2.0, 1e-3]]), "bias": jnp.asarray(
 DECOUPLED = [name for name in NAMES if name != "adam"]  # the moments of adam include the decay, which their sign hides
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("rate", [0.1, pytest.param(1e-3, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", DECOUPLED)
 def test_only_matrices_decay_and_by_the_learning_rate(name, rate):
@@ -254,6 +255,7 @@ def test_every_key_has_another_value_in_the_table():
     assert set(OTHER_VALUES) == set(KEYS)
 
 
+@pytest.mark.daily(6)
 @pytest.mark.parametrize(("section", "name"), CHOICES)
 def test_a_key_changes_its_readers_and_is_rejected_for_others(section, name):
     usual, unread = describe_program(make_full_config(section, name)), {}

@@ -113,6 +113,7 @@ CASES = [
 ]
 
 
+@pytest.mark.daily(8)
 @pytest.mark.parametrize(("name", "is_gradient"), CASES)
 def test_the_canonical_program_computes_the_same_without_duplicates(name: str, is_gradient: bool) -> None:
     function = PROGRAMS[name]

@@ -84,6 +84,7 @@ def test_a_duplicate_axis_is_rejected_with_both_lines(axis: str, tmp_path: Path)
 # Elastic jobs.
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     ("keys", "num_missing", "error"),
     [

@@ -150,6 +150,7 @@ def run_step(sizes):
         return jax.device_get(jax.jit(step)(state, batch))
 
 
+@pytest.mark.daily(2)
 @parametrize_meshes
 def test_a_deferred_all_reduce_gives_the_same_step_within_rounding(sizes):
     (state, loss, meta), (expected, expected_loss, expected_meta) = run_step(sizes), run_step(None)

@@ -80,6 +80,7 @@ def build_estimate(spec: str, *overrides: str) -> tuple[BaseTrainer, EarlyEstima
     return job, EarlyEstimate(Predictor(job, job.flops_per_token(train_setup), accelerator), machine, train_setup)
 
 
+@pytest.mark.daily(6)
 @pytest.mark.parametrize("spec", SPECS)
 def test_no_shipped_spec_shards_parameters_below_the_tile(spec: str) -> None:
     found = build_estimate(spec)

@@ -281,6 +281,7 @@ def test_an_attempt_runs_while_its_clock_advances(store: LocalStore, monkeypatch
     assert find_running_attempt(store) is None
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("ends", [True, False])
 def test_an_attempt_that_has_run_while_a_process_waited_counts(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch, ends: bool

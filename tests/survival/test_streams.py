@@ -49,6 +49,7 @@ def _expected_code(way: str, end: str) -> int:
     return 75 if way == "terminal closes" and end in ("finish", "bug") else ENDS[end][0]
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(("streams", "way", "end"), CASES)
 def test_a_lost_stream_changes_no_run(streams: str, way: str, end: str, tmp_path: Path) -> None:
     code, options = ENDS[end]
@@ -118,6 +119,7 @@ _DAILY_LOOKS = {"status"}
 LOSSES = {"closed": None, "no reader": None, "full disk": 76, "ascii": None}
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=() if way in ("closed", "full disk") else pytest.mark.soak) for way in LOSSES]
 )

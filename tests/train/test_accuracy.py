@@ -43,6 +43,7 @@ JOBS: dict[str, tuple[type[BaseTrainer], dict[str, Any]]] = {
 DAILY = {"the base class", "GPT"}
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name not in DAILY)) for name in JOBS])
 def test_the_accuracy_is_that_of_the_most_probable_tokens(tmp_path: Path, name: str) -> None:
     job_class, changes = JOBS[name]

@@ -54,6 +54,7 @@ def count_train_step(model, num_steps, platform):
     return count_flops(step, jax.eval_shape(make), batch, jax.random.key(0), platform=platform) / (B * T)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("platform", "num_steps", "heads"), [("cpu", 1, 4), pytest.param("cuda", 2, 1, marks=pytest.mark.soak)]
 )

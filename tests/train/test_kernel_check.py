@@ -92,6 +92,7 @@ def test_a_result_is_kept_on_the_host(tmp_path: Path) -> None:
     assert not (tmp_path / "run1" / RECORD).exists()
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"passed": false}', b'{"passed": true, "case": "another"}'])
 def test_a_damaged_result_runs_the_case_again(content: bytes, tmp_path: Path) -> None:
     check(make_attempt(LocalStore(tmp_path / "run")), make_case())

@@ -52,6 +52,7 @@ def test_loss_count_and_gradient_equal_a_float64_reference(inputs):
     assert count == inputs[2].sum()
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("chunk_positions", [None, 1, T])
 def test_an_evaluation_also_counts_correct_predictions(inputs, dtype, chunk_positions):
@@ -128,6 +129,7 @@ def chunked_loss(chunk_positions):
     )
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("chunk_positions", [1, 3, 8, CHUNKED_T])
 def test_chunked_loss_and_gradients_equal_unchunked_ones(hidden, chunk_positions):
     def values(loss):
@@ -231,6 +233,7 @@ def test_chunks_that_do_not_divide_the_sequence_are_rejected(hidden):
 # One pass over the logits, from a guess at their logsumexp.
 
 
+@pytest.mark.daily(6)
 @pytest.mark.parametrize("offset", [0.0, -40.0, 40.0, -300.0, 300.0, jnp.inf, jnp.nan])
 @pytest.mark.parametrize("scale", [1, 20])
 def test_any_guess_gives_the_loss_and_gradient_of_float64(inputs, scale, offset):

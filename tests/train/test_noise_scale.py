@@ -68,6 +68,7 @@ def estimate_by_numpy():
 SPLITS = [(16, None, forward), (2, None, forward_with_token_count), (2, (2, 2, 2), forward)]
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("S", "sizes", "run"),
     [

@@ -192,6 +192,7 @@ def test_no_state_of_the_fast_tier_survives_that_may_hold_wrong_updates(tmp_path
     assert [event["step"] for event in read_log(job.store, "events") if event["event"] == "restore"] == [4]
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("number", range(2))
 def test_the_third_computation_decides_between_two(number: int, tmp_path: Path) -> None:
     # One wrong micro-batch in one of the two computations of step 4, after those of steps 1 (twice), 2 and 3.

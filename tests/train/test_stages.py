@@ -435,6 +435,7 @@ FORKED: dict[str, tuple[dict[str, Any], list[str] | None]] = {
 }
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("case", FORKED)
 def test_a_refusal_without_a_stage_prints_the_fork(stopped: Path, case: str) -> None:
     changes, listed = FORKED[case]

@@ -42,6 +42,7 @@ def get_sharded_axes(sharding):
     return {axis for axes in cuts for axis in axes if sharding.mesh.shape[axis] > 1}
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("sizes", MESHES)
 def test_sharded_init_is_bit_identical_to_unsharded_init(unsharded, sizes):
     mesh = make_full_mesh(*sizes)
@@ -62,6 +63,7 @@ def build_train_setup(job):
     return job.setup_builder.build(jax.devices())
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.soak if name in ("lion", "sgd") else ()) for name in OPTIMIZERS]
 )

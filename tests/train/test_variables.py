@@ -78,6 +78,7 @@ def compute_biases(batch):
 SPLITS = [(1, None), (8, None), (2, (8, 1, 1))]
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("S", "sizes"), [(2, None), (8, (1, 2, 4)), *(pytest.param(*case, marks=pytest.mark.soak) for case in SPLITS)]
 )

@@ -77,6 +77,7 @@ SOAK_CASES = ("mistral", "qwen2", "qwen3", "gemma3", "smollm3", "olmo3", "mixtra
 SOAK_CASES += ("deepseek_v2", "qwen3_5", "qwen3_5_moe")
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.soak) if name in SOAK_CASES else name for name in DAILY]
 )

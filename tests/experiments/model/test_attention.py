@@ -165,6 +165,7 @@ def check_case(form, case):
         np.testing.assert_allclose(got, want, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(("form", "case"), CASES)
 def test_attention_and_gradients_match_a_float64_reference(form, case):
     check_case(form, case)
@@ -206,6 +207,7 @@ def test_interpreted_tpu_kernels_match_a_float64_reference(case, form, interpret
 ROW = Case(T=1000, B=1, N=2, K=1, H=64, W=64)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -295,6 +297,7 @@ def test_long_blocks_of_the_splash_kernel(interpreted, monkeypatch):
     check_case(splash_attention, ROW._replace(segments=True, softcap=2.0))
 
 
+@pytest.mark.daily(5)
 @pytest.mark.parametrize(
     ("case", "dtype", "block"),
     [

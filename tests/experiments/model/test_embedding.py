@@ -61,6 +61,7 @@ def compile_gradient(*args, **kwargs):
     return lambda *arrays: compiled(*jax.device_put(arrays, compiled.input_shardings[0]))
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     ("form", "sizes"),
     [

@@ -22,6 +22,7 @@ CASES = {
 }
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(
     ("dtype", "case"),
     [
@@ -54,6 +55,7 @@ def test_ragged_matmul_and_gradients_equal_single_matmuls(case, dtype, interpret
         np.testing.assert_allclose(np.asarray(actual, np.float64), wanted, **tolerance)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=() if seed in (4, 5) else pytest.mark.soak) for seed in range(6)]
 )

@@ -112,6 +112,7 @@ def assert_near(actual, expected, tolerance):
 DAILY = ("softmax as it is, loss, capacity", "groups of two best, bias, dropless")
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     "family", [name if name in DAILY else pytest.param(name, marks=pytest.mark.soak) for name in FAMILIES]
 )

@@ -70,6 +70,7 @@ def test_a_product_and_its_gradients_follow_the_recipe(matmul: str) -> None:
         np.testing.assert_allclose(found, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("matmul", TYPES)
 def test_heads_in_axes_of_their_own_give_the_same_bits(matmul: str) -> None:
     x, w, dy = make_operands(jnp.bfloat16)
@@ -248,6 +249,7 @@ def test_values_of_the_type_are_not_rounded_and_none_is_beyond_its_limit(matmul:
         assert (largest == limit).mean() > 0.9
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("matmul", TYPES)
 def test_the_mean_gradient_of_an_input_is_that_of_an_exact_gradient_of_the_result(matmul: str) -> None:
     x, w, dy = make_operands()
@@ -262,6 +264,7 @@ def test_the_mean_gradient_of_an_input_is_that_of_an_exact_gradient_of_the_resul
     assert (np.abs(np.asarray(pull_back(dy)[0]) - exact) > bound).mean() > 0.5
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("matmul", TYPES)
 def test_stochastic_rounding_changes_the_gradient_of_the_input_alone(matmul: str) -> None:
     x, w, dy = make_operands()
@@ -338,6 +341,7 @@ QUANTISED = {
 DAILY = ("gpt", "llama")
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.soak) for name in QUANTISED]
 )

@@ -22,6 +22,7 @@ def rotate_with_gradient(pairs, x_BxTxNxH, dy_BxTxNxH):
     return y_BxTxNxH, *pull_back(dy_BxTxNxH)
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("pairs", ["halves", "neighbours"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_rotation_by_matmul_equals_rotation_with_its_gradient(dtype, pairs, monkeypatch):

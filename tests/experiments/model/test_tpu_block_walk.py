@@ -12,6 +12,7 @@ CASES = [
 ]
 
 
+@pytest.mark.daily(24)
 @pytest.mark.parametrize(("causal", "length"), CASES)
 def test_every_query_visits_every_visible_key_once(causal: CausalBlocks, length: int) -> None:
     walk = causal.walk(length)

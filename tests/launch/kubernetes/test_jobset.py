@@ -147,6 +147,7 @@ def list_accelerators():
                 yield f"3x{name}-{number}"
 
 
+@pytest.mark.daily(30)
 @pytest.mark.parametrize("accelerator", list(list_accelerators()))
 def test_the_manifest_of_every_accelerator_is_valid(render, accelerator):
     make_validator().validate(render("--set", f"topology.accelerator={accelerator}"))

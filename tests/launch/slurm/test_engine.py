@@ -281,6 +281,7 @@ HERE = "launch: ended with 76; restart {} of 2, on the same nodes in {} s\n"
 IN_QUEUE = "launch: ended with 76; restart {} of 2, in the queue\n"
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("code", [76, 137, 134, *(128 + number for number in STOP_SIGNALS)])
 def test_retryable_codes_and_kills_restart_the_command_on_the_same_nodes_and_count(slurm, code):
     assert slurm.run(code, 0) == (0, HERE.format(1, 1))
@@ -576,6 +577,7 @@ def test_a_restart_without_a_usable_standby_starts_a_step(slurm, cause):
     assert len(slurm.read("arguments")) == 5
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("code", [0, 75, None])
 def test_a_standby_ends_with_the_script(slurm, code):
     script = StandbyScript(slurm, code=code or 0)

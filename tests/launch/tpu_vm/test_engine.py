@@ -141,6 +141,7 @@ def test_a_job_runs_and_its_machines_are_deleted(repository, cloud, capsys):
     assert not cloud.has_resource
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(("job", "code"), [("exit 76", 76), ("exit 137", 1)])
 def test_the_exit_code_is_passed_on_and_the_machines_are_deleted(repository, cloud, job, code, capsys):
     cloud.set_up(
