@@ -4,8 +4,8 @@
 job, from the request for machines to their deletion:
 
 1. Request the machines, unless they exist, and wait until they are ACTIVE.
-2. Attend every host again and again: a host without the code gets it, a host without the job starts it, and all report
-   its status. Meanwhile show the log of the first host.
+2. Attend every host again and again, the slices in parallel: a host without the code gets it, a host without the job
+   starts it, and all report its status. Meanwhile show the log of the first host.
 3. If the machines are lost, delete what is left of the resource and start over at 1; the job resumes its last save.
 4. When the job has ended, delete the machines.
 
@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -50,7 +51,7 @@ from runner.console import say, warn, write_text
 from runner.errors import EXIT_DONE, EXIT_PREEMPTED, InvalidError, PreemptedError, RetryableError
 from runner.process import list_stop_signals
 from runner.spec import parse_document, validate_spec
-from runner.storage import find_extra
+from runner.storage import find_extra, run_in_parallel
 
 HostIndex = tuple[int, int]  # number of the slice, and of the worker in it
 _LOST = ("PREEMPTED", "TERMINATED")  # states of a node that does not come back
@@ -114,8 +115,7 @@ class _TpuVmJob:
         if self.keeps_machines:
             delete = shlex.join(self.resource.delete())
             say(f"launch: the job ended with {code}; the machines stay. To delete them: {delete}")
-            for node in self.resource.nodes:
-                execute(self._stop_command(node))
+            run_in_parallel([partial(execute, self._stop_command(node)) for node in self.resource.nodes])
         else:
             say(f"launch: the job ended with {code}; deleting {name}")
             self.gcloud.delete()
@@ -196,8 +196,7 @@ class _TpuVmJob:
         state = self.gcloud.read_state()
         if state is None:
             raise self._make_deleted_error()
-        with ThreadPoolExecutor(_NUM_CONNECTIONS) as pool:
-            nodes = list(pool.map(self.gcloud.read_node, self.resource.nodes))
+        nodes = run_in_parallel([partial(self.gcloud.read_node, node) for node in self.resource.nodes])
         sizes = [node.num_workers for node in nodes if node is not None and node.state not in _LOST]
         # A job needs all of its slices, so the loss of one is the loss of the machines.
         if state.name != "ACTIVE" or len(sizes) < len(nodes):
@@ -210,10 +209,11 @@ class _TpuVmJob:
         Raises:
             RetryableError: a host does not answer.
         """
-        with ThreadPoolExecutor(_NUM_CONNECTIONS) as pool:
-            slices = list(
-                pool.map(lambda *each: self._attend_slice(*each, machines.created), self.resource.nodes, machines.sizes)
-            )
+        attend = [
+            partial(self._attend_slice, node, size, machines.created)
+            for node, size in zip(self.resource.nodes, machines.sizes, strict=True)
+        ]
+        slices = run_in_parallel(attend)
         return {(index, worker): status for index, found in enumerate(slices) for worker, status in found.items()}
 
     def _attend_slice(self, node: str, size: int, created: int | None) -> dict[int, HostStatus]:

@@ -37,7 +37,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from runner.checkpoint.parts import CHUNK_BYTES, FastPart, PartDirectory, copy_bytes, validate_name
+from runner.checkpoint.parts import CHUNK_BYTES, FastPart, Fetch, PartDirectory, copy_bytes, validate_name
 from runner.console import warn
 from runner.distributed import key_value
 from runner.distributed.agreement import Hosts
@@ -253,7 +253,7 @@ class Replicas:
             own = self._hosts.process_id
             part = parts.get(step)
             has_part = part is not None and part.manifest.fingerprint == digest
-            sources = [
+            sources: list[tuple[int | None, Fetch]] = [
                 (holder, functools.partial(self.fetch, step, holder, owner))
                 for holder, owner in found
                 # Only the part of process 0 has attachments.

@@ -31,11 +31,11 @@ import numpy as np
 
 from runner.console import warn
 from runner.data.packing import FieldSpec, Sequences
-from runner.data.readers import run_in_parallel
 from runner.data.sampling import ShuffledOrder
 from runner.data.source import Source, bind_options
 from runner.errors import DataError, InvalidError, RetryableError, RunnerError, format_error
 from runner.spec import load_attribute
+from runner.storage import run_in_parallel
 
 if TYPE_CHECKING:
     from runner.config import TokenSource

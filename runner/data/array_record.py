@@ -24,13 +24,13 @@ from runner.data.readers import (
     make_changed_error,
     publish,
     read_record,
-    run_in_parallel,
     warn_unwritable,
     write_record,
 )
 from runner.data.source_files import File, SourceFile, describe_file
 from runner.data.token_files import RecordFile, parse_dtype
 from runner.errors import DataError, format_reason
+from runner.storage import run_in_parallel
 
 _SCAN_RECORDS = 256
 _READ_OPTIONS = "readahead_buffer_size:0,max_parallelism:0"  # recommended by the package for random access

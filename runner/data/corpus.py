@@ -15,12 +15,21 @@ from typing import Literal
 import numpy as np
 
 from runner.data.corpus_index import COMPLETION_DTYPE, ENDS_DTYPE, HEAD_BYTES, INDEX, CorpusIndex, read_tokenizer
-from runner.data.readers import ByteRange, DiskReader, Reader, run_in_parallel
+from runner.data.readers import ByteRange, DiskReader, Reader
 from runner.data.remote import BucketReader, CacheSettings
 from runner.data.source_files import File, describe_file, make_bucket_file, wrap_source_errors
 from runner.data.token_files import CompletionMask, TokenFile, WeightedTokens, has_digest
 from runner.errors import DataError
-from runner.storage import ChangedError, DeniedError, FileInfo, ForbiddenError, Store, compute_crc32c, open_store
+from runner.storage import (
+    ChangedError,
+    DeniedError,
+    FileInfo,
+    ForbiddenError,
+    Store,
+    compute_crc32c,
+    open_store,
+    run_in_parallel,
+)
 
 TrainOn = Literal["answers", "all"]
 VERIFIED_BYTES_MAX = 1 << 27  # shards on a disk, up to this size in all, are read whole at the start (0.1 s)

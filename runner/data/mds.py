@@ -28,11 +28,11 @@ from pathlib import PurePosixPath
 import numpy as np
 import zstandard
 
-from runner.data.readers import ByteRange, DerivedFile, Reader, cache_key, run_in_parallel, wrap_parse_errors
+from runner.data.readers import ByteRange, DerivedFile, Reader, cache_key, wrap_parse_errors
 from runner.data.source_files import File
 from runner.data.token_files import ID_DTYPES, RecordFile, parse_dtype
 from runner.errors import DataError
-from runner.storage import JsonObject, Key, parse_json, validate_record
+from runner.storage import JsonObject, Key, parse_json, run_in_parallel, validate_record
 
 VERSION = 2
 _DEFAULT_COLUMN = "tokens"

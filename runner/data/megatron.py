@@ -24,10 +24,11 @@ from functools import partial
 
 import numpy as np
 
-from runner.data.readers import ByteRange, Reader, run_in_parallel, wrap_parse_errors
+from runner.data.readers import ByteRange, Reader, wrap_parse_errors
 from runner.data.source_files import File
 from runner.data.token_files import DocumentFile, TokenFile, TokenFiles
 from runner.errors import DataError
+from runner.storage import run_in_parallel
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1

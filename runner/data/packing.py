@@ -27,9 +27,9 @@ from typing import Protocol
 
 import numpy as np
 
-from runner.data.readers import run_in_parallel
 from runner.data.sampling import LocalShuffle, ShuffledOrder, TokenSplit
 from runner.data.source import Source
+from runner.storage import run_in_parallel
 
 Sequences = dict[str, np.ndarray]  # by field, of shape (number of examples, *shape of the field)
 

@@ -28,12 +28,11 @@ import json
 import logging
 import os
 import secrets
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
@@ -44,9 +43,6 @@ from runner.storage.local import try_lock
 
 FORMAT = 2  # to be raised when the meaning of a record or of a tokenizer changes
 OPEN_FILES_MAX = 128  # a process may hold only so many files open, and a corpus may have thousands
-_NUM_REQUESTS = 16  # simultaneous requests; the clients of the cloud services have as many connections
-
-Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -375,40 +371,3 @@ def write_derived(derived: DerivedFile, path: Path, is_whole: Callable[[], bool]
     """Make the file at `path` unless it `is_whole`, in one process of this host. Raises DataError for want of room."""
     with wrap_disk_errors(str(derived.origin), path.parent):
         publish_once(path, derived.make, is_whole)
-
-
-def run_in_parallel(calls: Sequence[Callable[[], Result]]) -> list[Result]:
-    """Return the results of all calls, up to `_NUM_REQUESTS` of them running at a time.
-
-    Raises the error of the first call, in the order of `calls`, that failed. The threads are daemons, so that a read
-    that hangs cannot keep a dying process alive.
-    """
-    results: dict[int, Result] = {}
-    errors: dict[int, BaseException] = {}
-    waiting = iter(range(len(calls)))
-    lock = threading.Lock()
-
-    def work() -> None:
-        # After the first error the threads take no further calls, so the caller learns of it soon.
-        while not errors:
-            with lock:
-                index = next(waiting, None)
-            if index is None:
-                return
-            try:
-                results[index] = calls[index]()
-            except BaseException as error:  # noqa: BLE001 - nothing is swallowed: the caller raises it
-                errors[index] = error
-
-    threads = [threading.Thread(target=work, name="range", daemon=True) for _ in range(min(_NUM_REQUESTS, len(calls)))]
-    # A single call needs no thread.
-    if len(threads) == 1:
-        work()
-    else:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    if errors:
-        raise errors[min(errors)]
-    return [results[index] for index in range(len(calls))]

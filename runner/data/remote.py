@@ -49,7 +49,6 @@ from runner.data.readers import (
     cache_key,
     make_changed_error,
     read_record,
-    run_in_parallel,
     warn_unwritable,
     wrap_disk_errors,
     write_derived,
@@ -66,7 +65,7 @@ from runner.data.source_files import (
     wrap_source_errors,
 )
 from runner.errors import DataError, StorageError
-from runner.storage import ChangedError, DeniedError, Store, compute_crc32c
+from runner.storage import ChangedError, DeniedError, Store, compute_crc32c, run_in_parallel
 from runner.storage.local import try_lock
 
 RANGES_FILE = "ranges.cache"

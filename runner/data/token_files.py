@@ -27,14 +27,13 @@ from runner.data.readers import (
     fill_from_file,
     load_record,
     make_changed_error,
-    run_in_parallel,
 )
 from runner.data.remote import CacheSettings, open_reader
 from runner.data.source import Source, find_invalid_id
 from runner.data.source_files import BucketFile, BucketFiles, File, SourceFile, SourceFiles
 from runner.data.token_headers import HEAD_BYTES, TokenLayout, parse_head
 from runner.errors import DataError
-from runner.storage import JsonObject, LocalStore
+from runner.storage import JsonObject, LocalStore, run_in_parallel
 
 LOSS_WEIGHT = "loss_weight"
 ID_DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")

@@ -358,13 +358,21 @@ class Hosts:
         self.liveness.leave(code)
 
 
+def find_ranges(numbers: Sequence[int]) -> list[list[int]]:
+    """Return the first and the last number of each range in ascending `numbers`."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ranges
+
+
 def format_processes(numbers: Sequence[int]) -> str:
     """Return the name of processes with ascending numbers, three and more in a row as a range: `processes 0-6, 8`."""
-    rows: list[list[int]] = []
-    for number in numbers:
-        if rows and number == rows[-1][-1] + 1:
-            rows[-1].append(number)
-        else:
-            rows.append([number])
-    listed = ", ".join(f"{row[0]}-{row[-1]}" if len(row) > 2 else ", ".join(map(str, row)) for row in rows)
-    return f"process{'es' * (len(numbers) > 1)} {listed}"
+    listed = (
+        f"{first}-{last}" if last - first > 1 else ", ".join(map(str, range(first, last + 1)))
+        for first, last in find_ranges(numbers)
+    )
+    return f"process{'es' * (len(numbers) > 1)} {', '.join(listed)}"

@@ -39,7 +39,7 @@ from typing import NamedTuple, Protocol, Self
 import jax
 from jax._src import clusters, distributed
 
-from runner.distributed.agreement import Hosts, Liveness, format_processes, install_abort_handler
+from runner.distributed.agreement import Hosts, Liveness, find_ranges, format_processes, install_abort_handler
 from runner.distributed.key_value import KeyValueStore
 from runner.errors import InvalidError, RetryableError, format_error
 from runner.spec import Deadlines
@@ -145,7 +145,7 @@ _ANY_HOSTS = ("192.0.2.1", "2001:db8::1")  # addresses of documentation (RFC 573
 _LISTEN_PERIODS = 4  # of ANNOUNCE_SECONDS, in which others find a process that listens
 _MAX_LISTENERS = 5
 _MAX_GREETING_BYTES = 1 << 12
-_MAX_LINE_BYTES = 1 << 20  # of an answer, which has the numbers of all processes
+_MAX_LINE_BYTES = 1 << 20  # of an answer, which has the numbers of all processes as ranges
 _CHUNK_BYTES = 1 << 16
 
 Connections = dict[int, socket.socket]  # by process
@@ -430,7 +430,7 @@ class _Listener:
             _drop_closed(self._peers)
             error = None if self._has_all() else error
         present = [own, *sorted(self._peers)]
-        missing = [process for process in range(num_processes) if process not in present]
+        missing = sorted({*range(num_processes)}.difference(present))
         if missing and self._members is None:
             error = (
                 f"{format_processes(missing)} of {num_processes} did not join within {deadline_seconds:g} s; run the "
@@ -441,7 +441,7 @@ class _Listener:
         for connection in self._peers.values():
             connection.settimeout(max(answered_seconds - time.monotonic(), _RETRY_SECONDS))
             with contextlib.suppress(OSError):
-                _send(connection, {"present": present, "error": error})
+                _send(connection, {"present": find_ranges(present), "error": error})
         if error is not None:
             raise RetryableError(error)
         return present, self._peers
@@ -521,7 +521,7 @@ def _join_lower_process(
                     lines.wait(announce_seconds)
                     members.announce(None)
                 answered_seconds = max(end_seconds, time.monotonic()) + answer_seconds
-                present = _receive_answer(lines, placement.process_id, answered_seconds)
+                present = _receive_answer(lines, placement, answered_seconds)
             # The process has ended, or has followed a lower process, or another program uses its port.
             except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as failure:
                 connection.close()
@@ -562,14 +562,18 @@ def _ask_to_join(lines: "_LineReader", process_id: int, members: Members | None,
         raise ValueError("the answer is of no lower process")
 
 
-def _receive_answer(lines: "_LineReader", process_id: int, end_seconds: float) -> list[int]:
+def _receive_answer(lines: "_LineReader", placement: Placement, end_seconds: float) -> list[int]:
     """Return the processes that have joined, once all have or the deadline of the other end has passed.
 
     Raises RetryableError if the job does not begin, and as `_ask_to_join`.
     """
     answer = lines.receive(end_seconds)
-    error, present = answer["error"], [int(process) for process in answer["present"]]
-    if process_id not in present:
+    error, present = answer["error"], list[int]()
+    for first, last in answer["present"]:
+        if not max(present, default=-1) < int(first) <= int(last) < placement.num_processes:
+            raise ValueError("the answer has processes that the job does not have")
+        present += range(int(first), int(last) + 1)
+    if placement.process_id not in present:
         raise ValueError("the answer leaves this process out")
     if error is not None:
         raise RetryableError(str(error))

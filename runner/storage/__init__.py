@@ -1,6 +1,6 @@
 """One interface over local disks and the buckets of three clouds.
 
-- `store`: store interface, errors, retries with exponential backoff, digests, JSON files and tables of their keys
+- `store`: store interface, errors, retries, parallel calls, digests, JSON files and tables of their keys
 - `local`: store on a disk, and differences between file systems
 - `bucket`: store in a bucket; background writer of growing files
 - `gcs`: driver for Google Cloud Storage
@@ -49,6 +49,7 @@ from runner.storage.store import (
     parse_number,
     probe_store,
     read_json,
+    run_in_parallel,
     validate_record,
 )
 from runner.storage.url import (

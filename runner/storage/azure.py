@@ -13,8 +13,8 @@ from azure.storage.blob import BlobPrefix, BlobServiceClient
 from cloudpathlib.azure import AzureBlobClient, AzureBlobPath
 from cloudpathlib.exceptions import MissingCredentialsError
 
-from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, ObjectInfo, make_error
-from runner.storage.store import ABSENT, DeniedError, TransientError, Version
+from runner.storage.bucket import CONNECT_SECONDS, TRY_SECONDS, ObjectInfo, make_error
+from runner.storage.store import ABSENT, NUM_REQUESTS, DeniedError, TransientError, Version
 
 _COPY_SECONDS, _COPY_POLL_SECONDS = 600.0, 0.5
 
@@ -61,7 +61,7 @@ class AzureDriver:
         for scheme in ("https://", "http://"):
             adapter = transport.session.get_adapter(scheme)
             sized = type(adapter)(
-                max_retries=adapter.max_retries, pool_connections=NUM_CONNECTIONS, pool_maxsize=NUM_CONNECTIONS
+                max_retries=adapter.max_retries, pool_connections=NUM_REQUESTS, pool_maxsize=NUM_REQUESTS
             )
             transport.session.mount(scheme, sized)
         service = BlobServiceClient(described.url, credential=described.credential, retry_total=0, transport=transport)

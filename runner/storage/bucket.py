@@ -14,7 +14,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -30,15 +30,14 @@ from runner.storage.store import (
     Version,
     compute_crc32c,
     retry_with_backoff,
+    run_in_parallel,
 )
 
 CALL_SECONDS = 120.0  # deadline of a call, with all its tries
 TRY_SECONDS = 30.0  # a try is abandoned when no byte has arrived for so long
 CONNECT_SECONDS = 10.0
-NUM_CONNECTIONS = 16
 PERIOD_SECONDS = 1.0  # between two writes of the background writer
 IDLE_SECONDS = 10.0  # after which its thread ends
-_NUM_DELETERS = 8
 
 
 class ObjectInfo(NamedTuple):
@@ -210,8 +209,7 @@ class BucketStore:
             self._retry("copy", old, lambda _: self._driver.copy(self._key(old), self._key(new)))
 
         names = list(self.list_sizes(source))
-        with ThreadPoolExecutor(NUM_CONNECTIONS, thread_name_prefix="move") as pool:
-            list(pool.map(copy, names))
+        run_in_parallel([partial(copy, name) for name in names])
         self._remove_all([f"{source}/{name}" for name in names])
 
     def remove(self, name: str) -> None:
@@ -223,8 +221,7 @@ class BucketStore:
     def _remove_all(self, names: list[str]) -> None:
         size = self._driver.batch_size
         batches = [names[start : start + size] for start in range(0, len(names), size)]
-        with ThreadPoolExecutor(_NUM_DELETERS, thread_name_prefix="delete") as pool:
-            list(pool.map(self._remove_batch, batches))
+        run_in_parallel([partial(self._remove_batch, batch) for batch in batches])
 
     def _remove_batch(self, names: list[str]) -> None:
         if len(names) > 1:

@@ -14,8 +14,8 @@ from google.api_core import exceptions
 from google.cloud.storage import Blob
 from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
 
-from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, ObjectInfo, make_error
-from runner.storage.store import ABSENT, DeniedError, TransientError, Version
+from runner.storage.bucket import CONNECT_SECONDS, TRY_SECONDS, ObjectInfo, make_error
+from runner.storage.store import ABSENT, NUM_REQUESTS, DeniedError, TransientError, Version
 
 _TIMEOUT = (CONNECT_SECONDS, TRY_SECONDS)
 _CONNECTION_ERRORS = (
@@ -55,7 +55,7 @@ class GCSDriver:
         path = GSPath(url, client=client)
         self.prefix = path.blob.strip("/")
         # The client has no option for the size of its connection pool, so the adapter of its session is replaced.
-        adapter = requests.adapters.HTTPAdapter(pool_connections=NUM_CONNECTIONS, pool_maxsize=NUM_CONNECTIONS)
+        adapter = requests.adapters.HTTPAdapter(pool_connections=NUM_REQUESTS, pool_maxsize=NUM_REQUESTS)
         client.client._http.mount("https://", adapter)
         client.client._http.mount("http://", adapter)
         self._bucket = client.client.bucket(path.bucket)

@@ -11,8 +11,8 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, CredentialRetrievalError, NoCredentialsError
 from cloudpathlib.s3 import S3Client, S3Path
 
-from runner.storage.bucket import CONNECT_SECONDS, NUM_CONNECTIONS, TRY_SECONDS, ObjectInfo, make_error
-from runner.storage.store import ABSENT, DeniedError, TransientError, Version
+from runner.storage.bucket import CONNECT_SECONDS, TRY_SECONDS, ObjectInfo, make_error
+from runner.storage.store import ABSENT, NUM_REQUESTS, DeniedError, TransientError, Version
 
 # Codes of throttling and of internal errors, which do not always come with a status of 429 or 5xx.
 _THROTTLED = (
@@ -27,7 +27,7 @@ _ONE_TRY = Config(
     retries={"total_max_attempts": 1},
     connect_timeout=CONNECT_SECONDS,
     read_timeout=TRY_SECONDS,
-    max_pool_connections=NUM_CONNECTIONS,
+    max_pool_connections=NUM_REQUESTS,
 )
 # Many files are sent at a time, so that no file needs threads of its own for its parts.
 _TRANSFER = TransferConfig(multipart_threshold=128 << 20, use_threads=False)

@@ -1,4 +1,4 @@
-"""Store interface, errors, retries with exponential backoff, digests, and JSON files with tables of their keys.
+"""Store interface, errors, retries, parallel calls, digests, and JSON files with tables of their keys.
 
 `Store` is the interface to a run's directory, on a disk or in a bucket. Names are relative to the run's directory, with
 parts joined by `/`.
@@ -21,6 +21,7 @@ import json
 import os
 import random
 import stat
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ import google_crc32c
 from runner.errors import InvalidError, StorageError
 
 Result = TypeVar("Result")
+NUM_REQUESTS = 16  # at the same time; the clients of the cloud services have as many connections
 JsonObject = dict[str, Any]
 Version = str
 ABSENT: Version = ""  # the version of a file that does not exist
@@ -188,6 +190,43 @@ def retry_with_backoff(act: Callable[[int], Result], what: str, deadline_seconds
                 ) from error
             time.sleep(wait_seconds)
             longest_wait_seconds = min(2 * longest_wait_seconds, _LONGEST_WAIT_SECONDS)
+
+
+def run_in_parallel(calls: Sequence[Callable[[], Result]]) -> list[Result]:
+    """Return the results of all calls, up to `NUM_REQUESTS` of them running at a time.
+
+    Raises the error of the first call, in the order of `calls`, that failed. The threads are daemons, so that a read
+    that hangs cannot keep a dying process alive.
+    """
+    results: dict[int, Result] = {}
+    errors: dict[int, BaseException] = {}
+    waiting = iter(range(len(calls)))
+    lock = threading.Lock()
+
+    def work() -> None:
+        # After the first error the threads take no further calls, so the caller learns of it soon.
+        while not errors:
+            with lock:
+                index = next(waiting, None)
+            if index is None:
+                return
+            try:
+                results[index] = calls[index]()
+            except BaseException as error:  # noqa: BLE001 - nothing is swallowed: the caller raises it
+                errors[index] = error
+
+    threads = [threading.Thread(target=work, name="call", daemon=True) for _ in range(min(NUM_REQUESTS, len(calls)))]
+    # A single call needs no thread.
+    if len(threads) == 1:
+        work()
+    else:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[min(errors)]
+    return [results[index] for index in range(len(calls))]
 
 
 # Digests.

@@ -25,7 +25,7 @@ from runner.checkpoint.restore import restore_newest
 from runner.checkpoint.save import Checkpointer, SaveContents
 from runner.errors import FencedError
 from runner.spec import CheckpointConfig
-from runner.storage import TransientError, bucket
+from runner.storage import TransientError
 from runner.storage import store as retry
 from tests.support.attempt import make_attempt
 from tests.support.memory_bucket import MemoryDriver, MemoryLog, make_memory_bucket
@@ -145,7 +145,7 @@ def serialise_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in (
         (writer, "NUM_UPLOADS"),
         (blocks, "NUM_READERS"),
-        (bucket, "_NUM_DELETERS"),
+        (retry, "NUM_REQUESTS"),
         (manifest, "_NUM_READERS"),
     ):
         monkeypatch.setattr(module, name, 1)

@@ -12,10 +12,9 @@ import pytest
 
 from runner.data import Dataset
 from runner.data.corpus_index import HEAD_BYTES
-from runner.data.readers import run_in_parallel
 from runner.data.remote import RANGES_FILE
 from runner.errors import DataError, StorageError
-from runner.storage import ABSENT, DeniedError, LocalStore, read_json
+from runner.storage import ABSENT, DeniedError, LocalStore, read_json, run_in_parallel
 from runner.storage.store import TransientError
 from tests.data.buckets import (
     URL,

@@ -286,9 +286,15 @@ WRONG_ANSWERS = {
     b'{"joined": 0}\n{}\n': "no 'error' in the answer",
     b'{"joined": 0}\n{"error": null}\n': "no 'present' in the answer",
     b'{"joined": 0}\n{"error": null, "present": 2}\n': "'int' object is not iterable",
-    b'{"joined": 0}\n{"error": null, "present": [null]}\n': "int() argument",
-    b'{"joined": 0}\n{"error": null, "present": [Infinity]}\n': "cannot convert float infinity to integer",
-    b'{"joined": 0}\n{"error": null, "present": [0, 7]}\n': "the answer leaves this process out",
+    b'{"joined": 0}\n{"error": null, "present": [0, 1]}\n': "cannot unpack non-iterable int object",
+    b'{"joined": 0}\n{"error": null, "present": [[0]]}\n': "not enough values to unpack",
+    b'{"joined": 0}\n{"error": null, "present": [[null, 1]]}\n': "int() argument",
+    b'{"joined": 0}\n{"error": null, "present": [[0, Infinity]]}\n': "cannot convert float infinity to integer",
+    b'{"joined": 0}\n{"error": null, "present": [[0, 0]]}\n': "the answer leaves this process out",
+    b'{"joined": 0}\n{"error": null, "present": [[0, 7]]}\n': "the answer has processes that the job does not have",
+    b'{"joined": 0}\n{"error": null, "present": [[-9, 1]]}\n': "the answer has processes that the job does not have",
+    b'{"joined": 0}\n{"error": null, "present": [[0, 1], [1, 1]]}\n': "the answer has processes that the job does not",
+    b'{"joined": 0}\n{"error": null, "present": [[1, 0]]}\n': "the answer has processes that the job does not have",
 }
 
 
