@@ -32,7 +32,6 @@ from runner.storage import JsonObject, Store
 from runner.train.checks import (
     find_known_micro_batch,
     find_unmeasured_saves,
-    validate_data_unchanged,
     validate_same_on_all_hosts,
 )
 from runner.train.evaluators import Evaluator, Validation, add_averages
@@ -429,12 +428,11 @@ class Session(JobSession):
     # Saves and the end.
 
     def make_save_contents(self) -> SaveContents:
-        """Return what is saved with the state. Raises `DivergedError`, or `DataError` if the data have changed."""
+        """Return what is saved with the state. Raises `DivergedError`."""
         job, report, program = self.job, self.report, self.programs.current
         # Waits for the device, and raises if a loss is not finite: a diverged state must not be saved.
         report.window.fetch()
         best, hosts = job.spec.checkpoint.keep_best, job.attempt.hosts
-        validate_data_unchanged(program.builder.dataset, job.attempt)
         hardware = self.programs[0].train_setup.describe_hardware(hosts.num_processes)
         if self.programs.has_stages:
             hardware["stage"] = program.plan.start
@@ -448,6 +446,7 @@ class Session(JobSession):
             features=fields or None,
             topology=hardware,
             carry=report.carry if best is None else report.add_metric(report.carry, best.metric, job.step),
+            check=functools.partial(program.builder.dataset.check, hosts.is_main),
             attachments=report.attachments,
             flush=report.sync,
             announce=lambda: self.hook_dispatcher.on_checkpoint(job.state, job.step),

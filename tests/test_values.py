@@ -566,6 +566,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{len(row)} values")
 def test_combined_values_resume_bit_identically(row: list[Case], tmp_path: Path) -> None:
     check_resume(row, tmp_path, TrainLookup)

@@ -86,10 +86,13 @@ BitsCheck = Callable[["ArrayReader"], None]
 class FinishWrite(Protocol):
     """Function that finishes a write. Called on every host, on any thread."""
 
-    def __call__(self, deadline_seconds: float, check: BitsCheck | None = None) -> WriteResult:
+    def __call__(
+        self, deadline_seconds: float, check: BitsCheck | None = None, error: Exception | None = None
+    ) -> WriteResult:
         """Block until the parts of all hosts are durable and were read back. May raise one of `WRITE_ERRORS`.
 
-        The parts must be durable within `deadline_seconds`. `check` is given in the first save of an attempt.
+        The parts must be durable within `deadline_seconds`. `check` is given in the first save of an attempt. With
+        `error`, one of `WRITE_ERRORS`, this host writes nothing, and the save fails.
         """
 
 
@@ -115,17 +118,20 @@ class ArrayWriter:
         self._num_saves += 1
         number, blocks = self._num_saves, Blocks()
         self._failed.discard(target)
+        copy_error = error
         try:
             if error is None:
                 blocks = copy_to_host(leaves)
         except WRITE_ERRORS as caught:
-            error = caught
+            copy_error = caught
         sizes = {name: leaf.size for name, leaf in leaves.items()}
         shardings = {name: (leaf.sharding, leaf.shape) for name, leaf in leaves.items()}
 
-        def finish(deadline_seconds: float, check: BitsCheck | None = None) -> WriteResult:
+        def finish(
+            deadline_seconds: float, check: BitsCheck | None = None, error: Exception | None = None
+        ) -> WriteResult:
             deadline = time.monotonic() + deadline_seconds
-            parts = self.finish_part(number, target, blocks, sizes, deadline, error)
+            parts = self.finish_part(number, target, blocks, sizes, deadline, copy_error or error)
             # In the first save of an attempt every process reads what it would need for a restore.
             owners = self._find_owners(shardings) if self._hosts.is_main or check is not None else {}
             return self.read_back(number, target, parts, deadline, check, owners)

@@ -59,6 +59,7 @@ from runner.storage import (
     ForbiddenError,
     Store,
     WrongKindError,
+    as_local,
     compute_crc32c,
     create_file,
     open_store,
@@ -438,7 +439,7 @@ def _copy_named(source: Store, name: str, target: Store) -> str:
         create_file(target, f"{place}/{MANIFEST}", manifest.encode())
         if is_staged:
             # The rename fails if the name was taken meanwhile.
-            target.move_tree(place, directory)
+            as_local(target).move_tree(place, directory)
     except FileExistsError as error:
         raise InvalidError(taken) from error
     except OSError as error:

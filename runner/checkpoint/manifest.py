@@ -33,6 +33,7 @@ from runner.storage import (
     LocalStore,
     Store,
     WrongKindError,
+    as_local,
     compute_crc32c,
     encode_json,
     find_kind,
@@ -44,7 +45,8 @@ from runner.storage import (
 FORMAT = 2  # newest one; 1 has no `indexes`, and marks tombstones
 FORMAT_1 = 1
 MANIFEST = "manifest.json"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, QUARANTINE = "checkpoints", "quarantine"
+ARRAYS = "arrays."  # beginning of the name of each directory of arrays
 TOMBSTONE = "void"  # key that marks a tombstone; its value is the attempt that wrote it
 RETIRED_SUFFIX = ".retired"  # suffix of the directory of a retired step, until its files are deleted
 _NUM_READERS = 8
@@ -499,7 +501,7 @@ def retire_uncommitted(store: Store, step: int, attempt: int) -> None:
             if store.exists(retired):  # an earlier one that cannot be deleted
                 retired = f"{directory}.{attempt}{RETIRED_SUFFIX}"
             try:
-                store.move_tree(directory, retired)
+                as_local(store).move_tree(directory, retired)
             except ForbiddenError as error:
                 # An immutable directory, in which no process can commit either, or one of another user. It must not
                 # keep the run from starting.
@@ -540,19 +542,49 @@ def finish_retirements(store: Store) -> None:
                 store.remove_tree(retired)
             elif not store.exists(f"{source}/{MANIFEST}"):
                 store.remove_tree(source)
-                store.move_tree(retired, source)
+                as_local(store).move_tree(retired, source)
         except OSError as error:
             # A file may be immutable, or open on another host of an NFS. Only space is lost.
             warn(f"{store.url}/{retired}, left by an unfinished save, cannot be cleaned up and stays: {error}")
 
 
 def remove_files(store: Store, directory: str) -> None:
-    """Delete the files of a checkpoint except its manifest. On a disk, delete a directory without a manifest too."""
+    """Delete the files of a checkpoint except its manifest. On a disk, delete a directory without a manifest too.
+
+    In a bucket, arrays of a checkpoint in quarantine are kept: they have stayed where they were written.
+    """
+    kept = {MANIFEST}
+    for place in store.list_names(QUARANTINE) if store.root is None else []:
+        if place.partition(".")[0] == directory.rpartition("/")[2]:
+            kept.update(name for name in store.list_names(f"{QUARANTINE}/{place}") if name.startswith(ARRAYS))
     for name in store.list_names(directory):
-        if name != MANIFEST:
+        if name not in kept:
             store.remove_tree(f"{directory}/{name}")
     if store.root is not None and not store.exists(f"{directory}/{MANIFEST}"):
         store.remove_tree(directory)
+
+
+def quarantine_files(store: Store, step: int, place: str, attempt: int) -> None:
+    """Move a committed step to `place` in quarantine, so that it is no checkpoint any more. Process 0 only.
+
+    In a bucket the arrays stay, since a move would copy each object while all hosts wait. An object with the name of
+    their directory takes their place, and keeps `remove_files` from deleting them.
+    """
+    directory, target = f"{CHECKPOINTS}/{step}", f"{QUARANTINE}/{place}"
+    if store.root is not None:
+        as_local(store).move_tree(directory, target)
+        return
+    # The manifest goes first: a kill in between must not leave one that the next restore would try again.
+    content, version = store.read_versioned(f"{directory}/{MANIFEST}")
+    if version != ABSENT:
+        store.write(f"{target}/{MANIFEST}", content)
+        uncommit(store, directory, attempt)
+    for name in store.list_names(directory):
+        if name.startswith(ARRAYS):
+            store.write(f"{target}/{name}", f"{store.url}/{directory}/{name}".encode())
+        elif name != MANIFEST:
+            store.write(f"{target}/{name}", store.read(f"{directory}/{name}"))
+            store.remove(f"{directory}/{name}")
 
 
 def _is_directory(store: Store, name: str) -> bool:

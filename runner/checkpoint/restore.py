@@ -42,12 +42,14 @@ from runner.checkpoint.manifest import (
     CHECKPOINTS,
     MANIFEST,
     MAX_LISTINGS,
+    QUARANTINE,
     Manifest,
     NotCommittedError,
     find_file_problems,
     finish_retirements,
     is_committed,
     list_steps,
+    quarantine_files,
     read_manifest,
     read_newest_manifest,
     retire_uncommitted,
@@ -64,7 +66,6 @@ from runner.storage import DiskError, Store, open_store, read_log, split_checkpo
 Tier = Literal["durable", "fast"]
 Found = TypeVar("Found", "RestoredState", Manifest)
 AttachmentCheck = Callable[[dict[str, bytes]], str | None]  # returns the reason why a job cannot continue
-_QUARANTINE = "quarantine"
 _MAX_NAMES = 20  # of checkpoints in a message
 _MAX_SOURCES = 3  # of a part whose bits are wrong
 _RESUMING_EVENTS = ("init", "fork", "restore", "load")  # after which an attempt goes on from `step`
@@ -360,18 +361,12 @@ def quarantine(attempt: Attempt, step: int, reason: str) -> None:
     store = attempt.store
     # Attempts are numbered from 1 again if the files of earlier attempts were lost, so the name may be taken.
     name = place = f"{step}.{attempt.number}"
-    taken, number = set(store.list_names(_QUARANTINE)), 0
+    taken, number = set(store.list_names(QUARANTINE)), 0
     while place in taken:
         number += 1
         place = f"{name}.{number}"
-    source, target = f"{CHECKPOINTS}/{step}", f"{_QUARANTINE}/{place}"
-    # A bucket moves file by file, so the manifest is moved first: a kill in between must not leave a manifest with
-    # some of its files, which the next restore would try again.
-    if store.root is None and store.exists(f"{source}/{MANIFEST}"):
-        store.write(f"{target}/{MANIFEST}", store.read(f"{source}/{MANIFEST}"))
-        store.remove(f"{source}/{MANIFEST}")
-    store.move_tree(source, target)
-    attempt.events.append("quarantine", step, reason=reason, moved_to=f"{store.url}/{target}")
+    quarantine_files(store, step, place, attempt.number)
+    attempt.events.append("quarantine", step, reason=reason, moved_to=f"{store.url}/{QUARANTINE}/{place}")
 
 
 # State and weights of another run.

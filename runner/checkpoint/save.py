@@ -31,6 +31,7 @@ ends with exit code 76.
 
 import functools
 import re
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,6 +54,7 @@ from runner.checkpoint.leaves import (
     validate_leaf_forms,
 )
 from runner.checkpoint.manifest import (
+    ARRAYS,
     CHECKPOINTS,
     RETIRED_SUFFIX,
     Manifest,
@@ -72,7 +74,7 @@ from runner.checkpoint.policy import (
 from runner.checkpoint.restore import AttachmentCheck, RestoredState, load_checkpoint, quarantine, restore_newest
 from runner.console import warn
 from runner.distributed.clock import SAVE
-from runner.errors import FencedError, InvalidError, RemovedError, StorageError, format_error
+from runner.errors import DataError, FencedError, InvalidError, RemovedError, StorageError, format_error
 from runner.run.attempt import Attempt
 from runner.spec import CheckpointConfig, Trajectory
 from runner.storage import JsonObject, iterate_log, parse_number
@@ -91,6 +93,8 @@ class SaveContents:
         topology: for the manifest: the hardware, and what was chosen for it.
         carry: for the manifest: sums over the steps since the last row of metrics, for the next row; None if there are
             none.
+        check: raises `DataError` if the steps since the last commit must not be saved. Called in the background, on
+            every host.
         attachments: returns small files to store beside a state in the fast tier. Called on process 0.
         flush: makes files durable that must not be older than a committed checkpoint, such as metrics. Called in the
             background; may raise `OSError`.
@@ -102,6 +106,7 @@ class SaveContents:
     features: JsonObject | None = None
     topology: JsonObject | None = None
     carry: JsonObject | None = None
+    check: Callable[[], None] = lambda: None
     attachments: Callable[[], dict[str, bytes]] = dict
     flush: Callable[[], None] = lambda: None
     announce: Callable[[], None] = lambda: None
@@ -217,8 +222,11 @@ class Checkpointer:
         self._pending: Future[bool] | None = None
         self._pending_fast: Future[None] | None = None
 
+        self._checking = threading.Lock()
+        self._refusal: DataError | None = None  # of `SaveContents.check`, on this process
         self._reads_bits_back = True  # until the first commit of the attempt
         self._has_committed = False  # the run, in this attempt or an earlier one
+        self._num_returns = 0  # of `go_back` in a bucket, which may have left arrays of later steps
         self._requested_step: int | None = None
         self.saved_step: int | None = None
         self._pending_step: int | None = None  # the step of `_pending`; None for a checkpoint with another name
@@ -278,6 +286,7 @@ class Checkpointer:
         step, hosts, state = found.manifest.step, self._attempt.hosts, found.state
         self._wait_for_fast_save()
         self._requested_step = None
+        self._num_returns += self._attempt.store.root is None
         # Later checkpoints are moved only when there is an earlier one, so that a kill in between leaves one to resume
         # from. Retention must not count them any more, or it would delete this step as an old one.
         later = self._retention.forget_after(step) if hosts.is_main else []
@@ -455,7 +464,7 @@ class Checkpointer:
             manifest,
             attempt=attempt.number,
             time=time.time(),
-            arrays=f"arrays.{attempt.number}",
+            arrays=f"{ARRAYS}{attempt.number}" + f".{self._num_returns}" * (self._num_returns > 0),
             metric=contents.metric,
             roll_back_to=contents.roll_back_to,
             features=contents.features,
@@ -478,9 +487,7 @@ class Checkpointer:
         if is_durable:
             if self._buffer.is_needed:
                 # On a CPU the writer reads the arrays in place, so all of it can happen in the background.
-                save.finish = lambda deadline_seconds, check=None: self._writer.start(save.target, leaves)(
-                    deadline_seconds, check
-                )
+                save.finish = lambda *arguments: self._writer.start(save.target, leaves)(*arguments)
             else:
                 save.finish = self._writer.start(save.target, leaves, error)
             save.leaves = jax.tree.map(make_abstract, leaves) if self._reads_bits_back else None
@@ -519,7 +526,7 @@ class Checkpointer:
             # 3. Durable: the arrays of every host, and what must not be behind the checkpoint, such as metrics.
             assert save.finish is not None
             check = None if save.leaves is None else make_bits_check(save.layout, save.digests, save.leaves)
-            written = save.finish(self._max_unsaved_seconds, check)
+            written = save.finish(self._max_unsaved_seconds, check, self._find_refusal(save.contents))
             save.contents.flush()
             if attempt.hosts.is_main:
                 attempt.events.flush()
@@ -574,6 +581,8 @@ class Checkpointer:
         assert self._fast_tier is not None
         manifest = self._add_digests(save)
         try:
+            if (refusal := self._find_refusal(save.contents)) is not None:
+                raise refusal
             self._fast_tier.write(manifest, blocks, save.attachments)
         except WRITE_ERRORS as failure:
             self._report_fast_failure(manifest.step, failure)
@@ -584,6 +593,21 @@ class Checkpointer:
     def _report_fast_failure(self, step: int, failure: Exception) -> None:
         warn(f"step {step} is not in the fast tier: {format_error(failure)}")
         self._attempt.events.append("save_failed", step, tier="fast", reason=format_error(failure))
+
+    def _find_refusal(self, contents: SaveContents) -> OSError | None:
+        """Return the error with which a write on this process fails because of `SaveContents.check`, if it does.
+
+        The job is asked to stop, and ends with the `DataError` instead of its next save.
+        """
+        with self._checking:
+            try:
+                contents.check()
+            except DataError as error:
+                if self._refusal is None:
+                    self._attempt.stop.request_stop(f"{error}; the steps since the last commit are not saved")
+                self._refusal = error
+                return OSError(str(error))
+        return None
 
     def _add_digests(self, save: _Save) -> Manifest:
         """Return the manifest with the fingerprint of every leaf. Waits for the devices.
@@ -610,7 +634,7 @@ class Checkpointer:
         """Block until the save in progress is committed or has failed. Called on every host.
 
         Superfluous checkpoints are deleted when this returns. Returns False on every host if process 0 could not commit
-        the save. Raises `FencedError` if a newer attempt owns the directory.
+        the save. Raises `FencedError` if a newer attempt owns the directory, and `DataError` of `SaveContents.check`.
         """
         with self._attempt.progress.report_phase(SAVE):
             return self._wait_until_finished(with_deletions=True)
@@ -626,10 +650,15 @@ class Checkpointer:
         except FencedError as error:
             fenced, is_removed = str(error), isinstance(error, RemovedError)
         self._pending = None
-        # Only process 0 knows whether it has committed, and all hosts must end together.
-        is_committed, fenced, is_removed = self._attempt.hosts.agree([is_committed, fenced, is_removed])
+        own = refused = None if self._refusal is None else str(self._refusal)
+        # Only process 0 knows whether it has committed, and all hosts must end together. A host with a refusal of its
+        # own ends too.
+        outcome = self._attempt.hosts.agree([is_committed, fenced, is_removed, refused])
+        is_committed, fenced, is_removed, refused = outcome
         if fenced is not None:
             raise (RemovedError if is_removed else FencedError)(fenced)
+        if refused is not None or own is not None:
+            raise DataError(f"{refused or own}; the steps since the last commit are not saved")
         # Every host must learn this from process 0: they read a checkpoint back together.
         self._reads_bits_back = self._reads_bits_back and not is_committed
         if not is_committed and self.saved_step == self._pending_step:

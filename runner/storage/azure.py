@@ -1,7 +1,6 @@
 """Driver for Azure Blob Storage, with the credentials of AZURE_STORAGE_CONNECTION_STRING."""
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ from cloudpathlib.exceptions import MissingCredentialsError
 
 from runner.storage.bucket import CONNECT_SECONDS, TRY_SECONDS, ObjectInfo, make_error
 from runner.storage.store import ABSENT, NUM_REQUESTS, DeniedError, TransientError, Version
-
-_COPY_SECONDS, _COPY_POLL_SECONDS = 600.0, 0.5
 
 
 @contextlib.contextmanager
@@ -110,19 +107,6 @@ class AzureDriver:
     def crc32c(self, key: str) -> str | None:
         """Return None: the service reports a digest of another kind."""
         return None
-
-    def copy(self, key: str, target: str) -> None:
-        """Copy a blob within the container. The copy is complete when this returns."""
-        with _translate_errors(key):
-            source, copied = self._container.get_blob_client(key), self._container.get_blob_client(target)
-            status = str(copied.start_copy_from_url(source.url, requires_sync=False)["copy_status"])
-            # The service may copy a large blob later. The caller deletes the source next, which would end the copy.
-            deadline = time.monotonic() + _COPY_SECONDS
-            while status == "pending" and time.monotonic() < deadline:
-                time.sleep(_COPY_POLL_SECONDS)
-                status = str(copied.get_blob_properties().copy.status)
-            if status != "success":
-                raise TransientError(f"{key}: its copy to {target} is {status}")
 
     def delete(self, key: str) -> None:
         with _translate_errors(key), contextlib.suppress(ResourceNotFoundError):

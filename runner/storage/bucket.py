@@ -79,9 +79,6 @@ class Driver(Protocol):
     def crc32c(self, key: str) -> str | None:
         """Return the CRC-32C that the service reports, None if it reports none. Raises `FileNotFoundError`."""
 
-    def copy(self, key: str, target: str) -> None:
-        """Copy an object within the bucket, without reading it."""
-
     def delete(self, key: str) -> None:
         """Delete an object. One that is already gone is fine."""
 
@@ -203,22 +200,11 @@ class BucketStore:
             lambda _: self._driver.put_file(self._key(name), source), f"write {self.url}/{name}", deadline_seconds
         )
 
-    def move_tree(self, source: str, target: str) -> None:
-        def copy(name: str) -> None:
-            old, new = f"{source}/{name}", f"{target}/{name}"
-            self._retry("copy", old, lambda _: self._driver.copy(self._key(old), self._key(new)))
-
-        names = list(self.list_sizes(source))
-        run_in_parallel([partial(copy, name) for name in names])
-        self._remove_all([f"{source}/{name}" for name in names])
-
     def remove(self, name: str) -> None:
         self._retry("delete", name, lambda _: self._driver.delete(self._key(name)))
 
     def remove_tree(self, prefix: str) -> None:
-        self._remove_all([f"{prefix}/{name}" for name in self.list_sizes(prefix)])
-
-    def _remove_all(self, names: list[str]) -> None:
+        names = [f"{prefix}/{name}" for name in self.list_sizes(prefix)]
         size = self._driver.batch_size
         batches = [names[start : start + size] for start in range(0, len(names), size)]
         run_in_parallel([partial(self._remove_batch, batch) for batch in batches])

@@ -114,10 +114,6 @@ class GCSDriver:
             blob.reload(timeout=_TIMEOUT, retry=None)
         return _decode_crc32c(blob)
 
-    def copy(self, key: str, target: str) -> None:
-        with _translate_errors(key):
-            self._bucket.copy_blob(self._bucket.blob(key), self._bucket, target, timeout=_TIMEOUT, retry=None)
-
     def delete(self, key: str) -> None:
         with _translate_errors(key), contextlib.suppress(exceptions.NotFound):
             self._bucket.blob(key).delete(timeout=_TIMEOUT, retry=None)

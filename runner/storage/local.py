@@ -254,6 +254,7 @@ class LocalStore:
             fsync(path)
 
     def move_tree(self, source: str, target: str) -> None:
+        """Rename `source` atomically. Raises `OSError` if `target` is there and not empty."""
         path = self.root / target
         with translate_errors(path):
             make_directory(path.parent)

@@ -114,10 +114,6 @@ class S3Driver:
         """Return None: the service reports a digest of another kind by default."""
         return None
 
-    def copy(self, key: str, target: str) -> None:
-        with _translate_errors(key):
-            self._client.copy({"Bucket": self._bucket, "Key": key}, self._bucket, target)
-
     def delete(self, key: str) -> None:
         with _translate_errors(key):
             self._client.delete_object(Bucket=self._bucket, Key=key)

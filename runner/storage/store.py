@@ -136,9 +136,6 @@ class Store(Protocol):
     def upload(self, source: Path, name: str, deadline_seconds: float) -> None:
         """Copy the local file `source` to `name`."""
 
-    def move_tree(self, source: str, target: str) -> None:
-        """Rename everything below `source`. Atomic on a disk; file by file in a bucket."""
-
     def remove(self, name: str) -> None:
         """Delete a file. A file that is already gone is fine."""
 

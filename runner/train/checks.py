@@ -18,10 +18,8 @@ from runner.checkpoint.manifest import read_newest_manifest
 from runner.config import TrainerConfig
 from runner.data import Dataset, adopt_records, default_cache_directory, is_available
 from runner.distributed.agreement import Hosts, format_processes
-from runner.distributed.clock import SAVE
 from runner.errors import DataError, InvalidError, RetryableError
 from runner.parallel.mesh import AXES, is_mesh_possible
-from runner.run.attempt import Attempt
 from runner.spec import ExecutionSpec, ForkConfig, Topology
 from runner.spec.imports import format_install, is_extra_installed
 from runner.storage import JsonObject, Store
@@ -191,26 +189,6 @@ def _list_different_processes(digest: str, hosts: Hosts) -> list[int]:
     """Return the processes whose digest differs from that of process 0. Called on every host."""
     digests = hosts.gather(digest)
     return [process for process, other in enumerate(digests) if other != digests[0]]
-
-
-def validate_data_unchanged(dataset: Dataset, attempt: Attempt) -> None:
-    """Raise `DataError` if a token file has changed since the start. Called before a state is saved.
-
-    Process 0 checks all files, and every host gets its result. If hosts share the files, all of them therefore end with
-    exit code 2. The other hosts check some of their files each time. If only one host's own copy has changed, that host
-    ends with 2, and the others lose a peer (exit code 76).
-    """
-    problem = None
-    with attempt.progress.report_phase(SAVE):
-        try:
-            dataset.check(attempt.hosts.is_main)
-        except DataError as error:
-            problem = f"{error}; the steps since the last commit are not saved"
-        # Process 0 decides, so that all hosts that share the files end with the same error; a host with its own problem
-        # ends too.
-        problem = attempt.hosts.agree(problem) or problem
-    if problem is not None:
-        raise DataError(problem)
 
 
 def find_known_micro_batch(

@@ -303,8 +303,49 @@ def test_a_damaged_checkpoint_is_quarantined_and_the_older_one_restored(first, d
     assert reason in quarantine["reason"]
     assert (fallback["rejected"], fallback["step"]) == (2, 1)
     assert again.store.list_names("quarantine") == ["2.2"]
-    assert not again.files("checkpoints/2")
+    if again.store.root is None:
+        # The arrays have stayed, and an object says so.
+        assert "arrays.1" in again.store.list_names("quarantine/2.2")
+        assert again.store.read("quarantine/2.2/arrays.1").decode().endswith("/checkpoints/2/arrays.1")
+        assert {name.partition("/")[0] for name in again.files("checkpoints/2")} == {"arrays.1", "manifest.json"}
+    else:
+        assert not again.files("checkpoints/2")
     assert again.steps() == [1]
+
+
+def read_arrays(attempt, name):
+    return {file: attempt.store.read(f"{name}/{file}") for file in attempt.files(name)}
+
+
+def test_arrays_in_quarantine_outlive_later_checkpoints_of_their_step_until_they_are_released(tmp_path):
+    first = Attempt(make_memory_bucket(), tmp_path)
+    first.save_all(1, 2)
+    kept = read_arrays(first, "checkpoints/2/arrays.1")
+    damage_torn(first)
+    second = first.again()
+    assert second.restore().manifest.step == 1
+    second.save_all(2)
+    assert second.files("checkpoints/2/arrays.2")
+    delete_step(second.attempt, 2)
+    assert not second.files("checkpoints/2/arrays.2")
+    assert read_arrays(second, "checkpoints/2/arrays.1") == kept
+    second.store.remove("quarantine/2.2/arrays.1")
+    third = second.again()
+    assert third.restore().manifest.step == 1
+    assert not third.files("checkpoints/2/arrays.1")
+
+
+def test_a_step_that_is_saved_again_after_a_load_leaves_its_arrays_in_quarantine_alone(tmp_path):
+    first = Attempt(make_memory_bucket(), tmp_path)
+    first.save_all(1, 2)
+    first.saver.begin(make_state(2), 2)
+    kept = read_arrays(first, "checkpoints/2/arrays.1")
+    first.saver.go_back(first.load("1", make_abstract(make_state())))
+    assert first.steps() == [1]
+    first.save_all(2)
+    assert first.manifest(2)["arrays"] == "arrays.1.1"
+    assert read_arrays(first, "checkpoints/2/arrays.1") == kept
+    assert first.again().restore().manifest.step == 2
 
 
 def test_damage_before_the_checksum_is_found_by_the_fingerprint(first):

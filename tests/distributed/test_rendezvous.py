@@ -111,6 +111,7 @@ def test_the_lowest_process_of_an_elastic_job_takes_the_role_of_process_0(announ
     assert met == [[(index, len(group)) for index in range(len(group))] for group in groups]
 
 
+@pytest.mark.soak
 def test_processes_follow_one_that_comes_late(announces_soon):
     """Those that have joined another process leave it for a lower one."""
     groups = [(group, late) for group in ([0, 1, 2], [1, 2, 3]) for late in group]

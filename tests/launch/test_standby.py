@@ -186,6 +186,7 @@ def run_program(**values):
     return num_children, launcher.returncode, launcher.stdout.read(), leftover.find() - before
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("code", [0, pytest.param(1, marks=SOAK), pytest.param(2, marks=SOAK)])
 def test_an_ended_job_leaves_no_standby(code):
     assert run_program(code=code) == (4, code, "", set())
@@ -304,6 +305,7 @@ def test_the_free_memory_is_that_of_the_machine_or_less():
     assert 0 < read_free_memory_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+@pytest.mark.soak
 def test_a_standby_touches_no_device():
     program = "import runner.trainer, runner.cli.run; from jax._src import xla_bridge; "
     program += "print(xla_bridge.backends_are_initialized())"
@@ -379,6 +381,7 @@ def test_a_standby_ends_without_a_command_line(line, code):
     assert process.returncode == code
 
 
+@pytest.mark.soak
 def test_a_standby_gets_any_words():
     starter = ProcessStarter(
         1, environment(1), lambda command, variables, inherited: start_process(command, variables, -1, inherited)

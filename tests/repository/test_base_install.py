@@ -174,6 +174,7 @@ def test_pages_show_editable_installs_of_extras():
             assert re.search(r"-e '?\.\[", command), f"{path}: {command}"
 
 
+@pytest.mark.soak
 def test_the_readme_commands_run_in_the_base_install(base_python, tmp_path):
     (commands,) = [block for block in list_bash_blocks(ROOT / "README.md") if "raw.jsonl.zst" in block]
     own, _, train = commands.rpartition(".venv/bin/python -m runner")

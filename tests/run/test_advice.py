@@ -165,6 +165,7 @@ def start(document: dict[str, Any], name: str) -> None:
 DAILY = ("a rate", "mixture for source", "seed")
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in DAILY else soak) for case in (*REFUSALS, *SOAK_REFUSALS)]
 )

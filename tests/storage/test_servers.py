@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import boto3
@@ -32,7 +31,6 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 from google.cloud.storage.exceptions import InvalidResponse
 
-from runner.storage import TransientError
 from tests.support.job_process import DEADLINE_SECONDS, ROOT
 from tests.support.object_stores import BACKENDS, BUCKET, AmazonServer, Backend, Faults, route_stores_to, start_backend
 
@@ -598,36 +596,6 @@ def test_a_server_that_does_not_start_reports_the_reason():
 
     with pytest.raises(AssertionError, match="ended with 1\nno licence for port"):
         BrokenServer()
-
-
-class LateCopy:
-    """A blob that the service copies asynchronously, as it may do for large ones."""
-
-    def __init__(self, statuses: list[str]) -> None:
-        self.url, self._statuses = "https://account/container/blob", statuses
-
-    def start_copy_from_url(self, url: str, requires_sync: bool) -> dict[str, str]:
-        return {"copy_status": self._statuses.pop(0)}
-
-    def get_blob_properties(self) -> Any:
-        return SimpleNamespace(copy=SimpleNamespace(status=self._statuses.pop(0)))
-
-    def get_blob_client(self, key: str) -> "LateCopy":
-        return self
-
-
-@pytest.mark.parametrize(
-    ("statuses", "fails"),
-    [(["success"], False), (["pending", "pending", "success"], False), (["pending", "aborted"], True)],
-)
-def test_a_copy_is_complete_on_return(statuses: list[str], fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    azure = importlib.import_module("runner.storage.azure")
-    monkeypatch.setattr(azure, "_COPY_POLL_SECONDS", 0.0)
-    driver = azure.AzureDriver.__new__(azure.AzureDriver)
-    driver._container = LateCopy(statuses)
-    with pytest.raises(TransientError) if fails else contextlib.nullcontext():
-        driver.copy("a", "b")
-    assert statuses == []
 
 
 class OldServer:

@@ -214,12 +214,12 @@ def test_remove_tree_deletes_only_files_below_the_name(store):
         assert list(store.list_sizes("")) == ["10/a", "100"]
 
 
-def test_move_tree_renames_only_files_below_the_name(store):
+def test_move_tree_renames_only_files_below_the_name(local_store):
     for name in ("1/a", "1/b/c", "10/a"):
-        store.write(name, name.encode())
-    store.move_tree("1", "deep/2")
-    assert list(store.list_sizes("")) == ["10/a", "deep/2/a", "deep/2/b/c"]
-    assert store.read("deep/2/b/c") == b"1/b/c"
+        local_store.write(name, name.encode())
+    local_store.move_tree("1", "deep/2")
+    assert list(local_store.list_sizes("")) == ["10/a", "deep/2/a", "deep/2/b/c"]
+    assert local_store.read("deep/2/b/c") == b"1/b/c"
 
 
 def test_the_digest_is_crc32c(store):
@@ -444,10 +444,9 @@ def test_every_call_retries_transient_errors(driver, bucket, tmp_path):
     assert bucket.compute_digest("a/z") == compute_crc32c(b"uploaded")
     assert bucket.exists("a/z")
     assert sorted(bucket.list_names("a")) == ["x", "y", "z"]
-    bucket.move_tree("a", "b")
-    bucket.remove("b/x")
-    assert bucket.list_sizes("b") == {"y": 1, "z": 8}
-    bucket.remove_tree("b")
+    bucket.remove("a/x")
+    assert bucket.list_sizes("a") == {"y": 1, "z": 8}
+    bucket.remove_tree("a")
     assert not driver.objects
 
 

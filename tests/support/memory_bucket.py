@@ -67,9 +67,6 @@ class MemoryDriver:
     def crc32c(self, key: str) -> str | None:
         return compute_crc32c(self.get(key)[0]) if self.reports_digests else None
 
-    def copy(self, key: str, target: str) -> None:
-        self.put(target, self.get(key)[0], None)
-
     def delete(self, key: str) -> None:
         self.before("delete", key)
         with self._lock:

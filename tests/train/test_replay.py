@@ -165,6 +165,7 @@ def test_a_defective_device_is_named_and_its_updates_are_lost(mesh: str, place: 
     assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "undisturbed")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("mesh", ["data", pytest.param("same bits", marks=pytest.mark.soak)])
 def test_a_fault_that_begins_later_is_found_within_the_interval(mesh: str, tmp_path: Path) -> None:
     # From step 7 on: steps 1 and 4 are computed twice, and each step has two micro-batches on a device.

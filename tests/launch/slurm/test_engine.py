@@ -538,6 +538,7 @@ def test_a_restart_takes_the_standby(slurm):
     assert len(slurm.read("standbys")) == len(slurm.read("starts")) == 1
 
 
+@pytest.mark.soak
 def test_a_killed_standby_is_replaced_by_a_process_that_gets_its_line(slurm):
     script = StandbyScript(slurm)
     script.kill(slurm.read("standbys")[0])
@@ -547,6 +548,7 @@ def test_a_killed_standby_is_replaced_by_a_process_that_gets_its_line(slurm):
     assert len(slurm.read("standbys")) == 2
 
 
+@pytest.mark.soak
 def test_a_standby_without_memory_begins_with_its_line(slurm):
     slurm.write("no_memory", "")
     script = StandbyScript(slurm, has_standby=False)
@@ -577,7 +579,7 @@ def test_a_restart_without_a_usable_standby_starts_a_step(slurm, cause):
     assert len(slurm.read("arguments")) == 5
 
 
-@pytest.mark.daily(1)
+@pytest.mark.soak
 @pytest.mark.parametrize("code", [0, 75, None])
 def test_a_standby_ends_with_the_script(slurm, code):
     script = StandbyScript(slurm, code=code or 0)
