@@ -13,7 +13,7 @@ spec          frozen models, strict YAML with positions, overrides, validation; 
 accelerator   catalogue of chips; no jax
 storage       one interface over local disks and the buckets of three clouds; JSON files and their keys
 distributed   launch environment, rendezvous, agreement, preemption, health
-run           one attempt in its run directory: layout, fence, event ledger, compile cache
+attempts      one attempt in its run directory: layout, fence, event ledger, compile cache
 checkpoint    save, commit, restore, retention, inspection
 optim         optimizers, schedules and parameter groups
 config        public config models of trainers; no jax
@@ -35,31 +35,59 @@ inference     sampling and evaluation of a run's weights, read-only
 dashboard     report page and live dashboard, read-only; no jax
 plan          preflight for hardware that need not be present: check, compile, forecast, search
 cli           commands of `python -m runner`
+api           functions for notebooks and scripts
 __main__      entry point of `python -m runner`
 """
 
 import importlib
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from runner.api import Run, load_spec, open_run, run
     from runner.checkpoint.inspect import open_checkpoint
+    from runner.errors import PreemptedError, RunnerError
     from runner.job import RestoreableJob
     from runner.spec import ExecutionSpec, Topology
     from runner.trainer import BaseTrainer
 
 _HOMES = {
-    "ExecutionSpec": "runner.spec",
-    "Topology": "runner.spec",
-    "RestoreableJob": "runner.job",
     "BaseTrainer": "runner.trainer",
+    "ExecutionSpec": "runner.spec",
+    "PreemptedError": "runner.errors",
+    "RestoreableJob": "runner.job",
+    "Run": "runner.api",
+    "RunnerError": "runner.errors",
+    "Topology": "runner.spec",
+    "load_spec": "runner.api",
     "open_checkpoint": "runner.checkpoint.inspect",
+    "open_run": "runner.api",
+    "run": "runner.api",
 }
 
-__all__ = ["BaseTrainer", "ExecutionSpec", "RestoreableJob", "Topology", "open_checkpoint"]
+__all__ = [
+    "BaseTrainer",
+    "ExecutionSpec",
+    "PreemptedError",
+    "RestoreableJob",
+    "Run",
+    "RunnerError",
+    "Topology",
+    "__version__",
+    "load_spec",
+    "open_checkpoint",
+    "open_run",
+    "run",
+]
+__version__ = version("runner")
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public class on first use, so that validating a spec does not import jax."""
+    """Import a public name on first use, so that validating a spec does not import jax."""
     if name not in _HOMES:
         raise AttributeError(f"module 'runner' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

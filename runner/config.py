@@ -24,9 +24,9 @@ from pydantic import (
     model_validator,
 )
 
+from runner.attempts.events import ROLL_BACKS_MAX
 from runner.errors import InvalidError
 from runner.optim.config import OPTIMIZERS, SCHEDULES, OptimizerConfig, ScheduleConfig
-from runner.run.events import ROLL_BACKS_MAX
 from runner.spec import Auto, Document, FrozenModel, JobConfig, Trajectory, is_below, is_class_path
 from runner.spec.model import CLASS_PATH, Policy, list_keys
 from runner.storage import JsonObject

@@ -14,6 +14,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
+from runner.accelerator import add_deterministic_flags
 from runner.checkpoint.policy import SaveKind
 from runner.console import warn
 from runner.distributed.agreement import Hosts
@@ -22,8 +25,9 @@ from runner.distributed.preemption import StopNotice
 from runner.errors import InvalidError, PhaseError, PreemptedError
 from runner.lifecycle import Lifecycle, validate_step
 from runner.metrics.meta import UnfitMetricsError, parse_metrics
+from runner.process import add_cpu_threads
 from runner.recipe import Recipe
-from runner.spec import Document, ExecutionSpec
+from runner.spec import Document, ExecutionSpec, load_job_class
 
 _METRIC_KEY = re.compile(r"(?!step$)[\w.-]+(/[\w.-]+)*")
 _RESERVED_KEYS = ("perf/",)
@@ -144,6 +148,22 @@ class RestoreableJob(Recipe):
         if not_finite:
             warn(f"log_metrics at step {self.step}: {', '.join(not_finite)}: not finite; null in the row")
         self.lifecycle.row_log.add(self.step, row)
+
+
+def make_job(document: Document, spec: ExecutionSpec) -> RestoreableJob:
+    """Make the job of a spec, whose top level is valid. Validates the whole `config`; raises `SpecError`."""
+    job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
+    if job_class.needs_topology and spec.topology is None:
+        raise document.error("", f"missing key topology: {job_class.__name__} needs one")
+    return job_class(spec, document)
+
+
+def prepare_process(job: RestoreableJob) -> None:
+    """Set what XLA reads when JAX starts, and open the compile cache. Call it before anything is compiled."""
+    if job.spec.topology is None or job.spec.topology.deterministic:
+        add_deterministic_flags(os.environ)
+    add_cpu_threads(os.environ, jax.config.values["jax_num_cpu_devices"])
+    job.compile_cache.open()
 
 
 class TextJob(RestoreableJob):

@@ -14,6 +14,9 @@ from typing import Any
 
 import jax
 
+from runner.attempts.attempt import DRAIN_SECONDS, Attempt, IncidentRecorder, claim_attempt
+from runner.attempts.fence import Advice, RunIdentity, validate_directory, validate_owner
+from runner.attempts.layout import RESULT, read_result
 from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.checkpoint.fork import (
     open_parent,
@@ -40,9 +43,6 @@ from runner.huggingface.load import load_init_from, validate_init_from
 from runner.metrics.writers import RowLog
 from runner.parallel.mesh import read_device_memory_bytes
 from runner.recipe import Recipe
-from runner.run.attempt import DRAIN_SECONDS, Attempt, IncidentRecorder, claim_attempt
-from runner.run.fence import Advice, RunIdentity, validate_directory, validate_owner
-from runner.run.layout import RESULT, read_result
 from runner.spec import Trajectory, compute_trajectory, dump_spec, validate_spec
 
 _MAX_VALUE_CHARACTERS = 60
@@ -63,13 +63,22 @@ class Lifecycle:
         self._is_claimed = False
         self._has_ended = False
 
-    def run(self, hosts: Hosts, stop: StopNotice, clock: Clock) -> None:
-        """Run the job to its end; see `RestoreableJob.__call__`."""
+    def run(self, hosts: Hosts, stop: StopNotice, clock: Clock, *, ends_process: bool = True) -> None:
+        """Run the job to its end; see `RestoreableJob.__call__`.
+
+        A job that hangs or has lost a peer ends the process, unless `ends_process` is False.
+        """
         job = self.job
         job.run_earlier_jobs(hosts, stop, clock)
         incidents = IncidentRecorder()
         watchdog = Watchdog(
-            hosts, job.spec.deadlines, clock, incidents.on_diagnosis, incidents.on_straggler, incidents.on_progress
+            hosts,
+            job.spec.deadlines,
+            clock,
+            incidents.on_diagnosis,
+            incidents.on_straggler,
+            incidents.on_progress,
+            ends_process=ends_process,
         )
         with watchdog as progress:
             if hosts.num_processes > 1:

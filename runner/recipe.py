@@ -11,6 +11,10 @@ from typing import Any, ClassVar
 
 import jax
 
+from runner.attempts.attempt import Attempt
+from runner.attempts.compile_cache import CompileCache
+from runner.attempts.fence import RunIdentity, is_done
+from runner.attempts.layout import open_directory
 from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.checkpoint.leaves import init_sharded, replicate_abstract
 from runner.checkpoint.manifest import Manifest
@@ -19,10 +23,6 @@ from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Clock
 from runner.distributed.preemption import StopNotice
 from runner.huggingface.mapping import Family
-from runner.run.attempt import Attempt
-from runner.run.compile_cache import CompileCache
-from runner.run.fence import RunIdentity, is_done
-from runner.run.layout import open_directory
 from runner.spec import (
     Document,
     ExecutionSpec,

@@ -7,6 +7,8 @@ overrides the statements of `runner.train_recipe`. All methods are called on eve
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from runner.attempts.fence import RunIdentity
+from runner.attempts.layout import read_result
 from runner.checkpoint.save import SaveContents
 from runner.config import ModelConfig
 from runner.data import Dataset
@@ -15,8 +17,6 @@ from runner.distributed.clock import Clock
 from runner.distributed.preemption import StopNotice
 from runner.evaluation.builtin import BuiltinEvaluators
 from runner.huggingface.load import complete_model
-from runner.run.fence import RunIdentity
-from runner.run.layout import read_result
 from runner.session import Session
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.storage import JsonObject
@@ -155,7 +155,7 @@ class BaseTrainer(TrainRecipe):
         self.session.prepare()
 
     def make_save_contents(self) -> SaveContents:
-        """Return what is saved with the state. Raises `DivergedError`, or `DataError` if the data have changed."""
+        """Return what is saved with the state. Raises `DivergedError`."""
         return self.session.make_save_contents()
 
     def result(self) -> JsonObject:

@@ -13,6 +13,7 @@ import pytest
 
 from experiments.counter import Counter, advance
 from runner import RestoreableJob
+from runner.attempts.fence import Fence
 from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.checkpoint.manifest import read_committed
 from runner.cli.app import run_command
@@ -29,7 +30,6 @@ from runner.errors import (
 )
 from runner.metrics.file import read_rows
 from runner.recipe import JobSession
-from runner.run.fence import Fence
 from runner.spec import ExecutionSpec, read_spec
 from runner.storage import LocalStore, read_json, read_log
 from tests.support.tiny_jobs import StopAfter, are_leaves_equal, make_counter

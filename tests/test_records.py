@@ -9,10 +9,10 @@ import pytest
 
 from experiments.counter import Counter
 from runner import ExecutionSpec
+from runner.attempts.events import EVENT_KEYS, EVENTS
+from runner.attempts.layout import RESULT_KEYS
 from runner.checkpoint.manifest import INDEX_KEYS, MANIFEST_KEYS
 from runner.metrics.rows import ROW_KEYS
-from runner.run.events import EVENT_KEYS, EVENTS
-from runner.run.layout import RESULT_KEYS
 from runner.storage import Key, parse_lines, url
 from tests.benchmarks.scale import Pod
 from tests.support.memory_bucket import MemoryDriver

@@ -34,11 +34,11 @@ import numpy as np
 from experiments.tokenise.documents import BadRecord, Document, DocumentsDigest, DocumentSet, encode_document
 from experiments.tokenise.inputs import InputFile
 from experiments.tokenise.pipeline import EncodedBatch
+from runner.attempts.layout import read_owner
 from runner.data.corpus_index import ENDS_DTYPE, INDEX, CorpusIndex, CorpusShard, CorpusShards, parse_shard
 from runner.data.tokenizers import TOKENIZER_FILES
 from runner.errors import DataError, InvalidError
 from runner.huggingface.assets import TOKENIZER_CONFIG
-from runner.run.layout import read_owner
 from runner.storage import (
     JsonObject,
     Key,

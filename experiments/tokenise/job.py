@@ -57,6 +57,8 @@ from experiments.tokenise.inputs import (
 )
 from experiments.tokenise.pipeline import EncodedBatch, EncodingOptions, encode_pieces, format_too_many, read_piece
 from runner import ExecutionSpec
+from runner.attempts.fence import is_unstarted
+from runner.attempts.layout import read_owner
 from runner.data.chat import find_end_of_turn
 from runner.data.corpus_index import INDEX, CorpusIndex
 from runner.data.tokenizers import KINDS_WITH_SPANS, TOKENIZER_FILES, BatchTokenizer, ByteBatchTokenizer, make_tokenizer
@@ -65,8 +67,6 @@ from runner.distributed.clock import Phase, TimeCategory
 from runner.errors import DataError, InvalidError
 from runner.huggingface.assets import END_OF_TURN, TOKENIZER_CONFIG
 from runner.job import TextJob
-from runner.run.fence import is_unstarted
-from runner.run.layout import read_owner
 from runner.spec import Document, Trajectory
 from runner.spec.imports import import_extra
 from runner.storage import JsonObject, Store, encode_json, open_store, parse_json, probe_store

@@ -26,6 +26,8 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from runner.attempts.attempt import Attempt
+from runner.attempts.layout import read_owner, read_result
 from runner.checkpoint.blocks import Blocks
 from runner.checkpoint.leaves import Leaves
 from runner.checkpoint.manifest import Manifest
@@ -35,8 +37,6 @@ from runner.console import say, warn
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, ResumeError, RunnerError
 from runner.process import read_creation_ticks, read_machine_id
-from runner.run.attempt import Attempt
-from runner.run.layout import read_owner, read_result
 from runner.spec import CheckpointConfig, Trajectory, hash_record
 from runner.storage import (
     Key,

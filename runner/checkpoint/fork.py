@@ -19,6 +19,8 @@ Every manifest of the fork holds its lineage (`LINEAGE_KEYS`), and with it that 
 
 from typing import Any
 
+from runner.attempts.attempt import Attempt
+from runner.attempts.fence import RunIdentity, is_listed, shorten_keys
 from runner.checkpoint.inspect import BEST, find_best_checkpoint, read_document
 from runner.checkpoint.leaves import flatten_with_names, has_adapter, validate_manifest_leaves
 from runner.checkpoint.manifest import (
@@ -34,8 +36,6 @@ from runner.checkpoint.restore import RestoredState, SourceRun
 from runner.console import escape_unprintable, warn
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, ResumeError, StorageError, suggest_nearest
-from runner.run.attempt import Attempt
-from runner.run.fence import RunIdentity, is_listed, shorten_keys
 from runner.spec import PARAMS, ExecutionSpec, ForkConfig, is_below, validate_spec
 from runner.storage import JsonObject, Store, local_directory, open_store, resolve_place, split_checkpoint, validate_url
 

@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypedDict
 
+from runner.attempts.environment import ENVIRONMENT_KEYS
+from runner.attempts.events import LINEAGE_KEYS
 from runner.console import warn
 from runner.errors import NewerFormatError
-from runner.run.environment import ENVIRONMENT_KEYS
-from runner.run.events import LINEAGE_KEYS
 from runner.spec import Trajectory, hash_record
 from runner.storage import (
     ABSENT,

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
+from runner.attempts.attempt import Attempt
 from runner.checkpoint.manifest import CHECKPOINTS, Manifest, is_committed, read_committed, remove_files, uncommit
 from runner.console import warn
-from runner.run.attempt import Attempt
 from runner.spec import CheckpointConfig
 from runner.storage import DeadlineError, JsonObject, Key, LocalStore, Store, encode_json, read_json, validate_record
 

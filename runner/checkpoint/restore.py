@@ -24,6 +24,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import jax
 import numpy as np
 
+from runner.attempts.attempt import Attempt
+from runner.attempts.fence import RunIdentity
 from runner.checkpoint import arrays as readers
 from runner.checkpoint import fingerprint
 from runner.checkpoint.fast_tier import FastTier
@@ -58,8 +60,6 @@ from runner.checkpoint.parts import FastPart
 from runner.console import warn
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError, NewerFormatError, ResumeError, StorageError
-from runner.run.attempt import Attempt
-from runner.run.fence import RunIdentity
 from runner.spec import PARAMS, Trajectory
 from runner.storage import DiskError, Store, open_store, read_log, split_checkpoint
 

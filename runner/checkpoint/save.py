@@ -41,6 +41,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from runner.attempts.attempt import Attempt
 from runner.checkpoint import fingerprint
 from runner.checkpoint.arrays import WRITE_ERRORS, ArrayWriter, FinishWrite, make_bits_check, make_writer
 from runner.checkpoint.blocks import Blocks, copy_to_host
@@ -75,7 +76,6 @@ from runner.checkpoint.restore import AttachmentCheck, RestoredState, load_check
 from runner.console import warn
 from runner.distributed.clock import SAVE
 from runner.errors import DataError, FencedError, InvalidError, RemovedError, StorageError, format_error
-from runner.run.attempt import Attempt
 from runner.spec import CheckpointConfig, Trajectory
 from runner.storage import JsonObject, iterate_log, parse_number
 

@@ -15,9 +15,9 @@ import traceback
 from types import TracebackType
 from typing import NoReturn
 
-import jax
-
-from runner.accelerator import add_deterministic_flags, platform_errors
+from runner.accelerator import platform_errors
+from runner.attempts.logs import drain_log_file, install_log_file
+from runner.attempts.membership import Membership
 from runner.cli.arguments import JobArguments
 from runner.console import configure_console, warn
 from runner.distributed import preemption
@@ -25,11 +25,8 @@ from runner.distributed.clock import Clock, TimeCategory
 from runner.distributed.preemption import StopNotice, end_process
 from runner.distributed.rendezvous import Placement, detect_placement, join_job
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_RETRYABLE, PeerLostError, RunnerError, error_from_exit
-from runner.job import RestoreableJob
-from runner.process import add_cpu_threads
-from runner.run.logs import drain_log_file, install_log_file
-from runner.run.membership import Membership
-from runner.spec import Document, ExecutionSpec, load_job_class
+from runner.job import make_job, prepare_process
+from runner.spec import Document, ExecutionSpec
 
 # Libraries whose own log lines would repeat what the runner reports in one line. That of JAX advises to unset the
 # variables of proxies, which `join_job` bypasses.
@@ -41,22 +38,15 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
 
     Raises `RunnerError` if the job could not begin.
     """
-    job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
-    if job_class.needs_topology and spec.topology is None:
-        raise document.error("", f"missing key topology: {job_class.__name__} needs one")
     # The whole `config` is validated here, before this process waits for any other.
-    job = job_class(spec, document)
+    job = make_job(document, spec)
     placement = find_placement(
         arguments.coordinator, arguments.num_processes, arguments.process_id, spec.deadlines.start_seconds
     )
     if placement is not None:
         # A stop that is requested from here on waits until the other processes can learn of it.
         stop.expect_peers()
-    # XLA reads its flags when JAX starts, and the cache must be open before anything is compiled: before `join_job`.
-    if spec.topology is None or spec.topology.deterministic:
-        add_deterministic_flags(os.environ)
-    add_cpu_threads(os.environ, jax.config.values["jax_num_cpu_devices"])
-    job.compile_cache.open()
+    prepare_process(job)  # before `join_job`, which starts JAX
     for library in _CHATTY_LIBRARIES:
         logging.getLogger(library).setLevel(logging.CRITICAL)
     configure_console(spec.job, spec.logging.format, spec.logging.level)

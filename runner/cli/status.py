@@ -23,6 +23,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from runner.attempts.layout import LAYOUT, OWNER, read_owner
 from runner.cli.arguments import StatusArguments
 from runner.console import escape_controls, finish_output, format_duration, write_text
 from runner.distributed.clock import TimeCategory
@@ -32,7 +33,6 @@ from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader, format_changes, open_text_stores
 from runner.history.records import History, RunState, StageRecord, Verification, to_json
 from runner.metrics.rows import POLICY_COUNTS, format_metrics, list_own_metrics
-from runner.run.layout import LAYOUT, OWNER, read_owner
 from runner.spec import list_named_modules, load_document, validate_spec
 from runner.storage import JsonObject, Store, find_kind, local_directory, open_store
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from runner.attempts.events import ROLL_BACK_FOLDER
 from runner.checkpoint.manifest import CHECKPOINTS, MANIFEST, list_steps, read_committed
 from runner.cli.arguments import VerifyResumeArguments
 from runner.config import TrainerConfig
@@ -36,7 +37,6 @@ from runner.errors import (
 from runner.job import RestoreableJob
 from runner.metrics.file import read_rows
 from runner.process import make_environment, start_processes
-from runner.run.events import ROLL_BACK_FOLDER
 from runner.spec import hash_record, load_document, load_job_class, validate_config, validate_spec
 from runner.storage import JsonObject, LocalStore, read_json, read_log
 

@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from runner.attempts.events import ROLL_BACK_FOLDER, ROLL_BACKS_MAX
+from runner.attempts.layout import read_owner
+from runner.attempts.logs import LOG_FOLDER
 from runner.dashboard.charts import RunCurves
 from runner.errors import InvalidError, SpecError
 from runner.history.ledger import get_step
@@ -23,9 +26,6 @@ from runner.history.reader import HistoryReader
 from runner.history.records import ForkRecord, History
 from runner.metrics.file import MetricsTail
 from runner.metrics.rows import Row
-from runner.run.events import ROLL_BACK_FOLDER, ROLL_BACKS_MAX
-from runner.run.layout import read_owner
-from runner.run.logs import LOG_FOLDER
 from runner.spec import parse_document
 from runner.storage import ConfinedStore, Store, as_local, make_store, parse_number, read_json
 

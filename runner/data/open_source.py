@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from runner.attempts.layout import TEXT_FOLDER
 from runner.data.array_record import read_array_record
 from runner.data.corpus import TrainOn, open_corpus
 from runner.data.mds import read_mds
@@ -28,7 +29,6 @@ from runner.data.tables import read_tables
 from runner.data.token_files import DocumentFiles, TokenReader, TokenSequence, open_token_files
 from runner.data.tokenizers import TOKENIZER_FILES, ByteTokenizer, CharacterTokenizer, Tokenizer, collect_characters
 from runner.errors import DataError, InvalidError, SpecError
-from runner.run.layout import TEXT_FOLDER
 from runner.spec import Document, ExecutionSpec, KeyPath, is_class_path, load_class
 from runner.storage import JsonObject
 

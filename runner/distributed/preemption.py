@@ -175,6 +175,11 @@ class StopNotice:
         with self._lock:
             self._stop_tick = self._tick if self._stop_tick is None else min(self._stop_tick, self._tick)
 
+    @property
+    def has_begun(self) -> bool:
+        """True once the job has polled: before its first step a stop ends the process, since nothing is to be saved."""
+        return self._tick != self._idle_tick
+
     def request_stop(self, reason: str) -> None:
         """Request a stop, as the first signal does. Any process, any thread; repeated calls have no effect."""
         warn(f"{reason}: stopping at the next step")

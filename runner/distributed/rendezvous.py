@@ -152,7 +152,7 @@ Connections = dict[int, socket.socket]  # by process
 
 
 class Members(Protocol):
-    """Membership of an elastic job as its directory shows it. Implemented by `runner.run.membership`."""
+    """Membership of an elastic job as its directory shows it. Implemented by `runner.attempts.membership`."""
 
     run_id: str | None  # id of the run in the directory; None while there is none, or it is not known yet
 

@@ -343,16 +343,20 @@ class Watchdog:
         on_diagnosis: Callable[[str, int, bool], Ending | None],
         on_straggler: Callable[[StragglerReport], None],
         on_progress: Callable[[int], None],
+        *,
+        ends_process: bool = True,
     ):
         """Create the watchdog. The callbacks run on other threads, because the directory may hang, and may be left out.
 
         `on_diagnosis` receives the line and exit code of the diagnosis on every process, before it ends, and whether
         this process is to record them; it may return others to end with. On process 0, `on_straggler` receives a change
-        in the set of stragglers, and `on_progress` the last completed step, from time to time, if it has changed.
+        in the set of stragglers, and `on_progress` the last completed step, from time to time, if it has changed. If it
+        may not end the process, which then is alone, the watchdog prints the diagnosis and ends.
         """
         self.progress = Progress(clock)
         self._hosts, self._deadlines = hosts, deadlines
         self._on_diagnosis, self._on_straggler, self._on_progress = on_diagnosis, on_straggler, on_progress
+        self._ends_process = ends_process
         self._reported_step, self._next_report_beat = 0, 1
         self._is_over = threading.Event()
         self._ending = threading.Lock()  # taken once: only one thread ends this process
@@ -557,6 +561,10 @@ class Watchdog:
         self._end(line, EXIT_RETRYABLE, is_recorder=self._hosts.process_id <= _MAX_RECORDERS)
 
     def _end(self, line: str, code: int, is_recorder: bool, is_fenced: bool = False) -> None:
+        if not self._ends_process:
+            self._is_over.set()
+            warn(line)
+            return
         self._ending.acquire()
         if not is_fenced:  # else nothing may be recorded
             endings: list[Ending] = []

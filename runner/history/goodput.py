@@ -22,10 +22,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from runner.attempts.clock_file import ClockRecord
 from runner.distributed.clock import COUNTED_CATEGORIES, TimeCategory
 from runner.history.ledger import AttemptEvents, get_time
 from runner.history.records import AttemptRecord
-from runner.run.clock_file import ClockRecord
 
 Seconds = dict[TimeCategory, float]
 # The time in a claim is that of its first try, so the times of attempts that claim at once may be in another order.

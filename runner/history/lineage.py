@@ -8,12 +8,12 @@ import enum
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from runner.attempts.layout import read_owner
 from runner.checkpoint.manifest import CHECKPOINTS, UNREADABLE_ERRORS, read_manifest, read_newest_manifest
 from runner.errors import InvalidError, StorageError
 from runner.history.ledger import LedgerReader, to_single_line
 from runner.history.reader import format_changes, read_fork
 from runner.history.records import ForkRecord
-from runner.run.layout import read_owner
 from runner.storage import JsonObject, Store, open_store
 
 # A run among those that were read is named by its place. Any other one is named by its id too, since its place may have

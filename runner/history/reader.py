@@ -18,6 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
+from runner.attempts.clock_file import decode_clock_file, get_clock_file_name
+from runner.attempts.environment import ENVIRONMENT_KEYS
+from runner.attempts.layout import TEXT_FOLDER, read_owner, read_result
 from runner.checkpoint.manifest import CHECKPOINTS, NotCommittedError, read_manifest
 from runner.config import SOURCE_NAME, StageConfig, locate_stages
 from runner.console import format_duration
@@ -58,9 +61,6 @@ from runner.history.records import (
 )
 from runner.metrics.file import read_sample
 from runner.metrics.rows import find_unit
-from runner.run.clock_file import decode_clock_file, get_clock_file_name
-from runner.run.environment import ENVIRONMENT_KEYS
-from runner.run.layout import TEXT_FOLDER, read_owner, read_result
 from runner.storage import INT_MAX, STEP_MAX, DiskError, JsonObject, Store, open_store, parse_number, read_json
 from runner.storage.store import validate_nesting
 

@@ -38,6 +38,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from runner.attempts.attempt import Attempt
+from runner.attempts.layout import read_owner
 from runner.console import warn
 from runner.distributed.clock import LocalFailure, Phase, TimeCategory
 from runner.errors import FencedError, HookError, InvalidError, PreemptedError, RetryableError, format_error
@@ -52,8 +54,6 @@ from runner.hook.listing import (
     encode_counters,
 )
 from runner.metrics.rows import Row
-from runner.run.attempt import Attempt
-from runner.run.layout import read_owner
 from runner.storage import JsonObject, read_log
 from runner.train.lora import DONATED, are_donated, copy_containers
 from runner.train.report import Report

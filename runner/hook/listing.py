@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from runner.attempts.layout import RunResult
 from runner.errors import InvalidError
 from runner.hook.hooks import Hook, Observer, SeenJob
-from runner.run.layout import RunResult
 from runner.spec import Document, HookEntry, Trajectory, hash_record, list_former_paths, load_class, validate_config
 from runner.train.auxiliary import AuxiliaryState
 from runner.train.state import TrainState

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from runner.attempts.layout import FORMAT, DamagedRecordError, read_record
 from runner.config import DataConfig, TokenSource
 from runner.console import warn
 from runner.data.chat import ChatTemplate, get_token_text, read_template
@@ -28,7 +29,6 @@ from runner.data.source_files import find_corpus, find_source
 from runner.data.tokenizers import TOKENIZER_FILES, parse_tokenizer
 from runner.errors import DataError, InvalidError
 from runner.huggingface.safetensors import CONFIG_FILE, drop_config_keys
-from runner.run.layout import FORMAT, DamagedRecordError, read_record
 from runner.spec import InitFromConfig, is_class_path
 from runner.storage import (
     JsonObject,

@@ -30,6 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
+from runner.attempts.attempt import Attempt
+from runner.attempts.layout import open_directory
 from runner.checkpoint.fork import find_continued_manifest
 from runner.checkpoint.inspect import BEST, find_checkpoint, read_document
 from runner.checkpoint.leaves import flatten_with_names
@@ -50,8 +52,6 @@ from runner.huggingface.safetensors import (
     open_published_weights,
     read_config_json,
 )
-from runner.run.attempt import Attempt
-from runner.run.layout import open_directory
 from runner.spec import PARAMS, Document, ExecutionSpec, InitFromConfig, Trajectory, hash_record
 from runner.storage import JsonObject, Store, Version, open_store, split_checkpoint
 

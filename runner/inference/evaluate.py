@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh
 
+from runner.attempts.layout import read_result
 from runner.checkpoint.manifest import read_committed
 from runner.config import TokenSource
 from runner.console import warn
@@ -36,7 +37,6 @@ from runner.inference.open_run import NEWEST, ReadOnlyRun, parse_step
 from runner.metrics.meta import TOKEN_COUNT, UnfitMetricsError, parse_metrics
 from runner.metrics.rows import Row, format_metrics
 from runner.parallel.mesh import AXES, count_batch_shards, is_mesh_possible, make_mesh, resolve_mesh_sizes
-from runner.run.layout import read_result
 from runner.spec import PARAMS, Document, SpecLocation, validate_config
 from runner.spec.document import parse_yaml
 from runner.storage import JsonObject

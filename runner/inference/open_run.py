@@ -4,23 +4,25 @@ The job is made from the run's `spec.yaml`, which was resolved when the run bega
 edits of the user's spec have no effect.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
+from jax.sharding import Mesh
 
-from runner.accelerator import add_deterministic_flags
 from runner.checkpoint.inspect import find_checkpoint, open_checkpoint, read_document
 from runner.checkpoint.manifest import CHECKPOINTS, MAX_LISTINGS, read_committed
 from runner.console import warn
 from runner.data.chat import Renderer
-from runner.data.tokenizers import HuggingFaceTokenizer
+from runner.data.tokenizers import BatchTokenizer, HuggingFaceTokenizer, Tokenizer
 from runner.distributed.agreement import Hosts
 from runner.errors import DataError, InvalidError, ResumeError, StorageError
 from runner.evaluation.generation import (
@@ -37,9 +39,8 @@ from runner.evaluation.generation import (
     stream_output,
 )
 from runner.huggingface.assets import TOKENIZER, ExportAssets, find_assets, read_assets
-from runner.job import RestoreableJob
+from runner.job import RestoreableJob, prepare_process
 from runner.parallel.mesh import AXES, make_mesh, read_device_memory_bytes
-from runner.process import add_cpu_threads
 from runner.spec import PARAMS, Trust, load_job_class, validate_spec
 from runner.storage import Store, open_store, parse_number
 from runner.train.evaluators import cast_like
@@ -58,12 +59,9 @@ class ReadOnlyRun:
 
     def prepare_process(self) -> None:
         """Configure this process, before JAX starts, to compile the run's programs and leave GPU memory to the run."""
-        if self.job.topology.deterministic:
-            add_deterministic_flags(os.environ)
-        add_cpu_threads(os.environ, jax.config.values["jax_num_cpu_devices"])
         # JAX would otherwise reserve most of the GPU memory, which a run on the same host needs.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        self.job.compile_cache.open()
+        prepare_process(self.job)
 
     def list_steps(self) -> list[int]:
         """Return all committed steps, ascending. Raises `InvalidError` if there is none yet."""
@@ -186,6 +184,48 @@ def open_run(directory: str, trust: Sequence[str] = ()) -> ReadOnlyRun:
     return ReadOnlyRun(directory, store, job_class(spec, document))
 
 
+def _place_weights(job: BaseTrainer) -> tuple[Mesh, Any]:
+    """Return a mesh of devices of this process, and the weights without values, with their shardings on it.
+
+    One device holds them, unless they would fill half of its memory: then all devices do.
+    """
+    for devices in (jax.local_devices()[:1], jax.local_devices()):
+        mesh = make_mesh(dict.fromkeys(AXES, 1) | {"fsdp": len(devices)}, devices)
+        abstract = job.weights(job.setup_builder.build_on_mesh(mesh, jax.random.key(job.spec.seed)).abstract_state)
+        if sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)) < read_device_memory_bytes() / 2:
+            break
+    return mesh, abstract
+
+
+class LoadedModel(NamedTuple):
+    """Model of a run with the weights of one step.
+
+    Attributes:
+        model: the module, with the config that has made the step.
+        variables: its variables on the devices of this process, for `model.apply`.
+        tokenizer: tokenizer of the data, with `encode` and `decode`; None if it is not known, or the data are no text.
+        step: the step.
+    """
+
+    model: nn.Module
+    variables: Any
+    tokenizer: Tokenizer | BatchTokenizer | None
+    step: int
+
+
+def load_model(run: ReadOnlyRun, step: str = NEWEST, weights: str = PARAMS) -> LoadedModel:
+    """Load the model of a run with its weights. Raises as `ReadOnlyRun.load_found_weights`."""
+    checkpoint = run.find_checkpoint(step)
+    job = run.at_step(parse_step(checkpoint)).job
+    _, abstract = _place_weights(job)
+    checkpoint, loaded = run.load_found_weights(step, abstract, weights, Hosts.single_process(), checkpoint)
+    tokenizer: Tokenizer | BatchTokenizer | None = None
+    if job.config.data.has_tokens:
+        with contextlib.suppress(DataError):
+            tokenizer = load_data_codec(job.config.data).tokenizer
+    return LoadedModel(job.model(), make_variables(loaded), tokenizer, parse_step(checkpoint))
+
+
 @dataclass(frozen=True)
 class SampleRequest:
     """Request for `num_tokens` tokens after `prompt`."""
@@ -256,13 +296,7 @@ def sample(run: ReadOnlyRun, request: SampleRequest) -> Iterator[str]:
         else:
             no_text = str(error)
 
-    # One device of this process holds the weights, unless they would fill half of its memory: then all devices do.
-    for devices in (jax.local_devices()[:1], jax.local_devices()):
-        mesh = make_mesh(dict.fromkeys(AXES, 1) | {"fsdp": len(devices)}, devices)
-        abstract = job.weights(job.setup_builder.build_on_mesh(mesh, jax.random.key(job.spec.seed)).abstract_state)
-        if sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)) < read_device_memory_bytes() / 2:
-            break
-
+    mesh, abstract = _place_weights(job)
     model = job.model()
     # Inferred from the model, because a custom one may ignore the vocabulary of the data.
     try:

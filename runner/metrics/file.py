@@ -47,10 +47,10 @@ from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from typing import NamedTuple, Protocol, TypeVar
 
+from runner.attempts.fence import Fence
 from runner.console import warn
 from runner.errors import FencedError, InvalidError
 from runner.metrics.rows import EncodedRow, Row, RowTail, find_last_own_step, parse_row, select_surviving
-from runner.run.fence import Fence
 from runner.storage import (
     ABSENT,
     BackgroundWriter,

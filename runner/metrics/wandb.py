@@ -24,10 +24,10 @@ from pathlib import Path
 import numpy as np
 import wandb
 
+from runner.attempts.attempt import Attempt
 from runner.console import warn
 from runner.metrics.meta import RowValue, find_bins
 from runner.metrics.rows import Row
-from runner.run.attempt import Attempt
 from runner.spec import ExecutionSpec
 from runner.storage import Store, default_cache_directory
 

@@ -39,12 +39,12 @@ import google_crc32c
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from runner.attempts.attempt import Attempt
 from runner.console import escape_controls, say, warn
 from runner.errors import format_error
 from runner.metrics.file import METRICS_FILE, find_tail_problem, open_metrics_file, read_encoded_rows
 from runner.metrics.meta import RowValue, find_bins
 from runner.metrics.rows import Row, RowTail, find_unit, format_metrics, list_own_metrics
-from runner.run.attempt import Attempt
 from runner.spec import ExecutionSpec
 from runner.storage import LocalStore, Store, default_cache_directory
 from runner.storage.store import retry_stale

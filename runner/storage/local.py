@@ -12,7 +12,7 @@ missing call is recognised by its error code at each use, so that two directorie
 - stale handles (ESTALE): `retry_stale` looks the file up again.
 
 Nothing replaces the rest: creation with O_EXCL, rename over a file, rename of a directory with its content, appends,
-and the flush of a file. `runner.run.environment.probe_file_system` tries all of it at the start of a job.
+and the flush of a file. `runner.attempts.environment.probe_file_system` tries all of it at the start of a job.
 """
 
 import contextlib

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from runner.attempts.attempt import Attempt
 from runner.checkpoint.policy import is_due
 from runner.config import TrainerConfig
 from runner.console import warn
@@ -31,7 +32,6 @@ from runner.distributed.clock import EVALUATION, LocalFailure, Phase
 from runner.errors import FailedError, InvalidError, RunnerError, format_error
 from runner.metrics.meta import ACCURACY, SUMS, RowValue, UnfitMetricsError, compute_means, parse_metrics, to_row_value
 from runner.metrics.rows import Row
-from runner.run.attempt import Attempt
 from runner.spec import hash_record
 from runner.train.auxiliary import EMA
 from runner.train.lora import DONATED, are_donated, copy_containers, make_lazy_weights

@@ -38,12 +38,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from runner.accelerator import is_gpu_deterministic, make_compiler_options
+from runner.attempts.attempt import Attempt
 from runner.config import AttentionKernels
 from runner.console import warn
 from runner.distributed.preemption import end_process
 from runner.errors import EXIT_RETRYABLE, InvalidError, PeerLostError, ResumeError, RetryableError, format_error
 from runner.parallel.mesh import make_mesh, use_sharding_rules
-from runner.run.attempt import Attempt
 from runner.storage import LocalStore, default_cache_directory, encode_json, parse_json, read_json
 from runner.train.compile import mark_cudnn_gradients_deterministic
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import jax
 
+from runner.attempts.attempt import DRAIN_SECONDS, Attempt
 from runner.console import say, warn
 from runner.distributed.clock import PROFILE
 from runner.errors import format_error
-from runner.run.attempt import DRAIN_SECONDS, Attempt
 from runner.spec import MAX_PROFILE_STEPS
 from runner.storage import Store, default_cache_directory, encode_json, read_json
 

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import jax
 import optax
 
+from runner.attempts.attempt import Attempt
+from runner.attempts.fence import RunIdentity
 from runner.checkpoint.fork import find_continued_manifest
 from runner.checkpoint.leaves import format_type, list_leaf_names
 from runner.config import TrainerConfig
@@ -26,8 +28,6 @@ from runner.metrics.meta import Meta
 from runner.metrics.rows import Row
 from runner.parallel.mesh import read_device_memory_bytes
 from runner.process import keep_freed_memory, read_machine_id
-from runner.run.attempt import Attempt
-from runner.run.fence import RunIdentity
 from runner.spec import ExecutionSpec, ForkConfig, Trajectory, is_below
 from runner.spec.model import Policy, list_keys
 from runner.storage import Store

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from runner.attempts.attempt import Attempt
+from runner.attempts.environment import collect_options, collect_versions, compare_environments
 from runner.checkpoint.fork import find_continued_manifest
 from runner.checkpoint.manifest import Manifest
 from runner.config import TrainerConfig
 from runner.console import say, warn
 from runner.distributed.agreement import Hosts
-from runner.run.attempt import Attempt
-from runner.run.environment import collect_options, collect_versions, compare_environments
 from runner.spec import Document, ExecutionSpec, Trajectory, hash_record
 from runner.spec.model import Policy, list_keys
 from runner.storage import JsonObject, Store

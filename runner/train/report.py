@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from runner.attempts.attempt import Attempt
 from runner.checkpoint.policy import is_due
 from runner.config import TrainerConfig
 from runner.errors import ResumeError
@@ -18,7 +19,6 @@ from runner.metrics.rows import Row, RowTail
 from runner.metrics.window import NO_SUMS, MetricsWindow, StepTimer
 from runner.metrics.writers import RowDisplay, open_displays
 from runner.parallel.mesh import read_peak_memory_bytes
-from runner.run.attempt import Attempt
 from runner.spec import ExecutionSpec
 from runner.storage import JsonObject
 from runner.train.evaluators import Evaluator, EvaluatorSchedule

@@ -21,10 +21,10 @@ from typing import Any
 
 import optax
 
+from runner.attempts.fence import RunIdentity
 from runner.config import TOTAL_KEYS, TrainerConfig, complete_sources
 from runner.errors import SpecError, suggest_choices
 from runner.optim.config import ScheduleConfig
-from runner.run.fence import RunIdentity
 from runner.spec import Document, Trajectory, flatten, is_below, validate_config
 from runner.spec.model import Policy, list_keys
 from runner.storage import JsonObject

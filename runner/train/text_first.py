@@ -4,6 +4,9 @@ from collections.abc import Iterator
 
 import jax
 
+from runner.attempts.attempt import IncidentRecorder
+from runner.attempts.layout import read_owner
+from runner.attempts.logs import begin_next_log_file
 from runner.config import DataConfig
 from runner.console import say
 from runner.data.open_source import RawText, restore_text, split_text
@@ -13,9 +16,6 @@ from runner.distributed.preemption import StopNotice
 from runner.distributed.watchdog import Watchdog
 from runner.errors import PreemptedError
 from runner.job import RestoreableJob, TextJob
-from runner.run.attempt import IncidentRecorder
-from runner.run.layout import read_owner
-from runner.run.logs import begin_next_log_file
 from runner.spec import Document, ExecutionSpec, compute_trajectory, load_job_class, validate_spec
 from runner.storage import JsonObject, Store
 from runner.train.program import Programs

@@ -8,9 +8,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from runner.attempts.clock_file import start_clock_file
 from runner.console import say
 from runner.distributed.clock import Progress
-from runner.run.clock_file import start_clock_file
 from runner.storage import BackgroundWriter, LocalStore
 
 STEPS = 100_000

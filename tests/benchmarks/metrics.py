@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from runner.attempts.fence import Fence
 from runner.metrics.file import MetricsFile, open_metrics_file
-from runner.run.fence import Fence
 from runner.storage import BackgroundWriter, LocalStore, Store, encode_line
 from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 

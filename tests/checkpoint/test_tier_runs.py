@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from experiments.counter import Counter
+from runner.attempts.layout import Owner, write_owner
 from runner.checkpoint import fast_tier
 from runner.checkpoint.fast_tier import remove_ended_runs, write_run_file
 from runner.checkpoint.parts import PartDirectory
 from runner.cli.app import run_command
 from runner.errors import InvalidError, StorageError
-from runner.run.layout import Owner, write_owner
 from runner.storage import LocalStore, read_log
 from tests.support.memory_bucket import make_memory_bucket
 from tests.support.tiny_jobs import make_counter, stop_after

@@ -10,12 +10,12 @@ import pytest
 
 from experiments.counter import Counter
 from runner import open_checkpoint
+from runner.attempts.fence import Fence
 from runner.checkpoint import inspect
 from runner.checkpoint.inspect import VerifyDepth, format_report
 from runner.checkpoint.manifest import seal
 from runner.cli.app import run_command
 from runner.errors import EXIT_DONE, EXIT_FAILED, InvalidError
-from runner.run.fence import Fence
 from runner.spec import dump_spec
 from runner.storage import LocalStore, Store, compute_crc32c, open_store, parse_json
 from tests.checkpoint.test_checkpoint import Attempt

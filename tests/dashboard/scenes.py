@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from runner.attempts.clock_file import HEADER_BYTES, encode_slot
 from runner.config import StageConfig, locate_stages
 from runner.distributed.clock import COUNTED_CATEGORIES, ClockReading, TimeCategory
-from runner.run.clock_file import HEADER_BYTES, encode_slot
 from runner.storage import JsonObject, LocalStore, encode_json, encode_line
 from tests.dashboard.synthetic_runs import make_run
 

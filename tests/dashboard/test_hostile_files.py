@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from runner.attempts.clock_file import HEADER_BYTES, encode_slot
+from runner.attempts.events import EVENTS
 from runner.checkpoint.manifest import Manifest, seal
 from runner.cli.app import run_command
 from runner.dashboard import report, server
@@ -18,8 +20,6 @@ from runner.dashboard.report import render_report
 from runner.dashboard.server import PageData
 from runner.distributed.clock import COUNTED_CATEGORIES, ClockReading, TimeCategory
 from runner.errors import RunnerError
-from runner.run.clock_file import HEADER_BYTES, encode_slot
-from runner.run.events import EVENTS
 from runner.storage import ConfinedStore, JsonObject, LocalStore, WrongKindError, encode_json
 from tests.dashboard.synthetic_runs import START_TIME, make_events, make_rows, make_run
 from tests.support.memory_bucket import make_memory_bucket

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runner.attempts.clock_file import ClockRecord
 from runner.distributed.clock import COUNTED_CATEGORIES, ClockReading, TimeCategory
 from runner.history.goodput import AttemptGoodput, AttemptTimeline, align_timelines, compute_goodput, list_restarts
 from runner.history.ledger import AttemptEvents, LedgerSummary, apply_events
 from runner.history.records import AttemptRecord, RunState
-from runner.run.clock_file import ClockRecord
 
 SECONDS = st.floats(0.0, 1000.0)
 

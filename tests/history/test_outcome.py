@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from runner.attempts import clock_file
+from runner.attempts.fence import Fence
 from runner.errors import InvalidError
 from runner.history.reader import read_history
 from runner.history.records import History, RunState
-from runner.run import clock_file
-from runner.run.fence import Fence
 from runner.storage import LocalStore
 from tests.support import run_outcomes
 

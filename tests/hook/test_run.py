@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from runner import open_checkpoint
+from runner.attempts.layout import RESULT_KEYS
 from runner.checkpoint.fingerprint import list_leaf_names
 from runner.cli.app import run_command
 from runner.distributed.agreement import Hosts
@@ -16,7 +17,6 @@ from runner.errors import InvalidError
 from runner.history.reader import read_history
 from runner.hook.hooks import Act, Moment
 from runner.metrics.file import read_rows
-from runner.run.layout import RESULT_KEYS
 from runner.storage import LocalStore, parse_lines, validate_record
 from tests.hook.small_job import make_job
 from tests.support.tiny_jobs import are_leaves_equal

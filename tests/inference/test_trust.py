@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from runner import open_checkpoint
+from runner.attempts import compile_cache
 from runner.checkpoint.fingerprint import combine_digests
 from runner.checkpoint.inspect import read_document
 from runner.checkpoint.manifest import MANIFEST, read_manifest
@@ -20,7 +21,6 @@ from runner.config import TrainerConfig
 from runner.data.open_source import split_text
 from runner.errors import InvalidError, SpecError
 from runner.inference.open_run import open_run
-from runner.run import compile_cache
 from runner.spec import Trust, parse_document, validate_config, validate_spec
 from runner.storage import LocalStore
 from tests.support.tiny_jobs import make_gpt

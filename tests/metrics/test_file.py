@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+from runner.attempts.fence import Fence
 from runner.errors import DivergedError, FencedError, RunnerError
 from runner.metrics import file as bucket
 from runner.metrics import file as disk
@@ -23,7 +24,6 @@ from runner.metrics.file import METRICS_FILE, _BucketMetricsFile, _LocalMetricsF
 from runner.metrics.rows import EncodedRow, RowTail
 from runner.metrics.window import MetricsWindow
 from runner.metrics.writers import _LiveProgress, _PlainProgress
-from runner.run.fence import Fence
 from runner.storage import ABSENT, BackgroundWriter, DeniedError, LocalStore, encode_line
 from tests.support.damage import ERRORS, inject_errors, list_damages
 from tests.support.memory_bucket import MemoryDriver, make_memory_bucket

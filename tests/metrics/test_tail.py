@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runner.attempts.fence import Fence
 from runner.metrics import file as bucket
 from runner.metrics.file import MetricsTail, MetricsTailUpdate, open_metrics_file, read_rows
-from runner.run.fence import Fence
 from runner.storage import BackgroundWriter, LocalStore, encode_line
 from tests.support.memory_bucket import make_memory_bucket
 

@@ -7,8 +7,8 @@ import time
 import pytest
 import yaml
 
+from runner.attempts.layout import read_owner
 from runner.metrics.wandb import upload_offline_runs
-from runner.run.layout import read_owner
 from runner.storage import LocalStore, parse_lines, read_json
 from tests.support import wandb_file
 from tests.support.memory_bucket import make_memory_bucket

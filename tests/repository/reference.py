@@ -14,6 +14,8 @@ from types import UnionType
 from typing import Any, get_args
 
 from runner import RestoreableJob
+from runner.attempts.events import EVENT_KEYS, EVENTS, EventType
+from runner.attempts.layout import RESULT_KEYS
 from runner.checkpoint.manifest import INDEX_KEYS, MANIFEST_KEYS
 from runner.config import TrainerConfig
 from runner.errors import SpecError
@@ -21,8 +23,6 @@ from runner.hook import Hook, Observer, hooks
 from runner.huggingface.assets import ASSET_KEYS
 from runner.metrics.rows import ROW_KEYS
 from runner.optim.config import OPTIMIZERS, SCHEDULES, LibraryEntry
-from runner.run.events import EVENT_KEYS, EVENTS, EventType
-from runner.run.layout import RESULT_KEYS
 from runner.spec import (
     ExecutionSpec,
     JobConfig,

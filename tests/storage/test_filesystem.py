@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from runner.attempts.environment import FileSystem, probe_file_system
 from runner.data.readers import publish_once
-from runner.run.environment import FileSystem, probe_file_system
 from runner.storage import ABSENT, DiskError, LocalStore, append_line, create_file, local, read_log
 from runner.storage.local import take_turns
 from runner.storage.store import fsync, retry_stale
@@ -71,7 +71,7 @@ def test_a_corpus_is_made_without_the_missing_calls(tmp_path, monkeypatch):
     [("excl", "create a file with O_EXCL"), ("fsyncfile", "flush a file"), ("rename", "rename a directory")],
 )
 def test_a_file_system_without_a_needed_call_is_refused(call, what, tmp_path):
-    program = "import sys, pathlib\nfrom runner.run.environment import probe_file_system\n"
+    program = "import sys, pathlib\nfrom runner.attempts.environment import probe_file_system\n"
     program += "try: probe_file_system(pathlib.Path(sys.argv[1]))\nexcept Exception as e: print(type(e).__name__, e)"
     variables = os.environ | make_variables(tmp_path, call)
     command = [sys.executable, "-c", program, str(tmp_path / "run")]

@@ -3,12 +3,12 @@
 from typing import TypeVar
 
 from runner import RestoreableJob
+from runner.attempts.attempt import Attempt
+from runner.attempts.events import EventLog
+from runner.attempts.fence import Fence
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Progress
 from runner.distributed.preemption import StopNotice
-from runner.run.attempt import Attempt
-from runner.run.events import EventLog
-from runner.run.fence import Fence
 from runner.storage import BackgroundWriter, JsonlLog, Store
 
 JobType = TypeVar("JobType", bound=RestoreableJob)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from experiments.counter import Counter
+from runner.attempts.attempt import IncidentRecorder
+from runner.attempts.fence import Fence
 from runner.distributed.preemption import StopNotice
 from runner.errors import DataError, DivergedError, FencedError, StorageError
-from runner.run.attempt import IncidentRecorder
-from runner.run.fence import Fence
 from runner.storage import LocalStore
 from tests.support.attempt import start
 from tests.support.tiny_jobs import make_counter, stop_after

@@ -22,10 +22,10 @@ from jax.sharding import Mesh
 from experiments.counter import Counter
 from experiments.gpt import PretrainGPT
 from runner import BaseTrainer, ExecutionSpec, RestoreableJob
+from runner.attempts.compile_cache import CompileCache
 from runner.distributed.preemption import StopNotice
 from runner.errors import PreemptedError
 from runner.parallel.mesh import AXES, make_mesh
-from runner.run.compile_cache import CompileCache
 from runner.storage import LocalStore, parse_lines, read_json
 from tests.support import simulated_devices
 from tests.support.arrays import CountBright

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from experiments.counter import Counter
+from runner.attempts.attempt import IncidentRecorder
+from runner.attempts.layout import LAYOUT, OPTIONAL_ENTRIES
 from runner.checkpoint.inspect import VerifyDepth, format_report
 from runner.checkpoint.manifest import read_committed
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_RETRYABLE, RunnerError
-from runner.run.attempt import IncidentRecorder
-from runner.run.layout import LAYOUT, OPTIONAL_ENTRIES
 from runner.storage import LocalStore, read_json, read_log
 from tests.support.attempt import start
 from tests.support.damage import ERRORS, inject_errors, list_damages

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from runner import BaseTrainer, ExecutionSpec
+from runner.attempts.events import ROLL_BACK_FOLDER
 from runner.checkpoint.inspect import find_best_name
 from runner.checkpoint.manifest import read_newest_manifest
 from runner.errors import EXIT_INVALID, DivergedError, PreemptedError, RunnerError
 from runner.metrics.file import _LocalMetricsFile
-from runner.run.events import ROLL_BACK_FOLDER
 from runner.storage import LocalStore
 from tests.data.datasets import write_bin
 from tests.support.tiny_jobs import StopAfter, make_gpt_document, read_outcome

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from runner.run.fence import Fence
+from runner.attempts.fence import Fence
 from runner.storage import LocalStore
 from tests.support.job_process import (
     SMALL_GPT_OPTIONS,

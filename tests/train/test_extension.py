@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import yaml
 
+from runner.attempts.layout import read_owner
 from runner.checkpoint.inspect import find_best_name
 from runner.checkpoint.manifest import read_manifest
 from runner.errors import InvalidError, PreemptedError
-from runner.run.layout import read_owner
 from runner.spec import compute_trajectory
 from runner.storage import LocalStore, read_log
 from tests.data.datasets import write_bin

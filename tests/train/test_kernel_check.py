@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
+from runner.attempts.attempt import Attempt
 from runner.errors import InvalidError, PeerLostError
 from runner.plan.report import make_kernels_section
-from runner.run.attempt import Attempt
 from runner.storage import LocalStore, read_json, read_log
 from runner.train import kernel_check
 from runner.train.kernel_check import RECORD, KernelCase, KernelChecker, KernelUse, find_difference, run_case

@@ -17,6 +17,7 @@ from runner.data import SkippedBatches
 from runner.distributed.preemption import StopNotice
 from runner.errors import DivergedError, InvalidError, PreemptedError, RunnerError, SpecError
 from runner.storage import LocalStore, parse_lines, read_json
+from runner.train.feature import RewindError
 from runner.train.features.stability import plan_roll_back
 from tests.support import same_bits
 from tests.support.damage import JSON_DAMAGES, list_damages
@@ -29,7 +30,7 @@ from tests.support.tiny_jobs import (
     read_trajectory,
     stop_after,
 )
-from tests.train.test_stability import CleanLookup, PoisonedLookup, SpikedLookup, make_poisoned, make_poisoned_document
+from tests.train.test_stability import CleanLookup, SpikedLookup, make_poisoned, make_poisoned_document
 
 # With this seed the first poisoned step is the tenth, so that a window of eight steps is full before it.
 SPREAD: dict[str, Any] = {
@@ -133,7 +134,7 @@ def test_a_roll_back_does_not_depend_on_stops_rows_or_saves(case: str, tmp_path:
         directory = tmp_path / str(every)
         other = make_poisoned(directory, SpikedLookup, **shorter | {"logging.every_steps": every})
         other()
-        assert other.programs.data_position.skipped == job.roll_backs.skipped
+        assert other.programs.data_position.skipped == job.programs.data_position.skipped
         assert read_outcome(directory)[1]["fingerprint"] == outcome[1]["fingerprint"]
     for every in (1, 3, 8) if case == "saves" else ():
         directory = tmp_path / str(every)
@@ -177,7 +178,7 @@ def test_a_roll_back_at_a_border_of_stages_does_not_depend_on_stops_rows_or_save
         late = {"logging.every_steps": every, "checkpoint.every_steps": 8}
         other = make_poisoned(directory, SpikedLookup, **changes | late)
         other()
-        assert other.programs.data_position.skipped == job.roll_backs.skipped
+        assert other.programs.data_position.skipped == job.programs.data_position.skipped
         assert read_outcome(directory)[1]["fingerprint"] == outcome[1]["fingerprint"]
 
 
@@ -230,15 +231,20 @@ def test_stops_inside_a_spike_keep_the_checkpoint_before_it(keep_last: int, tmp_
 
 @pytest.mark.soak
 def test_a_damaged_checkpoint_before_the_spike_is_passed_over(tmp_path: Path) -> None:
-    class Damaging(PoisonedLookup):
-        def roll_back(self, spike: Any) -> None:
-            path = self.store.root / "checkpoints" / "8"
-            max(path.rglob("*"), key=lambda each: each.stat().st_size * each.is_file()).write_bytes(b"damaged")
-            super().roll_back(spike)
-
     changes = NAN | {"config.train.total_steps": 14}
     make_poisoned(tmp_path / "run", **changes)()
-    make_poisoned(tmp_path / "damaged", Damaging, **changes)()
+    job, damaged = make_poisoned(tmp_path / "damaged", **changes), list[Path]()
+    go_back = job.session.go_back
+
+    def damage_and_go_back(cause: RewindError) -> None:
+        files = [path for path in (tmp_path / "damaged" / "checkpoints" / "8").rglob("*") if path.is_file()]
+        damaged.append(max(files, key=lambda path: path.stat().st_size))
+        damaged[-1].write_bytes(b"damaged")
+        go_back(cause)
+
+    job.session.go_back = damage_and_go_back  # type: ignore[method-assign]
+    job()
+    assert damaged
     outcomes = [read_outcome(tmp_path / name) for name in ("run", "damaged")]
     assert outcomes[0] == outcomes[1]
 
@@ -352,6 +358,8 @@ MOMENTS = {
 class KilledLookup(SpikedLookup):
     """Job that kills its process the first time that the function in the environment is called after a spike."""
 
+    is_rolling_back = False
+
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         place, when = MOMENTS.get(os.environ.get(KILL_IN, ""), ("", ""))
@@ -376,13 +384,14 @@ class KilledLookup(SpikedLookup):
             return result
 
         setattr(holder, name, call)
+        go_back = self.session.go_back
 
-    is_rolling_back = False
+        def watch(cause: RewindError) -> None:
+            self.is_rolling_back = True
+            go_back(cause)
+            self.is_rolling_back = False
 
-    def roll_back(self, spike: Any) -> None:
-        self.is_rolling_back = True
-        super().roll_back(spike)
-        self.is_rolling_back = False
+        self.session.go_back = watch  # type: ignore[method-assign]
 
 
 def run_process(tmp_path: Path, name: str, moment: str = "", **changes: Any) -> int:
@@ -473,7 +482,7 @@ def test_a_fork_inherits_the_data_that_were_skipped(tmp_path: Path) -> None:
         fork = {"checkpoint.fork_from": {"run": str(tmp_path / "run"), "step": step}}
         other = make_poisoned(tmp_path / str(step), SpikedLookup, **shorter | fork)
         other()
-        assert other.programs.data_position.skipped == job.roll_backs.skipped
+        assert other.programs.data_position.skipped == job.programs.data_position.skipped
         assert read_outcome(tmp_path / str(step))[1] == read_outcome(tmp_path / "run")[1]
     again = make_poisoned(tmp_path / "14", SpikedLookup, **shorter | fork | {"config.stability.roll_back.at_most": 9})
     again()
@@ -594,13 +603,13 @@ class Killed(BaseException):
 
 def kill_behind_roll_back(job: BaseTrainer) -> None:
     """Run a job, and kill it before the first step behind its roll-back."""
-    roll_back = job.roll_back
+    go_back = job.session.go_back
 
-    def roll_back_and_kill(spike: Any) -> None:
-        roll_back(spike)
+    def go_back_and_kill(cause: RewindError) -> None:
+        go_back(cause)
         raise Killed
 
-    job.roll_back = roll_back_and_kill  # type: ignore[method-assign]
+    job.session.go_back = go_back_and_kill  # type: ignore[method-assign]
     job()
 
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import jax
 
+from runner.attempts.attempt import Attempt
 from runner.checkpoint.save import Checkpointer
 from runner.config import TrainerConfig
 from runner.errors import DeviceError
 from runner.job import RestoreableJob
 from runner.process import report_faulty_host
-from runner.run.attempt import Attempt
 from runner.train.feature import ExecutableProgram, Feature, StepResults
 from runner.train.replay import DeviceFault
 from runner.train.state import TrainState

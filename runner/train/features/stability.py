@@ -45,6 +45,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from runner.attempts.attempt import Attempt
+from runner.attempts.events import ROLL_BACK_FOLDER, ROLL_BACK_KEYS, ROLL_BACKS_MAX
 from runner.checkpoint.fork import read_parent_manifest
 from runner.checkpoint.manifest import Manifest, read_committed, read_newest_manifest
 from runner.checkpoint.restore import quarantine
@@ -54,8 +56,6 @@ from runner.errors import DivergedError, InvalidError, ResumeError, StateError
 from runner.job import RestoreableJob
 from runner.metrics.meta import CONSECUTIVE_SKIPS, GRAD_NORM, HIGH_LOSS_STEPS, ROLL_BACKS, SKIPPED_UPDATES, RowValue
 from runner.metrics.rows import Row
-from runner.run.attempt import Attempt
-from runner.run.events import ROLL_BACK_FOLDER, ROLL_BACK_KEYS, ROLL_BACKS_MAX
 from runner.spec import Trajectory
 from runner.storage import (
     JsonObject,

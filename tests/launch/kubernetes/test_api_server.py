@@ -17,7 +17,7 @@ import yaml
 
 from launch.app import main
 from launch.kubernetes import engine
-from runner.run.environment import SUBMITTED
+from runner.attempts.environment import SUBMITTED
 from tests.launch.kubernetes.test_jobset import (
     GOLDEN,
     NAMES,

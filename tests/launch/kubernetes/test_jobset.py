@@ -26,8 +26,8 @@ from launch.app import main
 from launch.kubernetes.engine import escape_references, validate_size
 from launch.worker import WorkerArguments
 from runner.accelerator import CHIPS
+from runner.attempts.environment import SUBMITTED
 from runner.errors import InvalidError
-from runner.run.environment import SUBMITTED
 from tests.support.kubernetes_cluster import expand_variables
 
 ROOT = Path(__file__).parents[3]

@@ -10,11 +10,11 @@ import pytest
 
 from experiments.counter import Counter
 from experiments.gpt import PretrainGPT
+from runner.attempts.fence import RunIdentity
 from runner.config import DataConfig
 from runner.errors import InvalidError, ResumeError
 from runner.hook.hooks import Hook, HookConfig
 from runner.hook.listing import ListedHook
-from runner.run.fence import RunIdentity
 from runner.spec import HookEntry, compute_trajectory, make_document
 from runner.storage import LocalStore, read_log
 from tests.data.buckets import URL, put_in_bucket

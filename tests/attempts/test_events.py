@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import runner
-from runner.run.events import EVENT_KEYS, EVENTS
+from runner.attempts.events import EVENT_KEYS, EVENTS
 
 ROOT = Path(runner.__file__).parents[1]
 FILES = sorted(path for package in ("runner", "experiments", "launch") for path in (ROOT / package).rglob("*.py"))
@@ -56,8 +56,8 @@ def find_written_events(source: str) -> list[tuple[str, set[str]]]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_written_event_is_in_the_table(path: Path) -> None:
     for name, details in find_written_events(path.read_text()):
-        assert name in DETAILS, f"{name} is not in runner/run/events.py"
-        assert details <= DETAILS[name], f"{name}: {details - DETAILS[name]} not in runner/run/events.py"
+        assert name in DETAILS, f"{name} is not in runner/attempts/events.py"
+        assert details <= DETAILS[name], f"{name}: {details - DETAILS[name]} not in runner/attempts/events.py"
 
 
 def test_every_event_in_the_table_is_written() -> None:

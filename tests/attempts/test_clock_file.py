@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from runner.distributed.clock import COUNTED_CATEGORIES, Clock, ClockReading, TimeCategory
-from runner.run import clock_file
-from runner.run.clock_file import (
+from runner.attempts import clock_file
+from runner.attempts.clock_file import (
     HEADER_BYTES,
     NUM_SLOTS,
     decode_clock_file,
@@ -17,6 +16,7 @@ from runner.run.clock_file import (
     get_clock_file_name,
     start_clock_file,
 )
+from runner.distributed.clock import COUNTED_CATEGORIES, Clock, ClockReading, TimeCategory
 from runner.storage import BackgroundWriter, LocalStore
 from tests.support.memory_bucket import make_memory_bucket
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from runner.attempts import environment
 from runner.checkpoint.manifest import seal
 from runner.errors import InvalidError
-from runner.run import environment
 from runner.storage import LocalStore, read_log
 from tests.support.tiny_jobs import make_counter, stop_after
 

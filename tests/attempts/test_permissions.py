@@ -11,8 +11,8 @@ import pytest
 
 from experiments.tokenise import Tokenise
 from runner import ExecutionSpec
+from runner.attempts.logs import drain_log_file, install_log_file
 from runner.cli.app import main
-from runner.run.logs import drain_log_file, install_log_file
 from tests.support.job_process import ROOT, Job, make_uninterrupted_run
 from tests.support.simulated_devices import environment
 from tests.support.tiny_jobs import make_counter, make_gpt

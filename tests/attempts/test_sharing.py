@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
+from runner.attempts.attempt import validate_shared, write_token
 from runner.distributed.agreement import Hosts
 from runner.errors import InvalidError
 from runner.process import make_placements
-from runner.run.attempt import validate_shared, write_token
 from runner.storage import LocalStore, Store
 from tests.support.job_process import ROOT, Attempt, Job, link_peers
 from tests.support.memory_bucket import MemoryDriver, make_memory_bucket

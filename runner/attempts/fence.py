@@ -16,8 +16,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Any
 
+from runner.attempts.layout import Owner, read_owner, read_result, validate_entry_kinds
 from runner.errors import EXIT_INVALID, FencedError, InvalidError, RemovedError, ResumeError, StorageError
-from runner.run.layout import Owner, read_owner, read_result, validate_entry_kinds
 from runner.spec import Document, JobConfig, Trajectory, fill_in_defaults, is_one_of
 from runner.spec.document import dump_yaml
 from runner.storage import Store, create_file, encode_json, parse_number, probe_store, read_json, read_log

@@ -11,15 +11,15 @@ from unittest import mock
 
 import pytest
 
+from runner.attempts import attempt as attempt_module
+from runner.attempts import membership
+from runner.attempts.clock_file import start_clock_file
+from runner.attempts.fence import Fence
+from runner.attempts.layout import Owner, write_owner
+from runner.attempts.membership import _DAY_SECONDS, WAITING, Membership, WaitingHosts, find_running_attempt
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Clock
 from runner.errors import FencedError, RemovedError, RetryableError, RunnerError, StorageError
-from runner.run import attempt as attempt_module
-from runner.run import membership
-from runner.run.clock_file import start_clock_file
-from runner.run.fence import Fence
-from runner.run.layout import Owner, write_owner
-from runner.run.membership import _DAY_SECONDS, WAITING, Membership, WaitingHosts, find_running_attempt
 from runner.spec import ExecutionSpec
 from runner.storage import BackgroundWriter, LocalStore
 from tests.support.attempt import make_attempt
@@ -256,7 +256,7 @@ def test_nothing_is_written_where_there_is_no_run(tmp_path: Path) -> None:
 def begin_attempt(store: LocalStore) -> Clock:
     """Claim the next attempt as a process of another machine, and start its clock."""
     clock = Clock()
-    with mock.patch("runner.run.clock_file.read_machine_id", return_value="another"):
+    with mock.patch("runner.attempts.clock_file.read_machine_id", return_value="another"):
         start_clock_file(clock, store, Fence(store).claim(), BackgroundWriter())
     return clock
 

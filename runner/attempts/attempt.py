@@ -15,6 +15,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runner import console
+from runner.attempts.clock_file import start_clock_file
+from runner.attempts.environment import (
+    collect_environment,
+    collect_versions,
+    compare_environments,
+    probe_file_system,
+    read_submit_time,
+    validate_versions,
+)
+from runner.attempts.events import EventLog
+from runner.attempts.fence import Fence, is_unstarted
+from runner.attempts.layout import RESULT, Owner, read_owner, replace_owner, write_owner
+from runner.attempts.logs import open_log_file
+from runner.attempts.membership import WaitingHosts
+from runner.attempts.notify import Notifier
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Progress
 from runner.distributed.preemption import StopNotice
@@ -33,21 +48,6 @@ from runner.errors import (
     StorageError,
     format_error,
 )
-from runner.run.clock_file import start_clock_file
-from runner.run.environment import (
-    collect_environment,
-    collect_versions,
-    compare_environments,
-    probe_file_system,
-    read_submit_time,
-    validate_versions,
-)
-from runner.run.events import EventLog
-from runner.run.fence import Fence, is_unstarted
-from runner.run.layout import RESULT, Owner, read_owner, replace_owner, write_owner
-from runner.run.logs import open_log_file
-from runner.run.membership import WaitingHosts
-from runner.run.notify import Notifier
 from runner.spec import Document, ExecutionSpec, Trajectory
 from runner.storage import BackgroundWriter, JsonlLog, JsonObject, Store, encode_json, read_log
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from experiments.counter import Counter
+from runner.attempts import notify as notifications
+from runner.attempts.events import EVENTS
+from runner.attempts.notify import _HOUR_SECONDS, _NOTIFIED_EVENTS, Notifier
 from runner.errors import DivergedError
-from runner.run import notify as notifications
-from runner.run.events import EVENTS
-from runner.run.notify import _HOUR_SECONDS, _NOTIFIED_EVENTS, Notifier
 from runner.spec import NotifyConfig, read_spec
 from runner.storage import LocalStore, read_json
 from tests.support.tiny_jobs import make_counter, stop_after

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from runner.attempts import compile_cache
+from runner.attempts.compile_cache import CompileCache
 from runner.errors import FencedError
 from runner.process import find_free_port
-from runner.run import compile_cache
-from runner.run.compile_cache import CompileCache
 from runner.storage import Store
 from tests.support import job_process
 from tests.support.cloud_job import CloudJob, assert_same_outcome, make_unique_name
@@ -35,7 +35,7 @@ from tests.support.object_stores import start_backend
 
 COMPILE = """
 import os, resource, signal, stat, sys
-from runner.run.compile_cache import CompileCache
+from runner.attempts.compile_cache import CompileCache
 CompileCache().open()
 import jax
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -18,11 +18,11 @@ import socket
 import threading
 import time
 
+from runner.attempts.clock_file import FLUSH_SECONDS, IDLE_SECONDS, decode_clock_file, get_clock_file_name
+from runner.attempts.fence import Fence
+from runner.attempts.layout import read_owner
 from runner.distributed.rendezvous import ANNOUNCE_SECONDS
 from runner.errors import InvalidError, RetryableError, RunnerError, StorageError
-from runner.run.clock_file import FLUSH_SECONDS, IDLE_SECONDS, decode_clock_file, get_clock_file_name
-from runner.run.fence import Fence
-from runner.run.layout import read_owner
 from runner.spec import ExecutionSpec
 from runner.storage import Store, encode_json, open_store, parse_json, parse_number, read_log
 

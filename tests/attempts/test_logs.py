@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from runner.attempts import logs
+from runner.attempts.logs import drain_log_file, install_log_file, open_log_file
 from runner.console import LOGGER, say, warn
-from runner.run import logs
-from runner.run.logs import drain_log_file, install_log_file, open_log_file
 from runner.storage import BackgroundWriter, LocalStore, Store
 from tests.support.memory_bucket import make_memory_bucket
 

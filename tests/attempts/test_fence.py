@@ -4,10 +4,10 @@ import threading
 
 import pytest
 
+from runner.attempts.attempt import IncidentRecorder
+from runner.attempts.events import EventLog
+from runner.attempts.fence import Fence, is_unstarted
 from runner.errors import FencedError
-from runner.run.attempt import IncidentRecorder
-from runner.run.events import EventLog
-from runner.run.fence import Fence, is_unstarted
 from runner.storage import BackgroundWriter, JsonlLog, LocalStore, read_log
 from tests.support.attempt import make_attempt
 from tests.support.memory_bucket import MemoryDriver, make_memory_bucket

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from runner.attempts.environment import ENVIRONMENT_KEYS
 from runner.console import warn
-from runner.run.environment import ENVIRONMENT_KEYS
 from runner.storage import JsonlLog, JsonObject, Key
 
 LINEAGE_KEYS = (
