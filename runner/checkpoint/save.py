@@ -641,6 +641,8 @@ class Checkpointer:
 
     def _wait_until_finished(self, *, with_deletions: bool) -> bool:
         if self._pending is None:
+            if with_deletions and self._attempt.hosts.is_main:
+                self._retention.wait()
             return True
         is_committed, fenced, is_removed = False, None, False
         try:

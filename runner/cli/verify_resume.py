@@ -194,8 +194,10 @@ class TrialRun:
 
     def find_roll_back(self) -> int | None:
         """Return the step at which the first roll-back was decided; None if there was none."""
-        store = LocalStore(self.directory)
-        return read_json(store, f"{ROLL_BACK_FOLDER}/1")["detected"] if store.list_names(ROLL_BACK_FOLDER) else None
+        try:
+            return int(read_json(LocalStore(self.directory), f"{ROLL_BACK_FOLDER}/1")["detected"])
+        except FileNotFoundError:
+            return None
 
     def read_programs(self) -> list[tuple[str, str]]:
         """Return (digest of the facts, digest of the program) of the train step of each start, in order."""

@@ -46,7 +46,7 @@ def test_sizes_and_comments_stay_in_bounds(structure: Structure) -> None:
     assert structure.files <= 233
     assert structure.lines <= 69_950
     assert structure.public_names <= 1_690
-    assert structure.called_once <= 340
+    assert structure.called_once <= 342
     assert structure.comment_share >= 1 / 13
 
 

@@ -234,15 +234,16 @@ def test_a_damaged_checkpoint_before_the_spike_is_passed_over(tmp_path: Path) ->
     changes = NAN | {"config.train.total_steps": 14}
     make_poisoned(tmp_path / "run", **changes)()
     job, damaged = make_poisoned(tmp_path / "damaged", **changes), list[Path]()
-    go_back = job.session.go_back
+    (feature,) = job.features
+    rewind = feature.rewind  # called when no save is in progress
 
-    def damage_and_go_back(cause: RewindError) -> None:
+    def damage_and_rewind(*arguments: Any) -> list[int]:
         files = [path for path in (tmp_path / "damaged" / "checkpoints" / "8").rglob("*") if path.is_file()]
         damaged.append(max(files, key=lambda path: path.stat().st_size))
         damaged[-1].write_bytes(b"damaged")
-        go_back(cause)
+        return rewind(*arguments)
 
-    job.session.go_back = damage_and_go_back  # type: ignore[method-assign]
+    feature.rewind = damage_and_rewind  # type: ignore[method-assign]
     job()
     assert damaged
     outcomes = [read_outcome(tmp_path / name) for name in ("run", "damaged")]
