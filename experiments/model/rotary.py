@@ -122,8 +122,8 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
 
     `head_dim` is the width of the rotated part of a head, which has half as many pairs.
     """
-    exponents_F = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    plain_F = (1.0 / np.float32(rope.theta) ** exponents_F).astype(np.float32)
+    # Rounded from 64 bits: NumPy's powers of 32 bits differ between CPUs in their last bit, and so would the programs.
+    plain_F = np.array([float(rope.theta) ** (-even / head_dim) for even in range(0, head_dim, 2)], np.float32)
     scaling = rope.scaling
     if scaling is None:
         return plain_F, 1.0

@@ -4,6 +4,7 @@ Shape legend: B batch, T sequence, N heads, H width of a head.
 """
 
 import functools
+from decimal import Decimal, localcontext
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from experiments.model import platform
-from experiments.model.rotary import Rope, rotate, rotation_at
+from experiments.model.rotary import Rope, frequencies, rotate, rotation_at
 
 B, T, N, H = 2, 24, 3, 16
 
@@ -47,3 +48,14 @@ def test_rotation_by_matmul_does_not_round(dtype, monkeypatch):
     first, second = jnp.split(x_BxTxNxH, 2, axis=-1)
     expected = jnp.concatenate([-second, first], axis=-1)
     np.testing.assert_array_equal(rotate(x_BxTxNxH, quarter).astype(np.float32), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0, 1_000_000.0, 5e6, 10_000_000.0, 150_000.0])
+@pytest.mark.parametrize("head_dim", [2, 16, 32, 64, 80, 96, 128, 192, 256])
+def test_radians_are_the_nearest_floats_on_every_cpu(theta: float, head_dim: int) -> None:
+    """They are constants of the program, which hosts with other CPUs must trace alike."""
+    with localcontext() as context:
+        context.prec = 40
+        exact = [(-Decimal(even) / head_dim * Decimal(theta).ln()).exp() for even in range(0, head_dim, 2)]
+    radians, _ = frequencies(Rope(theta=theta), head_dim)
+    np.testing.assert_array_equal(radians, np.array([float(each) for each in exact], np.float32))
