@@ -40,7 +40,6 @@ __main__      entry point of `python -m runner`
 """
 
 import importlib
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -79,11 +78,15 @@ __all__ = [
     "open_run",
     "run",
 ]
-__version__ = version("runner")
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that validating a spec does not import jax."""
+    if name == "__version__":
+        # It imports much, which a file in the working directory may hide.
+        from importlib.metadata import version  # noqa: PLC0415
+
+        return version("runner")
     if name not in _HOMES:
         raise AttributeError(f"module 'runner' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

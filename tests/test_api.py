@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,14 @@ GPT = {
 
 def run_counter(directory: Path, **config: Any) -> dict[str, Any]:
     return runner.run(COUNTER | {"config": COUNTER["config"] | config}, {"directory": str(directory)})  # type: ignore[operator]
+
+
+@pytest.fixture(autouse=True)
+def _disconnect_handlers_of_other_tests() -> Iterator[None]:
+    """Keep signals from the threads that commands of other tests have left, which end the process."""
+    former = signal.set_wakeup_fd(-1)
+    yield
+    signal.set_wakeup_fd(former)
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,7 @@ def main() -> None:
     for name, policy, every_steps in ((WITHOUT, {}, None), (WITH, POLICY, None), (REPLAYABLE, {}, 100)):
         began = time.perf_counter()
         job = make_job(options, policy, every_steps)
-        setup = job.setup_builder.build([device], lambda data: None)
+        setup = job.setup_builder.build([device], lambda: None)
         layout = job.setup_builder.list_layouts(setup)[0]
         compiled = setup.compile_train(job.train_step, layout)
         print(

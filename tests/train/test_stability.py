@@ -146,7 +146,7 @@ def test_a_skipped_update_changes_only_counters(watched: str, name: str, tmp_pat
     job = make_poisoned(tmp_path / "run", **changes)
     type(job).factor = float("nan") if watched == "non_finite" else 1e9
     num_devices = 8 if name == "fsdp" else 1
-    setup = job.setup_builder.build(jax.devices()[:num_devices], lambda data: None)
+    setup = job.setup_builder.build(jax.devices()[:num_devices], lambda: None)
     layout = job.setup_builder.list_layouts(setup)[0]
     executable = setup.compile_train(job.train_step, layout).executable
     clean = [layout.batch(job.dataset, "train", step) for step in range(3)]
@@ -212,7 +212,7 @@ def test_a_policy_that_never_triggers_changes_no_bit(
 @pytest.mark.soak
 def test_a_step_without_targets_is_no_skip(tmp_path: Path) -> None:
     job = make_poisoned(tmp_path / "run", **SKIP)
-    setup = job.setup_builder.build(jax.devices()[:1], lambda data: None)
+    setup = job.setup_builder.build(jax.devices()[:1], lambda: None)
     skip = functools.partial(skip_step, schedule=setup.schedule, auxiliary_states=setup.auxiliary_states)
     state, _, meta = jax.jit(skip)(setup.init_state())
     assert (int(state.step), int(meta["skipped_updates"]), int(meta["consecutive_skips"])) == (1, 0, 0)
