@@ -162,7 +162,7 @@ class Run:
         return list(read_committed(self._store))
 
     def status(self) -> History:
-        """Return the state of the run, its attempts, and where its time went. `to_json` makes it plain values."""
+        """Return the state of the run, its attempts, and where its time went."""
         return self._reader.read()
 
     def metrics(self) -> Any:

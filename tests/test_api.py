@@ -147,13 +147,15 @@ def test_a_run_is_looked_at(gpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert metrics["val/loss"][-1] == status.row["val/loss"]
 
 
-def test_a_loaded_model_has_the_loss_of_its_step(gpt: Path) -> None:
+def test_a_loaded_model_predicts_what_is_sampled(gpt: Path) -> None:
     run = runner.open_run(str(gpt))
     loaded = run.load()
     assert loaded.step == 4
     ids = loaded.tokenizer.encode("def main():")
     logits = loaded.model.apply(loaded.variables, ids[None].astype(np.int32), deterministic=True)
     assert logits.shape == (1, len(ids), 256)
+    most_probable = loaded.tokenizer.decode([int(logits[0, -1].argmax())])
+    assert run.sample("def main():", 1, temperature=0).rstrip("\n") == f"def main():{most_probable}".rstrip("\n")
     assert run.sample("def ", 8, seed=1).startswith("def ")
     code, output = run_runner(environment(1), "sample", str(gpt), "--prompt", "def ", "--tokens", "8", "--seed", "1")
     assert code == 0

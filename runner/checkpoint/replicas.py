@@ -249,15 +249,17 @@ class Replicas:
 
         located, addresses = self._hosts.distribute(listed, locate)
         self._add_addresses(addresses)
+        process_id = self._hosts.process_id
         for step, digest, found in located:
-            own = self._hosts.process_id
             part = parts.get(step)
             has_part = part is not None and part.manifest.fingerprint == digest
-            sources: list[tuple[int | None, Fetch]] = [
-                (holder, functools.partial(self.fetch, step, holder, owner))
-                for holder, owner in found
+            if has_part:
+                usable = [place for place in found if tuple(place) != (process_id, process_id)]
+            else:
                 # Only the part of process 0 has attachments.
-                if ((holder, owner) != (own, own) if has_part else own or owner == 0)
+                usable = [(holder, owner) for holder, owner in found if process_id != 0 or owner == 0]
+            sources: list[tuple[int | None, Fetch]] = [
+                (holder, functools.partial(self.fetch, step, holder, owner)) for holder, owner in usable
             ]
             if part is not None and has_part:
                 part.sources += sources

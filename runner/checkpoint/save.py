@@ -223,7 +223,7 @@ class Checkpointer:
         self._pending_fast: Future[None] | None = None
 
         self._checking = threading.Lock()
-        self._refusal: DataError | None = None  # of `SaveContents.check`, on this process
+        self._refusal: str | None = None  # reason of `SaveContents.check` on this process
         self._reads_bits_back = True  # until the first commit of the attempt
         self._has_committed = False  # the run, in this attempt or an earlier one
         self._num_returns = 0  # of `go_back` in a bucket, which may have left arrays of later steps
@@ -604,8 +604,8 @@ class Checkpointer:
                 contents.check()
             except DataError as error:
                 if self._refusal is None:
-                    self._attempt.stop.request_stop(f"{error}; the steps since the last commit are not saved")
-                self._refusal = error
+                    self._refusal = f"{error}; the steps since the last commit are not saved"
+                    self._attempt.stop.request_stop(self._refusal)
                 return OSError(str(error))
         return None
 
@@ -652,15 +652,15 @@ class Checkpointer:
         except FencedError as error:
             fenced, is_removed = str(error), isinstance(error, RemovedError)
         self._pending = None
-        own = refused = None if self._refusal is None else str(self._refusal)
         # Only process 0 knows whether it has committed, and all hosts must end together. A host with a refusal of its
         # own ends too.
-        outcome = self._attempt.hosts.agree([is_committed, fenced, is_removed, refused])
-        is_committed, fenced, is_removed, refused = outcome
+        outcome = self._attempt.hosts.agree([is_committed, fenced, is_removed, self._refusal])
+        is_committed, fenced, is_removed, refusal = outcome
         if fenced is not None:
             raise (RemovedError if is_removed else FencedError)(fenced)
-        if refused is not None or own is not None:
-            raise DataError(f"{refused or own}; the steps since the last commit are not saved")
+        refusal = refusal or self._refusal
+        if refusal is not None:
+            raise DataError(refusal)
         # Every host must learn this from process 0: they read a checkpoint back together.
         self._reads_bits_back = self._reads_bits_back and not is_committed
         if not is_committed and self.saved_step == self._pending_step:
