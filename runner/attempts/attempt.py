@@ -16,6 +16,7 @@ from typing import Any
 
 from runner import console
 from runner.attempts.clock_file import start_clock_file
+from runner.attempts.ended import start_folding
 from runner.attempts.environment import (
     collect_environment,
     collect_versions,
@@ -293,6 +294,7 @@ def claim_attempt(
     open_log_file(store, run_id, number, hosts.process_id, background_writer)
     if hosts.is_main:
         start_clock_file(progress.clock, store, number, background_writer)
+        start_folding(store, number)
     log = JsonlLog(store, "events", f"{number:06}.{hosts.process_id}", background_writer)
     payload = {"run": spec.name, "directory": store.url, "attempt": number}
     notifier = Notifier(spec.logging.notify if hosts.is_main else None, payload)

@@ -16,13 +16,13 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Any
 
+from runner.attempts.ended import FOLDER, NUM_RECENT
 from runner.attempts.layout import Owner, read_owner, read_result, validate_entry_kinds
 from runner.errors import EXIT_INVALID, FencedError, InvalidError, RemovedError, ResumeError, StorageError
 from runner.spec import Document, JobConfig, Trajectory, fill_in_defaults, is_one_of
 from runner.spec.document import dump_yaml
 from runner.storage import Store, create_file, encode_json, parse_number, probe_store, read_json, read_log
 
-_ATTEMPTS = "attempts"
 _MAX_KEYS = 3  # of one section in the list of changes to paste; if there are more, the section is named instead
 _RENAMED_HINT = "; if only its name changed, list the former path in its class attribute former_paths"
 
@@ -38,13 +38,16 @@ class Fence:
 
     def find_newest(self) -> int:
         """Return the highest attempt that has claimed the directory, or 0."""
-        names = self._store.list_names(_ATTEMPTS)
+        names = self._store.list_names(FOLDER)
         newest = max((number for number in map(parse_number, names) if number is not None), default=0)
         self._newest_seen = newest  # of the last call: several threads may be in one
         return newest
 
     def claim(self) -> int:
-        """Claim and return the next attempt number, which fences every earlier attempt."""
+        """Claim and return the next attempt number, which fences every earlier attempt.
+
+        Raises `FencedError` if so many attempts have come meanwhile that the file of this number was folded.
+        """
         claim_id = uuid.uuid4().hex
         record = {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid(), "id": claim_id}
         while True:
@@ -52,9 +55,12 @@ class Fence:
             # the next.
             number = self.find_newest() + 1
             try:
-                create_file(self._store, f"{_ATTEMPTS}/{number}", encode_json(record))
+                create_file(self._store, f"{FOLDER}/{number}", encode_json(record))
             except FileExistsError:  # Another attempt was faster.
                 continue
+            if (newest := self.find_newest()) >= number + NUM_RECENT:
+                self._store.remove(f"{FOLDER}/{number}")
+                raise FencedError(f"attempt {newest} has taken over {self._store.url}, while this one was beginning")
             self._newest_seen = self.attempt = number
             self._id = claim_id
             return number
@@ -75,7 +81,7 @@ class Fence:
         # A run that was begun in the same directory since may have a claim with the same number, but not with the same
         # id.
         try:
-            is_own_claim = read_json(self._store, f"{_ATTEMPTS}/{self.attempt}").get("id") == self._id
+            is_own_claim = read_json(self._store, f"{FOLDER}/{self.attempt}").get("id") == self._id
         except (FileNotFoundError, ValueError):
             is_own_claim = False
         if not is_own_claim:
@@ -95,7 +101,7 @@ class Fence:
 
     def _make_removed_error(self) -> RemovedError:
         return RemovedError(
-            f"{self._store.url}: {_ATTEMPTS}/{self.attempt}, the claim of this attempt, is missing: the directory, a "
+            f"{self._store.url}: {FOLDER}/{self.attempt}, the claim of this attempt, is missing: the directory, a "
             "part of it, or its disk was removed under the running job; restore it, or start a new run"
         )
 

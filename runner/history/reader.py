@@ -14,11 +14,13 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
 from runner.attempts.clock_file import decode_clock_file, get_clock_file_name
+from runner.attempts.ended import unpack
 from runner.attempts.environment import ENVIRONMENT_KEYS
 from runner.attempts.layout import TEXT_FOLDER, read_owner, read_result
 from runner.checkpoint.manifest import CHECKPOINTS, NotCommittedError, read_manifest
@@ -61,7 +63,7 @@ from runner.history.records import (
 )
 from runner.metrics.file import read_sample
 from runner.metrics.rows import find_unit
-from runner.storage import INT_MAX, STEP_MAX, DiskError, JsonObject, Store, open_store, parse_number, read_json
+from runner.storage import INT_MAX, STEP_MAX, DiskError, JsonObject, Store, open_store, parse_json, parse_number
 from runner.storage.store import validate_nesting
 
 _SEEN_MAX = 32
@@ -262,15 +264,27 @@ class HistoryReader:
     def _read_timelines(self, ledger: LedgerSummary) -> list[AttemptTimeline]:
         no_names: list[str] = []
         names = set(self._try(lambda: self._store.list_names("attempts"), no_names))
-        claims = {found for found in map(parse_number, names) if found is not None and found > 0}
+        folded: dict[str, bytes] = {}
+        nothing_folded: dict[str, bytes] = {}
+        for block in sorted(name for name in names if re.fullmatch(r"\d+-\d+\.zip", name)):
+            content = self._try(partial(self._store.read, f"attempts/{block}"), None)
+            if content is not None:
+                folded.update(self._parse(f"attempts/{block}", partial(unpack, content), nothing_folded))
+        claims = {found for found in map(parse_number, names | set(folded)) if found is not None and found > 0}
+
+        def read(name: str) -> bytes | None:
+            if name in names:
+                return self._try(lambda: self._store.read(f"attempts/{name}"), None)
+            return folded.get(name)
 
         def read_timeline(number: int) -> AttemptTimeline:
-            events, clock = ledger.attempts.get(number) or AttemptEvents(number), None
-            clock_file, claim = get_clock_file_name(number), f"attempts/{number}"
-            if f"{number}.clock" in names:
-                clock = self._try(lambda: decode_clock_file(self._store.read(clock_file)), None)
+            events = ledger.attempts.get(number) or AttemptEvents(number)
             nothing: JsonObject = {}
-            record = self._try(lambda: read_json(self._store, claim), nothing) if number in claims else nothing
+            claim, clock_file = read(str(number)) if number in claims else None, read(f"{number}.clock")
+            record = nothing if claim is None else self._parse(f"attempts/{number}", lambda: parse_json(claim), nothing)
+            clock = None
+            if clock_file is not None:
+                clock = self._parse(get_clock_file_name(number), lambda: decode_clock_file(clock_file), None)
             return AttemptTimeline(events, clock, get_time(record))
 
         with ThreadPoolExecutor(_NUM_READERS) as pool:
@@ -278,6 +292,14 @@ class HistoryReader:
         return align_timelines(
             [each for each in timelines if each.clock or each.claimed is not None or math.isfinite(each.events.last)]
         )
+
+    def _parse(self, name: str, parse: Callable[[], Value], default: Value) -> Value:
+        """Return the result of `parse`, or `default` if the content of the file `name` is damaged."""
+        try:
+            return parse()
+        except (ValueError, RecursionError) as error:
+            self._unread.append(to_single_line(f"{name}: {error}"))
+            return default
 
     def _read_checkpoints(
         self, steps: Sequence[int], names: Sequence[str], ledger: LedgerSummary

@@ -13,7 +13,8 @@ On a disk the log is one file, `<name>.jsonl`, which all writers share: an appen
 nothing can be appended to, so each writer has objects of its own, `<name>/<writer>.<part>.jsonl`: the newest one is
 rewritten as a whole by the background writer, and a new part begins when one is larger than `PART_BYTES`. The order
 of rows is that of their appending on a disk; in a bucket it holds within each writer, and `read_log` merges the writers
-by the key `time` of the rows.
+by the key `time` of the rows. `merge_parts` replaces the parts of many writers that have ended by one object, so that
+the number of objects to read does not grow with the number of attempts.
 
 `metrics.jsonl` has one writer and is cut back at a restart; `runner.metrics.file` builds it on the same lines and on
 `FileTail`.
@@ -29,8 +30,9 @@ is gone or different, it starts over and says so. Memory holds one line, or `NUM
 import fcntl
 import json
 import os
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,6 +45,7 @@ from runner.storage.store import (
     JsonObject,
     Store,
     Version,
+    fold_files,
     fsync,
     make_directory,
     parse_json,
@@ -164,13 +167,47 @@ def read_log(store: Store, name: str) -> list[JsonObject]:
 def iterate_log(store: Store, name: str, suffix: str = "") -> Iterator[JsonObject]:
     """Iterate over the rows of all writers; in a bucket over those of one writer after the other's.
 
-    In a bucket only writers whose names end in `suffix` are read. On a disk the rows of all are in one file.
+    In a bucket, of the writers whose parts are not merged, only those whose names end in `suffix` are read. On a disk
+    the rows of all are in one file.
     """
     if store.root is not None:
         for line in LocalStore(store.root).lines(f"{name}.jsonl"):
             yield from parse_lines(line.rstrip(b"\n"))
     else:
         yield from JsonlTail(store, name, suffix).read().items
+
+
+# Merge.
+
+
+def merge_parts(store: Store, name: str, first: int, last: int, files: Mapping[str, int]) -> None:
+    """Replace the parts of ended writers by one object; see `fold_files`. Nothing is to be merged on a disk.
+
+    Writers have names that begin with a number; those of the numbers from `first` to `last` are merged. `files` are the
+    names and sizes of the objects of the log.
+    """
+    parts = {part: files[part] for part in sorted(files) if _is_part(part, first, last)}
+    fold_files(
+        store,
+        f"{name}/{first:06}-{last:06}.jsonl",
+        parts,
+        files,
+        combine=lambda contents: b"".join(content.rstrip(b"\n") + b"\n" for content in contents.values()),
+        is_contained=lambda _, content, merged: set(content.split(b"\n")) <= {*merged.split(b"\n")},
+    )
+
+
+def _is_part(path: str, first: int, last: int) -> bool:
+    number = path.rpartition("/")[2].partition(".")[0]
+    return number.isdecimal() and first <= int(number) <= last
+
+
+def _list_parts(names: Iterable[str], suffix: str) -> list[str]:
+    """Return the objects of a log to read, sorted: all merged ones, and parts whose rows are in none of these."""
+    merged = {each: match for each in names if (match := re.search(r"/(\d+)-(\d+)\.jsonl$", each))}
+    ranges = [(int(match[1]), int(match[2])) for match in merged.values()]
+    parts = {each for each in names if each.rsplit(".", 2)[0].endswith(suffix)}
+    return sorted({*merged, *(each for each in parts if not any(_is_part(each, *pair) for pair in ranges))})
 
 
 # Tail.
@@ -278,7 +315,7 @@ class JsonlTail:
             return TailUpdate(is_restart, (row for line in lines for row in self._parse(line.rstrip(b"\n"))))
         positions = self._positions
         found = self._store.list_files(f"{self._name}/")
-        listed = {part: info.version for part, info in found.items() if part.rsplit(".", 2)[0].endswith(self._suffix)}
+        listed = {part: found[part].version for part in _list_parts(found, self._suffix)}
         changed = [name for name in sorted(listed) if name not in positions or positions[name].version != listed[name]]
         # The known parts that have changed, at most one of each writer, decide whether the tail can continue.
         contents = {name: self._store.read(name) for name in changed if name in positions}

@@ -24,8 +24,9 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
@@ -45,6 +46,7 @@ INT_MAX = (1 << 63) - 1  # largest whole number of a JSON file
 _NESTING_MAX = 64  # levels of lists and objects in a JSON file
 FIRST_WAIT_SECONDS = 0.2
 _LONGEST_WAIT_SECONDS = 10.0
+_FOLDED_BYTES_MAX = 1 << 26  # of files that become one, all of which are in memory
 
 
 class TransientError(OSError):
@@ -224,6 +226,36 @@ def run_in_parallel(calls: Sequence[Callable[[], Result]]) -> list[Result]:
     if errors:
         raise errors[min(errors)]
     return [results[index] for index in range(len(calls))]
+
+
+def fold_files(
+    store: Store,
+    folded: str,
+    names: Mapping[str, int],
+    present: Container[str],
+    combine: Callable[[dict[str, bytes]], bytes],
+    is_contained: Callable[[str, bytes, bytes], bool],
+) -> None:
+    """Replace files that nobody writes any more by one file `folded`, in two calls, so that nothing is ever missing.
+
+    The first call writes `folded`, which readers prefer from then on. A later call deletes the files whose content is
+    in it. A reader that has listed the files before the first call has until the second one to read them. Files that
+    have changed in between are kept. A kill leaves nothing that the next call does not finish.
+
+    `names` are the files with their sizes; nothing happens if they are larger than `_FOLDED_BYTES_MAX` in total.
+    `present` tells whether `folded` exists. `combine` returns the content of `folded`, from contents by name;
+    `is_contained` whether a file, by its name and content, is in that of `folded`. Raises `OSError`.
+    """
+    if not names or sum(names.values()) > _FOLDED_BYTES_MAX:
+        return
+    contents = dict(zip(names, run_in_parallel([partial(store.read, name) for name in names]), strict=True))
+    if folded not in present:
+        with contextlib.suppress(FileExistsError):  # An attempt that was suspended may still do the same.
+            create_file(store, folded, combine(contents))
+        return
+    content = store.read(folded)
+    surplus = [name for name in names if is_contained(name, contents[name], content)]
+    run_in_parallel([partial(store.remove, name) for name in surplus])
 
 
 # Digests.

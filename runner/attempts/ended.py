@@ -1,0 +1,80 @@
+"""Fold the files of ended attempts, so that no start and no command reads more of them as a run gets older.
+
+`attempts/<first>-<last>.zip` holds the claims and the clock files of `BLOCK` attempts, under their names; in a bucket
+`events/<first>-<last>.jsonl` holds their events. Process 0 of a new attempt folds each block whose last attempt is
+`NUM_RECENT` attempts old, beside the start, and deletes what an earlier attempt has folded. Whoever finds a file of an
+attempt both by itself and in a block takes the former.
+"""
+
+import io
+import struct
+import threading
+import zipfile
+import zlib
+
+from runner.console import warn
+from runner.storage import Store, fold_files, merge_parts, parse_number
+
+BLOCK = 256  # attempts
+NUM_RECENT = 64  # newest attempts, whose files stay as they are
+_FILE_BYTES_MAX = 1 << 16  # of a claim or a clock, which have about 200 and 1,500 bytes
+FOLDER = "attempts"
+
+
+def start_folding(store: Store, newest: int) -> None:
+    """Fold the files of ended attempts in a thread. Process 0 of attempt `newest` only; never raises."""
+
+    def fold() -> None:
+        try:
+            fold_attempts(store, newest)
+        except OSError as error:
+            warn(f"files of ended attempts are not folded ({error})")
+
+    if newest >= BLOCK + NUM_RECENT:
+        threading.Thread(target=fold, name="fold", daemon=True).start()
+
+
+def fold_attempts(store: Store, newest: int) -> None:
+    """Do what is to be done in attempt `newest`; see above. Raises `OSError`."""
+    sizes = store.list_sizes(FOLDER)
+    logs = {name: info.size_bytes for name, info in store.list_files("events/").items()} if store.root is None else {}
+    for last in range(BLOCK, newest - NUM_RECENT + 1, BLOCK):
+        first = last - BLOCK + 1
+        numbers = {name: parse_number(name.removesuffix(".clock")) for name in sizes}
+        own = [name for name, number in numbers.items() if number is not None and first <= number <= last]
+        fold_files(
+            store,
+            f"{FOLDER}/{first}-{last}.zip",
+            {f"{FOLDER}/{name}": sizes[name] for name in own},
+            {f"{FOLDER}/{name}" for name in sizes},
+            combine=_pack,
+            is_contained=_is_packed,
+        )
+        merge_parts(store, "events", first, last, logs)
+
+
+def _pack(contents: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, content in contents.items():
+            file.writestr(zipfile.ZipInfo(name.rpartition("/")[2]), content, zipfile.ZIP_DEFLATED)
+    return buffer.getvalue()
+
+
+def _is_packed(name: str, content: bytes, packed: bytes) -> bool:
+    try:
+        return unpack(packed).get(name.rpartition("/")[2]) == content
+    except ValueError:  # reported to whoever reads the history
+        return False
+
+
+def unpack(content: bytes) -> dict[str, bytes]:
+    """Return the files in a block, by name. Raises `ValueError` if it is damaged, or has other files."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as file:
+            infos = file.infolist()
+            if len(infos) > 2 * BLOCK or any(info.file_size > _FILE_BYTES_MAX for info in infos):
+                raise ValueError("it has more or larger files than a block of attempts")
+            return {info.filename: file.read(info) for info in infos}
+    except (zipfile.BadZipFile, zlib.error, struct.error, OverflowError, RuntimeError, EOFError) as error:
+        raise ValueError(f"it is no archive of attempts: {error}") from error
