@@ -6,6 +6,7 @@
 attempt both by itself and in a block takes the former.
 """
 
+import contextlib
 import io
 import struct
 import threading
@@ -48,7 +49,7 @@ def fold_attempts(store: Store, newest: int) -> None:
             {f"{FOLDER}/{name}": sizes[name] for name in own},
             {f"{FOLDER}/{name}" for name in sizes},
             combine=_pack,
-            is_contained=_is_packed,
+            find_contained=_find_packed,
         )
         merge_parts(store, "events", first, last, logs)
 
@@ -61,11 +62,11 @@ def _pack(contents: dict[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def _is_packed(name: str, content: bytes, packed: bytes) -> bool:
-    try:
-        return unpack(packed).get(name.rpartition("/")[2]) == content
-    except ValueError:  # reported to whoever reads the history
-        return False
+def _find_packed(contents: dict[str, bytes], packed: bytes) -> list[str]:
+    with contextlib.suppress(ValueError):  # of a damaged block, which is reported to whoever reads the history
+        files = unpack(packed)
+        return [name for name, content in contents.items() if files.get(name.rpartition("/")[2]) == content]
+    return []
 
 
 def unpack(content: bytes) -> dict[str, bytes]:

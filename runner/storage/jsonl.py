@@ -186,6 +186,11 @@ def merge_parts(store: Store, name: str, first: int, last: int, files: Mapping[s
     Writers have names that begin with a number; those of the numbers from `first` to `last` are merged. `files` are the
     names and sizes of the objects of the log.
     """
+
+    def find_contained(contents: dict[str, bytes], merged: bytes) -> list[str]:
+        lines = set(merged.split(b"\n"))
+        return [part for part, content in contents.items() if lines.issuperset(content.split(b"\n"))]
+
     parts = {part: files[part] for part in sorted(files) if _is_part(part, first, last)}
     fold_files(
         store,
@@ -193,7 +198,7 @@ def merge_parts(store: Store, name: str, first: int, last: int, files: Mapping[s
         parts,
         files,
         combine=lambda contents: b"".join(content.rstrip(b"\n") + b"\n" for content in contents.values()),
-        is_contained=lambda _, content, merged: set(content.split(b"\n")) <= {*merged.split(b"\n")},
+        find_contained=find_contained,
     )
 
 

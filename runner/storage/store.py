@@ -234,7 +234,7 @@ def fold_files(
     names: Mapping[str, int],
     present: Container[str],
     combine: Callable[[dict[str, bytes]], bytes],
-    is_contained: Callable[[str, bytes, bytes], bool],
+    find_contained: Callable[[dict[str, bytes], bytes], list[str]],
 ) -> None:
     """Replace files that nobody writes any more by one file `folded`, in two calls, so that nothing is ever missing.
 
@@ -244,7 +244,7 @@ def fold_files(
 
     `names` are the files with their sizes; nothing happens if they are larger than `_FOLDED_BYTES_MAX` in total.
     `present` tells whether `folded` exists. `combine` returns the content of `folded`, from contents by name;
-    `is_contained` whether a file, by its name and content, is in that of `folded`. Raises `OSError`.
+    `find_contained` the names of those contents that are in the content of `folded`. Raises `OSError`.
     """
     if not names or sum(names.values()) > _FOLDED_BYTES_MAX:
         return
@@ -253,8 +253,7 @@ def fold_files(
         with contextlib.suppress(FileExistsError):  # An attempt that was suspended may still do the same.
             create_file(store, folded, combine(contents))
         return
-    content = store.read(folded)
-    surplus = [name for name in names if is_contained(name, contents[name], content)]
+    surplus = find_contained(contents, store.read(folded))
     run_in_parallel([partial(store.remove, name) for name in surplus])
 
 
