@@ -7,6 +7,7 @@ and this process ends with the job's exit code. Idle standbys get no signals. Li
 it is a process of the job.
 """
 
+import contextlib
 import io
 import signal
 import subprocess
@@ -26,8 +27,11 @@ from launch.supervisor import (
     combine_exit_codes,
     find_history,
     format_summary,
+    open_job_store,
     read_progress,
 )
+from runner.attempts.take_over import confirm_take_over
+from runner.command_line import TakeOver
 from runner.console import say
 from runner.errors import EXIT_DONE, EXIT_INVALID, RunnerError
 from runner.process import list_stop_signals, make_environment, make_placements, start_process
@@ -47,6 +51,7 @@ class LocalArguments(LaunchArguments):
         int | None, typer.Option(min=1, metavar="M", help="Fake M CPU devices in each process.")
     ] = None
     grace_seconds: GraceSeconds = None
+    is_take_over: TakeOver = False
 
 
 class MergedOutput:
@@ -164,10 +169,13 @@ def run(arguments: LocalArguments) -> int:
     words = runner_arguments(spec, overrides)
     # Lines must arrive when they are printed: a pipe makes Python buffer them otherwise.
     environment = make_environment(arguments.devices_per_process) | {"PYTHONUNBUFFERED": "1"}
-    try:
-        checkpoint = validate_spec(load_document(spec, overrides)).checkpoint
-    except RunnerError:  # reported by the job itself
-        checkpoint = CheckpointConfig()
+    checkpoint, store = CheckpointConfig(), None
+    with contextlib.suppress(RunnerError):  # reported by the job itself
+        document = load_document(spec, overrides)
+        valid = validate_spec(document)
+        checkpoint, store = valid.checkpoint, open_job_store(document)
+    if store is not None and not arguments.is_take_over:
+        confirm_take_over(store)
     grace_seconds = find_grace_seconds(arguments.grace_seconds, checkpoint)
     starter = ProcessStarter(
         arguments.processes,

@@ -88,7 +88,7 @@ def main(given: Sequence[str]) -> int:
         # The job inherits open files: a lock that the engine's script holds lasts until the job itself has ended.
         for descriptor in inherited:
             os.set_inheritable(descriptor, True)
-        return subprocess.Popen(bind_to_parent(command), env=variables, close_fds=False)
+        return subprocess.Popen(bind_to_parent(command), env=variables, stdin=subprocess.DEVNULL, close_fds=False)
 
     starter = ProcessStarter(1, os.environ, spawn)
 

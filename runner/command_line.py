@@ -33,6 +33,9 @@ Coordinator = Annotated[
 ]
 NumProcesses = Annotated[int | None, typer.Option(metavar="N", help="Number of processes of the job.")]
 ProcessId = Annotated[int | None, typer.Option(metavar="K", help="Number of this process, from 0.")]
+TakeOver = Annotated[
+    bool, typer.Option("--take-over", help="Do not ask on a terminal before an attempt that runs is taken over.")
+]
 
 
 def validate_placement(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:

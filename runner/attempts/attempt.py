@@ -31,6 +31,7 @@ from runner.attempts.layout import RESULT, Owner, read_owner, replace_owner, wri
 from runner.attempts.logs import open_log_file
 from runner.attempts.membership import WaitingHosts
 from runner.attempts.notify import Notifier
+from runner.attempts.take_over import describe_running_attempt
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Progress
 from runner.distributed.preemption import StopNotice
@@ -258,6 +259,8 @@ def claim_attempt(
                 raise StorageError(f"{store.url} does not give back what was written")
             validate(owner)
             is_replaced = owner.identity != identity and is_unstarted(store)
+            if (other := describe_running_attempt(store)) is not None:
+                console.say(f"takes over {store.url} from {other}")
             number = fence.claim()
             if is_replaced:
                 # In this order, so that the directory is still free after a kill in between.

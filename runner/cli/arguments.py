@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from runner.command_line import Coordinator, NumProcesses, ProcessId, validate_placement
+from runner.command_line import Coordinator, NumProcesses, ProcessId, TakeOver, validate_placement
 from runner.errors import InvalidError
 from runner.spec import PARAMS
 
@@ -45,6 +45,7 @@ class JobArguments:
         str | None,
         typer.Option(metavar="START:STOP", help="Profile these steps: short for --set logging.profile=START:STOP."),
     ] = None
+    is_take_over: TakeOver = False
     coordinator: Coordinator = None
     num_processes: NumProcesses = None
     process_id: ProcessId = None

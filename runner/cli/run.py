@@ -18,6 +18,7 @@ from typing import NoReturn
 from runner.accelerator import platform_errors
 from runner.attempts.logs import drain_log_file, install_log_file
 from runner.attempts.membership import Membership
+from runner.attempts.take_over import confirm_take_over
 from runner.cli.arguments import JobArguments
 from runner.console import configure_console, warn
 from runner.distributed import preemption
@@ -46,6 +47,8 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
     if placement is not None:
         # A stop that is requested from here on waits until the other processes can learn of it.
         stop.expect_peers()
+    elif not arguments.is_take_over:
+        confirm_take_over(job.store)
     prepare_process(job)  # before `join_job`, which starts JAX
     for library in _CHATTY_LIBRARIES:
         logging.getLogger(library).setLevel(logging.CRITICAL)

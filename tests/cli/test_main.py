@@ -46,7 +46,7 @@ REQUIRED_ARGUMENTS = {
     ("profile",): ["run"],
 }
 OPTIONS = {
-    (): "--set --profile --coordinator --num-processes --process-id",
+    (): "--set --profile --take-over --coordinator --num-processes --process-id",
     ("plan",): "--set --topology --search --chips --hours --minutes --json --profile --trace --against",
     ("status",): "--json --watch",
     ("lineage",): "--json",

@@ -13,7 +13,7 @@ from launch.app import main
 ROOT = Path(__file__).parents[2]
 REQUIRED_OPTIONS = {"local": [], "slurm": [], "jobset": ["--image", "registry/job:1"], "tpu-vm": ["--zone", "z"]}
 OPTIONS = {
-    "local": "--set --processes --devices-per-process --max-restarts --standby-seconds --grace-seconds",
+    "local": "--set --processes --devices-per-process --max-restarts --standby-seconds --grace-seconds --take-over",
     "slurm": "--set --nodes --spare-nodes --gpus-per-node --cpus-per-task --time --partition --account --output "
     "--grace-seconds --max-restarts --standby-seconds --python --sbatch-option --dry-run",
     "jobset": "--set --image --dry-run --name --namespace --nodes --cpu --memory --spot --node-selector --max-restarts "

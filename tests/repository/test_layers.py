@@ -106,6 +106,7 @@ def test_launch_imports_only_light_layers_of_the_runner(path):
         "config",
         "accelerator",
         "storage",
+        "attempts",
         "history",
     }
 
