@@ -4,6 +4,7 @@ A launcher runs the runner's command on every host. It uses exit codes, specs, t
 run, and imports no jax. The runner never imports it.
 
 - `options`: base of the engines' command lines, and shell programs
+- `checks`: checks of a job before it is submitted
 - `kubernetes`: a JobSet on Kubernetes
 - `slurm`: a batch job of SLURM
 - `supervisor`: restarts by exit code, for engines that restart nothing by themselves

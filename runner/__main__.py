@@ -17,6 +17,7 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from runner.errors import explain_hiding_modules
@@ -33,6 +34,9 @@ def main() -> int:
     def run() -> int:
         # This comes before other imports, which would otherwise be made twice.
         restart_with_allocator_options()
+        if not _has_accelerator() and find_spec("libtpu") is not None:
+            # JAX would look for a TPU, and libtpu would print many lines that there is none.
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")
         return int(importlib.import_module("runner.cli.app").run_program())
 
     return explain_hiding_modules(run)
@@ -45,11 +49,14 @@ def restart_with_allocator_options() -> None:
     before anything else is started.
     """
     modes = _MODES.read_text() if _MODES.exists() else ""
-    has_accelerator = any(next(Path("/dev").glob(name), None) for name in _ACCELERATORS)
-    has_only_cpus = os.environ.get("JAX_PLATFORMS") == "cpu" or not has_accelerator
+    has_only_cpus = os.environ.get("JAX_PLATFORMS") == "cpu" or not _has_accelerator()
     variables = add_allocator_options(os.environ, " ".join(platform.libc_ver()), modes, has_only_cpus)
     if variables is not None and sys.executable:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], variables)
+
+
+def _has_accelerator() -> bool:
+    return any(next(Path("/dev").glob(name), None) for name in _ACCELERATORS)
 
 
 def add_allocator_options(

@@ -158,7 +158,7 @@ def test_plan_counts_examples(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     spec = tmp_path / "spec.yaml"
     spec.write_text(yaml.safe_dump(make_gpt_document(tmp_path / "run", **CHANGES)))
     code, out, _ = capture_command(capfd, "plan", spec)
-    assert (code, out.splitlines()[-1]) == (0, "would run")
+    assert (code, out.splitlines()[0]) == (0, "would run")
     for figure in (r"examples in a step +16", r"examples of the run +96", r"model FLOPs per example +768"):
         assert re.search(rf"^  {figure} ", out, re.MULTILINE), figure
     assert re.search(r"training examples +460 +counted: label int32, padding_mask bool, shades int32 16$", out, re.M)

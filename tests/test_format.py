@@ -108,7 +108,7 @@ def test_a_run_of_a_released_version_resumes_on_later_mesh_axes(
     directory = copy_run(number, "gpt", tmp_path / "run")
     assert load_job(directory, PretrainGPT).topology.mesh.model_dump() == dict.fromkeys(AXES, 1)
     later = "topology.mesh={data: 1, fsdp: 2, sequence: 2, expert: 2}"
-    resume_and_check(load_job(directory, PretrainGPT, *FIXED_OVERRIDES, later))
+    resume_and_check(load_job(directory, PretrainGPT, *JOBS["gpt"][1], later))
 
 
 @pytest.mark.parametrize("name", JOBS)

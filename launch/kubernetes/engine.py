@@ -35,6 +35,7 @@ from typing import Annotated, Any, ClassVar
 import typer
 import yaml
 
+from launch.checks import SkipChecks, check_job
 from launch.options import (
     MAX_NUMBER,
     SUBMIT_TIME_VARIABLE,
@@ -122,6 +123,7 @@ class JobSetArguments(LaunchArguments):
     image: Annotated[
         str, typer.Option(metavar="IMAGE", help="Container image with Python, the runner and the job's own code.")
     ]
+    is_skip_checks: SkipChecks = False
     dry_run: DryRun = False
     name: Annotated[
         str | None, typer.Option(metavar="NAME", show_default="the spec's name", help="Name of the JobSet.")
@@ -456,6 +458,8 @@ def run(arguments: JobSetArguments) -> int:
     text = Path(arguments.spec).read_text(encoding="utf-8-sig")
     # First rendered without a time, so that every option is checked before the cluster is contacted.
     manifest = render(spec, text, arguments, None)
+    if not arguments.is_skip_checks:
+        check_job(arguments, has_shared_files=False)
     if not arguments.dry_run:
         metadata = manifest["metadata"]
         manifest = render(spec, text, arguments, _find_submit_time(metadata["name"], metadata.get("namespace")))

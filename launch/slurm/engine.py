@@ -17,6 +17,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
+from launch.checks import SkipChecks, check_job
 from launch.options import (
     SUBMIT_TIME_VARIABLE,
     DryRun,
@@ -69,6 +70,7 @@ class SlurmArguments(LaunchArguments):
         list[str],
         typer.Option(metavar="OPTION", help="Option for sbatch, as in --sbatch-option=--qos=high; repeatable."),
     ] = field(default_factory=list)
+    is_skip_checks: SkipChecks = False
     dry_run: DryRun = False
 
 
@@ -87,6 +89,8 @@ def run(arguments: SlurmArguments) -> int:
     spec = validate_spec(document)
     allocation = allocate(document, spec, arguments.nodes, arguments.gpus_per_node)
     script = render(spec, allocation, arguments)
+    if not arguments.is_skip_checks:
+        check_job(arguments, has_shared_files=True)
     if arguments.dry_run:
         write_text(script, is_program=True)
         return EXIT_DONE

@@ -30,6 +30,7 @@ from typing import Annotated
 
 import typer
 
+from launch.checks import SkipChecks, check_job
 from launch.options import LaunchArguments, restart_arguments, set_arguments
 from launch.supervisor import combine_exit_codes
 from launch.tpu_vm.gcloud import (
@@ -323,6 +324,7 @@ class TpuVmArguments(LaunchArguments):
     ] = None
     keep: Annotated[bool, typer.Option("--keep", help="Keep the machines when the job is done or has failed.")] = False
     poll_seconds: Annotated[float, typer.Option(metavar="N", help="Time between two polls.")] = 30.0
+    is_skip_checks: SkipChecks = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the gcloud commands, and run none.")] = False
 
     def __post_init__(self) -> None:
@@ -429,6 +431,8 @@ def run(arguments: TpuVmArguments) -> int:
     longest = max(len(word.encode()) for command in commands for word in command)
     if longest >= _MAX_ARGUMENT_BYTES:
         raise InvalidError(f"--set: makes a command of {longest} bytes, needs less than {_MAX_ARGUMENT_BYTES}")
+    if not arguments.is_skip_checks:
+        check_job(arguments, has_shared_files=False)
     warn(f"launch: ships commit {commit.short} ({commit.subject})")
     if commit.uncommitted:
         changed = ", ".join(line[3:] for line in commit.uncommitted[:3]) + ", ..." * (len(commit.uncommitted) > 3)

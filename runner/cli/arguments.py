@@ -70,6 +70,10 @@ class PlanArguments:
     ] = None
     as_json: AsJson = False
     overrides: Overrides = field(default_factory=list)
+    is_quick: Annotated[bool, typer.Option("--quick", help="Only check: compile nothing.")] = False
+    is_anyway: Annotated[
+        bool, typer.Option("--anyway", help="Compile and size the job also if a check fails, such as that of its data.")
+    ] = False
     is_search: Annotated[
         bool, typer.Option("--search", help="Rank meshes, micro-batch sizes and the choices that the job declares.")
     ] = False
@@ -100,6 +104,8 @@ class PlanArguments:
             raise InvalidError("--minutes M needs a positive number, and --search or --chips auto")
         if (self.trace is not None or self.against is not None) and not self.is_profile:
             raise InvalidError("--trace FILE and --against RUN need --profile")
+        if self.is_quick and (self.is_profile or self.is_search or self.hours is not None):
+            raise InvalidError("--quick compiles nothing; leave out --profile, --search and --chips")
         if self.is_profile and (self.is_search or self.hours is not None):
             raise InvalidError("--profile describes one plan; leave out --search and --chips")
 

@@ -63,6 +63,8 @@ def print_plan(arguments: PlanArguments) -> int:
             arguments.spec,
             (*arguments.overrides, *topology),
             as_json=arguments.as_json,
+            is_quick=arguments.is_quick,
+            is_anyway=arguments.is_anyway,
             is_search=arguments.is_search,
             hours=arguments.hours,
             minutes=math.inf if arguments.minutes is None else arguments.minutes,

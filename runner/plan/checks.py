@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from runner.attempts.take_over import describe_running_attempt
 from runner.checkpoint.manifest import read_newest_manifest
+from runner.config import DataConfig
 from runner.data import Dataset
 from runner.data.packing import describe_fields
 from runner.distributed.agreement import Hosts
-from runner.errors import RunnerError
+from runner.errors import RunnerError, StorageError
 from runner.huggingface.load import validate_init_from
 from runner.job import RestoreableJob
 from runner.plan.figures import Section
@@ -30,15 +32,23 @@ class Findings:
     """Problems that keep the job from running, and warnings, as one line each."""
 
     problems: list[str] = field(default_factory=list)
+    # Those of `problems` that another machine may not have: with its files, and with its network or credentials.
+    local_problems: list[str] = field(default_factory=list)
+    service_problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def collect(self) -> Iterator[None]:
-        """Turn a `RunnerError` into problems and continue."""
+    def collect(self, *, is_local: bool = False) -> Iterator[None]:
+        """Turn a `RunnerError` into problems and continue. With `is_local` they concern files of this machine."""
         try:
             yield
         except RunnerError as error:
-            self.problems += [line for line in map(str.strip, str(error).split("\n")) if line not in self.problems]
+            lines = [line for line in map(str.strip, str(error).split("\n")) if line not in self.problems]
+            self.problems += lines
+            if isinstance(error, StorageError) or isinstance(error.__cause__, PermissionError):
+                self.service_problems += lines
+            elif is_local:
+                self.local_problems += lines
 
 
 def open_job(document: Document, findings: Findings) -> RestoreableJob | None:
@@ -81,7 +91,8 @@ def check_directory(job: RestoreableJob, can_compare: bool, findings: Findings) 
     section = Section("directory")
     section.add("url", job.store.url, "text", "counted")
     done: bool | None = None
-    with findings.collect():
+    is_local = job.store.root is not None
+    with findings.collect(is_local=is_local):
         if (directory := job.store.root) is not None:
             # The directory itself may not exist yet; its nearest existing parent must then be writable.
             existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
@@ -92,8 +103,12 @@ def check_directory(job: RestoreableJob, can_compare: bool, findings: Findings) 
         done = job.lifecycle.validate_directory()
     if done is None:
         return section
+    with contextlib.suppress(OSError):
+        if (other := describe_running_attempt(job.store)) is not None:
+            message = f"in use by {other}; a start takes it over, and that attempt stops"
+            findings.warnings.append(job.document.format_problem(("directory",), message))
     manifest = None
-    with findings.collect():
+    with findings.collect(is_local=is_local):
         # The trajectory of a checkpoint includes the fingerprint of the data, so it is compared only if they are known.
         manifest = read_newest_manifest(job.store)
         if manifest is not None and can_compare:
@@ -115,7 +130,9 @@ def check_directory(job: RestoreableJob, can_compare: bool, findings: Findings) 
 
 def check_weights(job: RestoreableJob, abstract_state: Any, findings: Findings) -> None:
     """Check the weights, or the fork, that the run would start from against its state, if it has no checkpoint yet."""
-    with findings.collect():
+    if job.store.root is None and any(job.store.url in line for line in findings.service_problems):
+        return  # a bucket that cannot be reached was reported
+    with findings.collect(is_local=True):
         # A checkpoint of the run itself takes precedence over initial weights.
         if read_newest_manifest(job.store) is not None:
             return
@@ -143,13 +160,13 @@ def check_text(job: BaseTrainer, findings: Findings) -> list[str]:
     If the model's vocabulary size is that of the data, it is set to the tokenizer's upper bound.
     """
     names: list[str] = []
-    with findings.collect():
+    with findings.collect(is_local=job.store.root is not None):
         names = job.texts.find_unfinished(job)
     unfinished = [text_job for text, text_job in job.texts if text.name in names]
     for text_job in unfinished:
-        with findings.collect():
+        with findings.collect(is_local=True):
             text_job.find_text()
-    with findings.collect():
+    with findings.collect(is_local=True):
         for text_job in unfinished[:1]:
             builder, size = job.setup_builder, text_job.vocabulary_size
             validate_vocabulary(builder, text_job)
@@ -185,14 +202,19 @@ def load_data(setup_builder: TrainSetupBuilder, findings: Findings) -> tuple[Dat
     None if it cannot be loaded. The step can then be built only if it does not depend on the data, otherwise if the
     vocabulary fits.
     """
-    with findings.collect():
+    is_local = _has_local_data(setup_builder.config.data)
+    with findings.collect(is_local=is_local):
         dataset, _ = setup_builder.dataset, setup_builder.config_in_steps
-        with findings.collect():
+        with findings.collect(is_local=is_local):
             # A vocabulary that does not fit leaves the data usable for the other checks.
             dataset.validate_vocabulary(setup_builder.vocabulary_size)
             return dataset, True
         return dataset, False
     return None, not setup_builder.needs_data
+
+
+def _has_local_data(config: DataConfig) -> bool:
+    return any("://" not in source.source for source in [*config.sources, *config.validation.values()])
 
 
 def check_data(job: BaseTrainer, findings: Findings, num_hosts: int) -> DataCheck:
@@ -208,7 +230,7 @@ def check_data(job: BaseTrainer, findings: Findings, num_hosts: int) -> DataChec
     if dataset is None:
         return DataCheck(section, False, can_build_step)
     batch, is_read = setup_builder.config.train.global_batch_examples, False
-    with findings.collect():
+    with findings.collect(is_local=_has_local_data(setup_builder.config.data)):
         # A host reads only its part of the global batch.
         dataset.read("train", 0, -(-batch // num_hosts))
         is_read = True

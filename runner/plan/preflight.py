@@ -4,6 +4,8 @@ import contextlib
 import functools
 import json
 import math
+import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,7 @@ from runner.plan.report import EarlyEstimate, build_first_setup, estimate_early,
 from runner.plan.search import CompiledCandidate, Search, find_smallest_slice
 from runner.spec import Document, load_document
 from runner.spec.document import dump_yaml
+from runner.storage.bucket import limit_call_seconds
 from runner.train.checks import find_unmeasured_saves
 from runner.train.compile import StepTooLargeError
 from runner.train.program import Program
@@ -44,6 +47,8 @@ from runner.train.stages import format_rounded_starts
 from runner.trainer import BaseTrainer
 
 _NUM_LARGEST_ARRAYS = 5
+_QUICK_CALL_SECONDS = 10.0
+_RED, _GREEN = 31, 32  # colours of a terminal
 _NUM_SHOWN = 3  # candidates that are shown before they are compiled
 
 
@@ -54,6 +59,8 @@ class PlanRequest:
     spec: str  # path of the spec
     overrides: tuple[str, ...] = ()  # values of `--set`
     as_json: bool = False  # True to print JSON instead of a table
+    is_quick: bool = False  # True to check without compiling
+    is_anyway: bool = False  # True to compile even if a check has failed
     is_search: bool = False  # True to rank meshes, micro-batches and the job's own settings
     hours: float | None = None  # time in which the run must end, to choose the chips too
     minutes: float = math.inf  # time after which a search ends, once a candidate fits
@@ -72,22 +79,40 @@ def plan(request: PlanRequest) -> int:
     if request.against is not None:
         read_timed_rows(request.against)
 
+    if request.is_quick:
+        limit_call_seconds(_QUICK_CALL_SECONDS)
     findings = Findings()
     document = load_document(request.spec, request.overrides)
     machine = _open_machine(document, findings)
     job = checks.open_job(document, findings)
     sections = [] if job is None else _make_sections(job, machine, findings, request)
     if request.as_json:
-        content = {"problems": findings.problems, "warnings": findings.warnings, "plan": sections_to_json(sections)}
+        content = {
+            "problems": findings.problems,
+            "local_problems": findings.local_problems,
+            "service_problems": findings.service_problems,
+            "warnings": findings.warnings,
+            "plan": sections_to_json(sections),
+        }
         write_text(json.dumps(content, indent=2) + "\n")
     else:
-        # Problems come last, next to the verdict, where a terminal shows them.
+        _write_verdict(findings, request.is_quick)
         lines = format_sections(sections) if sections else []
         lines += ["", *(f"warning: {line}" for line in findings.warnings)] if findings.warnings else []
-        lines += ["", *(f"problem: {line}" for line in findings.problems)] if findings.problems else []
-        lines += ["", "would not run" if findings.problems else "would run"]
-        write_text("\n".join(lines).lstrip("\n") + "\n")
+        write_text("".join(f"{line}\n" for line in lines))
     return EXIT_INVALID if findings.problems else EXIT_DONE
+
+
+def _write_verdict(findings: Findings, is_quick: bool) -> None:
+    if findings.problems:
+        count = len(findings.problems)
+        verdict = f"would not run: {count} problem{'s' if count > 1 else ''}"
+    else:
+        verdict = "would run, as far as can be told without compiling" if is_quick else "would run"
+    is_coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    colour = _RED if findings.problems else _GREEN
+    write_text(f"\x1b[{colour}m{verdict}\x1b[0m\n" if is_coloured else f"{verdict}\n", is_program=True)
+    write_text("".join(f"problem: {line}\n" for line in findings.problems) + "\n")
 
 
 def _open_machine(document: Document, findings: Findings) -> TargetMachine | None:
@@ -95,7 +120,8 @@ def _open_machine(document: Document, findings: Findings) -> TargetMachine | Non
     text = topology.get("accelerator", "any") if isinstance(topology, dict) else "any"
     if not isinstance(text, str):
         return None  # the check of the spec reports it
-    with findings.collect():
+    # Not all that can be run can be planned for, such as GPUs whose number is that of a launch option.
+    with findings.collect(is_local=True):
         # The error names the line of the spec, or the option, that the accelerator comes from.
         try:
             return open_machine(parse_accelerator(text))
@@ -139,7 +165,9 @@ def _make_trainer_sections(
     sections = [data.section, checks.check_directory(job, data.is_found, findings)]
     mesh = None
     if machine is not None:
-        with findings.collect():
+        # Without a number of chips in the spec, the devices are those of this machine.
+        has_number = machine.accelerator is not None and machine.accelerator.num_chips is not None
+        with findings.collect(is_local=not has_number):
             mesh = job.setup_builder.make_mesh(machine.devices)
     if machine is None or mesh is None or not data.can_build_step:
         return sections
@@ -153,13 +181,16 @@ def _make_trainer_sections(
     estimate = estimate_early(job, train_setup, machine)
     if not is_independent_of_data:
         warn(format_first_estimate(job, train_setup, machine))
+    # What is known by now is not worth minutes of compilation.
+    if findings.problems and not (request.is_anyway or request.is_quick):
+        findings.warnings.append("nothing was compiled, because of the problems; --anyway compiles nevertheless")
+        return sections
+    if request.is_quick:
+        return sections
     if estimate is not None:
         _add_mesh_warnings(job, estimate, estimate.small_shard_warnings, findings)
 
     first = None if estimate is None else estimate.first
-    # Problems found so far are printed before minutes of compilation, and again at the end.
-    for line in findings.problems:
-        warn(f"problem: {line}")
     program: CompiledProgram | None = None
     with report_progress(f"compiling {job.spec.name} for {job.topology.accelerator}"), findings.collect():
         try:

@@ -338,11 +338,12 @@ def make_memory_section(program: CompiledProgram, machine: TargetMachine, first:
     if offloaded:
         note = "optimizer state, by config.memory.offload_optimizer; its transfers are part of no predicted time"
         section.add("in host memory", offloaded, "bytes", "counted", note)
-    note = "of XLA for CPU, which says nothing about the chip" if machine.is_faked else ""
-    section.add("temporaries", memory.temporaries, "bytes", "compiled", note)
+    if not machine.is_faked:  # those of XLA for CPU say nothing about the chip
+        section.add("temporaries", memory.temporaries, "bytes", "compiled")
     note = "outputs that do not reuse the memory of arguments"
     section.add("outputs", memory.outputs, "bytes", "compiled", note)
-    section.add("code", memory.code, "bytes", "compiled")
+    if not machine.is_faked:
+        section.add("code", memory.code, "bytes", "compiled")
     needed, note = memory.needed, "arguments + temporaries + outputs + code"
     if machine.is_faked and first is not None:
         least = "at least, since the job states no activations, " if first.is_lower_bound else ""

@@ -40,6 +40,12 @@ PERIOD_SECONDS = 1.0  # between two writes of the background writer
 IDLE_SECONDS = 10.0  # after which its thread ends
 
 
+def limit_call_seconds(seconds: float) -> None:
+    """Give up the calls of this process after that time, for a command whose user waits."""
+    global CALL_SECONDS
+    CALL_SECONDS = seconds
+
+
 class ObjectInfo(NamedTuple):
     """Entry of a listing. A key that ends in `/` stands for everything below it."""
 

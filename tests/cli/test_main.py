@@ -47,7 +47,9 @@ REQUIRED_ARGUMENTS = {
 }
 OPTIONS = {
     (): "--set --profile --take-over --coordinator --num-processes --process-id",
-    ("plan",): "--set --topology --search --chips --hours --minutes --json --profile --trace --against",
+    (
+        "plan",
+    ): "--set --topology --quick --anyway --search --chips --hours --minutes --json --profile --trace --against",
     ("status",): "--json --watch",
     ("lineage",): "--json",
     ("report",): "-o --output",

@@ -15,12 +15,13 @@ REQUIRED_OPTIONS = {"local": [], "slurm": [], "jobset": ["--image", "registry/jo
 OPTIONS = {
     "local": "--set --processes --devices-per-process --max-restarts --standby-seconds --grace-seconds --take-over",
     "slurm": "--set --nodes --spare-nodes --gpus-per-node --cpus-per-task --time --partition --account --output "
-    "--grace-seconds --max-restarts --standby-seconds --python --sbatch-option --dry-run",
-    "jobset": "--set --image --dry-run --name --namespace --nodes --cpu --memory --spot --node-selector --max-restarts "
-    "--standby-seconds --grace-seconds --workdir --env --env-from-secret --volume-claim --service-account "
-    "--priority-class",
+    "--grace-seconds --max-restarts --standby-seconds --python --sbatch-option --skip-checks --dry-run",
+    "jobset": "--set --image --skip-checks --dry-run --name --namespace --nodes --cpu --memory --spot --node-selector "
+    "--max-restarts --standby-seconds --grace-seconds --workdir --env --env-from-secret --volume-claim "
+    "--service-account --priority-class",
     "tpu-vm": "--set --zone --project --name --spot --reserved --runtime-version --service-account --network "
-    "--subnetwork --internal-ips --environment-file --max-restarts --standby-seconds --keep --poll-seconds --dry-run",
+    "--subnetwork --internal-ips --environment-file --max-restarts --standby-seconds --keep --poll-seconds "
+    "--skip-checks --dry-run",
 }
 ALL_ENGINES = pytest.mark.parametrize("engine", list(REQUIRED_OPTIONS))
 

@@ -61,7 +61,7 @@ def test_all_problems_of_a_spec_are_listed_at_once(tmp_path: Path, capsys: pytes
     output = run_plan_in_process(capsys, str(spec), "--topology", "v5e-17", expected=2)
     for problem in ("keep_lasst", "total_stepz", "v5e has no slice of 17 chips; slices: v5e-1, v5e-4, v5e-8, v5e-16"):
         assert problem in output
-    assert output.rstrip().endswith("would not run")
+    assert output.startswith("would not run: ")
 
 
 def test_data_directory_and_mesh_are_checked_independently(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -321,7 +321,7 @@ def test_a_job_that_does_not_fit_gets_a_suggestion_that_fits(tmp_path: Path) -> 
     confirmed = plan_small_chip(
         tmp_path, hbm_bytes, *spec, *(word for option in overrides for word in ("--set", option))
     )
-    assert confirmed.rstrip().endswith("would run")
+    assert confirmed.startswith("would run\n")
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_a_later_stage_that_cannot_run_is_named(tmp_path: Path, case: str) -> No
     problems = [line for line in output.splitlines() if line.startswith("problem: ")]
     assert problems, output
     assert all(line.startswith("problem: stage 2: ") and words in line for line in problems)
-    assert output.rstrip().endswith("would not run")
+    assert output.startswith("would not run: ")
 
 
 @pytest.mark.soak

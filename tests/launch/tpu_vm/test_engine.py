@@ -194,7 +194,18 @@ def test_broken_connections_are_retried_without_a_second_start(repository, cloud
 
 
 def start_in_background(cloud, *options):
-    command = [sys.executable, "-m", "launch", "tpu-vm", "specs/tiny.yaml", "--zone", "z", "--poll-seconds", "0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "launch",
+        "tpu-vm",
+        "specs/tiny.yaml",
+        "--zone",
+        "z",
+        "--skip-checks",
+        "--poll-seconds",
+        "0.1",
+    ]
     return subprocess.Popen(
         [*command, *options],
         env=dict(os.environ, PYTHONPATH=str(ROOT)),

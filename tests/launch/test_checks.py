@@ -1,0 +1,86 @@
+"""Launchers refuse what `plan` refuses, and say what only the hosts of the job can tell."""
+
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch.app import main
+from launch.checks import check_job
+from launch.options import LaunchArguments
+from runner.errors import EXIT_DONE, EXIT_INVALID
+from tests.attempts.test_take_over import first_attempt, make_job
+
+ENGINES = {"slurm": [], "jobset": ["--image", "registry/job:1"], "tpu-vm": ["--zone", "z"]}
+# Overrides of `specs/gpt_nano.yaml`, a part of the line, and the engines that refuse the job.
+PROBLEMS = {
+    "none": ((), "", set()),
+    "batch": (("config.train.global_batch_examples=7",), "does not divide over", set(ENGINES)),
+    "key": (("config.model.headz=2",), "config.model.headz", set(ENGINES)),
+    "data": (("config.data.source=nowhere/*.bin",), "no file matches", {"slurm"}),
+    "weights": (("checkpoint.init_from=nowhere",), "nowhere", {"slurm"}),
+    "bucket": (("directory=s3://bucket/run",), "s3://bucket/run", set()),
+}
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Git repository with a committed spec, as the working directory; no service answers."""
+    spec = yaml.safe_load((Path(__file__).parents[2] / "specs/gpt_nano.yaml").read_text())
+    for name in ("gpus", "tpus"):
+        place = {"gpus": str(tmp_path / "run"), "tpus": "gs://bucket/run"}[name]
+        spec["directory"], spec["topology"] = place, {"accelerator": {"gpus": "h100-8", "tpus": "v5e-8"}[name]}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(spec))
+    identity = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], ["add", "."], [*identity, "commit", "-qm", "All of it"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    for name in ("AWS_ENDPOINT_URL", "STORAGE_EMULATOR_HOST"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.daily(3)
+def test_a_job_that_plan_refuses_is_not_submitted(
+    engine: str, problem: str, repository: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    overrides, line, refusing = PROBLEMS[problem]
+    spec = "gpus.yaml" if engine == "slurm" else "tpus.yaml"
+    words = [engine, spec, *ENGINES[engine], "--dry-run", *(word for each in overrides for word in ("--set", each))]
+    code = main(words)
+    output, errors = capfd.readouterr()
+    assert code == (EXIT_INVALID if engine in refusing else EXIT_DONE), errors
+    if problem == "weights" and engine != "slurm":  # not looked at without the directory
+        line = "gs://bucket/run cannot be reached"
+    assert line in errors
+    assert bool(output) == (engine not in refusing)
+    assert "Traceback" not in errors
+    if problem == "batch":
+        assert main([*words, "--skip-checks"]) == EXIT_DONE
+
+
+def test_an_attempt_that_runs_in_the_directory_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    job = make_job(tmp_path / "run")
+    with first_attempt(job) as first:
+        overrides = [word for word in job.arguments[1:] if word != "--set"]
+        assert main(["slurm", job.spec, "--dry-run", *(w for each in overrides for w in ("--set", each))]) == EXIT_DONE
+        assert f"in use by attempt 1 on host {socket.gethostname()} (process id {first.process.pid})" in (
+            capfd.readouterr().err
+        )
+
+
+def test_checks_that_cannot_be_made_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.executable", str(tmp_path / "missing"))
+    check_job(LaunchArguments(spec="specs/counter.yaml"), has_shared_files=True)
+    assert "the job was not checked, since plan --quick gave no result (FileNotFoundError)" in capfd.readouterr().err
