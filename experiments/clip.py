@@ -85,6 +85,8 @@ class MatchCaptions(BaseTrainer):
         """Return images and captions."""
         return batch["image"], batch["caption"]
 
+    returns_loss_sum = True
+
     @classmethod
     def forward(cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Any]:
         """Return the cross-entropy of captions by image and of images by caption, halved, and correct captions."""

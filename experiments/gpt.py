@@ -403,6 +403,8 @@ class PretrainGPT(BaseTrainer):
             precision.matmul,
         )
 
+    returns_loss_sum = True
+
     @classmethod
     def forward(
         cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None

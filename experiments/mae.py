@@ -100,6 +100,8 @@ class ReconstructImages(BaseTrainer):
         example_B = batch.get("example", jnp.arange(len(patch_BxTxC)))
         return patch_BxTxC, draw_orders(jax.random.key(0) if key is None else key, example_B, patch_BxTxC.shape[1])
 
+    returns_loss_sum = True
+
     @classmethod
     def forward(cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Any]:
         """Return the squared error of hidden patches, each a target, and the hidden pixels whose sign is right."""

@@ -110,6 +110,8 @@ class ClassifyImages(BaseTrainer):
         """Return the images."""
         return (batch["image"],)
 
+    returns_loss_sum = True
+
     @classmethod
     def forward(cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Any]:
         """Return the summed cross-entropy of the labels, and the images that are classified correctly."""

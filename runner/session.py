@@ -37,6 +37,7 @@ from runner.train.checks import (
 from runner.train.evaluators import Evaluator, Validation, add_averages
 from runner.train.feature import RewindError
 from runner.train.flops import compute_mfu_per_token_rate
+from runner.train.loss_check import validate_loss_is_sum
 from runner.train.program import Program
 from runner.train.program_history import ProgramGuard
 from runner.train.report import END, Report
@@ -167,8 +168,13 @@ class Session(JobSession):
         """Enter the stage that has made the newest step. A run that begins records the assets of its exports."""
         job = self.job
         self.enter_stage(max(job.step - 1, 0))
-        if job.step == 0 and not job.attempt.lineage and job.attempt.hosts.is_main:
-            self._record_assets(job.spec.checkpoint.initial_weights)
+        if job.step == 0 and not job.attempt.lineage:
+            if job.attempt.hosts.is_main:
+                self._record_assets(job.spec.checkpoint.initial_weights)
+            program = self.programs.current
+            # A job that makes its own batches may not read those of the data set.
+            if not self._makes_own_batches and not program.layout.is_ordered:
+                validate_loss_is_sum(job, program.train_setup, job.state, program.builder.dataset)
 
     def _record_assets(self, weights: InitFromConfig | None) -> None:
         if self.job.family() is not None:

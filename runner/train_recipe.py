@@ -156,6 +156,9 @@ class TrainRecipe(RestoreableJob):
         """
         return get_tokens(batch)
 
+    # True in the class that defines `forward`: its loss is a sum over targets, and is not checked at the first start.
+    returns_loss_sum: ClassVar[bool] = True
+
     @classmethod
     def forward(
         cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None

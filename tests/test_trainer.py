@@ -282,6 +282,8 @@ class CountingTrainer(BaseTrainer):
 
     traces = 0
 
+    returns_loss_sum = True
+
     @classmethod
     def forward(cls, apply_fn, params, batch, key):
         cls.traces += 1

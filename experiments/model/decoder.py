@@ -481,6 +481,8 @@ class PretrainDecoder(BaseTrainer):
         """Return the layout of the weights in Hugging Face's files."""
         return DecoderFiles(self.config.model, self.vocabulary_size, self.config.data.tokens_per_example)
 
+    returns_loss_sum = True
+
     @classmethod
     def forward(
         cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None

@@ -18,6 +18,7 @@
 - `setup`: abstract train state, shardings and optimizer on a mesh
 - `stages`: stages of a run: configs and trajectory
 - `checks`: checks of hardware, data and earlier attempts
+- `loss_check`: check that a job's own loss is a sum
 - `flops`: FLOPs, memory and traffic of a step
 - `program`: programs of a run by stage: layout of the batch, data, compiled steps
 - `program_history`: programs that have made a run's steps, by which edited code is noticed

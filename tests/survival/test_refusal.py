@@ -82,7 +82,8 @@ OTHER_TRAJECTORIES = {
 def test_a_changed_trajectory_is_refused_naming_each_key(nano: Job, options: tuple[str, ...]) -> None:
     attempt = assert_refused(nano.with_options(*options))
     for option in options:
-        (line,) = [line for line in attempt.output.splitlines() if option.partition("=")[0] in line]
+        key = option.partition("=")[0]
+        (line,) = [line for line in attempt.output.splitlines() if key in line and " has " in line]
         for value in OTHER_TRAJECTORIES[option]:
             assert value in line
 
