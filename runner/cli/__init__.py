@@ -5,6 +5,7 @@ out. A function takes the dataclass of its arguments and returns the exit code. 
 that they work beside a running job.
 
 - `arguments`: arguments and options of each command, without jax
+- `traceback`: text of an error in code of the user's own
 - `run`: `runner SPEC`
 - `status`: `status`, and access to a run for read-only commands
 - `inspect`: `lineage`, `metrics`, `report`, `dashboard`, without jax

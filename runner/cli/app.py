@@ -234,7 +234,16 @@ def main(words: Sequence[str], clock: Clock | None = None) -> int:
 def _carry_out(arguments: object) -> int:
     # The class of the arguments identifies the command, so its words are parsed in one place only.
     module, function = _IMPLEMENTATIONS[type(arguments)]
-    return int(getattr(_import(module), function)(arguments))
+    try:
+        return int(getattr(_import(module), function)(arguments))
+    except (RunnerError, OSError):
+        raise
+    except Exception as error:
+        report = _import("runner.cli.traceback")
+        if not report.has_own_frames(error):
+            raise
+        warn(report.format_bug(error))
+        return EXIT_FAILED
 
 
 def _run_job(arguments: declared.JobArguments, stop: StopNotice, clock: Clock) -> None:

@@ -359,6 +359,15 @@ class SchemaArguments:
     spec: Annotated[
         str | None, typer.Argument(metavar="[SPEC]", help="Spec whose job class determines the keys of `config`.")
     ] = None
+    overrides: Overrides = field(default_factory=list)
+    is_batch: Annotated[
+        bool,
+        typer.Option("--batch", help="List the arrays of a micro-batch instead, as `forward` of the job gets them."),
+    ] = False
+
+    def __post_init__(self) -> None:
+        if self.spec is None and (self.is_batch or self.overrides):
+            raise InvalidError("--batch and --set need a SPEC")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from runner.data.source_files import find_corpus, find_source
 from runner.errors import EXIT_DONE, InvalidError
 from runner.huggingface.assets import TOKENIZER, unnest_config
 from runner.huggingface.safetensors import CONFIG_FILE, drop_config_keys, read_config_json
-from runner.job import RestoreableJob
+from runner.job import RestoreableJob, make_job
 from runner.plan import checks
 from runner.plan.figures import format_amount
 from runner.plan.prediction import SINGLE_DEVICE, build_abstract
@@ -81,15 +81,37 @@ def print_schema(arguments: SchemaArguments) -> int:
     With a spec, `config` has the keys of that spec's job class; without one, the keys of a trainer or any others. Only
     the top level of the spec must be valid, so `config` may be unfinished.
     """
+    if arguments.is_batch:
+        assert arguments.spec is not None, "checked by `SchemaArguments`"
+        write_text("".join(f"{line}\n" for line in _list_batch_fields(arguments.spec, arguments.overrides)))
+        return EXIT_DONE
     # Most specs are of trainers, so an editor without a spec gets their keys.
     config: type[JobConfig] = TrainerConfig
     if arguments.spec is not None:
-        document = load_document(arguments.spec)
+        document = load_document(arguments.spec, arguments.overrides)
         validate_spec(document)
         job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
         config = job_class.Config
     write_text(json.dumps(json_schema(config, any_other=arguments.spec is None), indent=2) + "\n")
     return EXIT_DONE
+
+
+def _list_batch_fields(spec_path: str, overrides: Sequence[str]) -> list[str]:
+    """Return a line for each array of a micro-batch: name, dtype and shape, with B for its examples."""
+    document = load_document(spec_path, overrides)
+    job = make_job(document, validate_spec(document))
+    if not isinstance(job, BaseTrainer):
+        raise document.error("job", f"{job.spec.job} is no trainer, so it has no batches")
+    fields = job.setup_builder.fields
+    rows = [(name, str(each.dtype), ["B", *map(str, each.shape)]) for name, each in fields.items()]
+    rows.append(("example", "int32", ["B"]))
+    notes = {"example": "index of each example in the step", "padding_mask": "True for real targets"}
+    width = max(len(name) for name, *_ in rows)
+    lines = [f"arrays of a micro-batch of B examples, in `batch` of {type(job).__name__}.forward:"]
+    for name, dtype, shape in rows:
+        text = f"  {name:{width}}  {dtype:8} ({', '.join(shape)}{',' * (len(shape) == 1)})"
+        lines.append(f"{text:{width + 40}}{notes.get(name, '')}".rstrip())
+    return lines
 
 
 def write_spec_from(arguments: SpecFromArguments) -> int:

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import sys
-import traceback
 from types import TracebackType
 from typing import NoReturn
 
@@ -20,6 +19,7 @@ from runner.attempts.logs import drain_log_file, install_log_file
 from runner.attempts.membership import Membership
 from runner.attempts.take_over import confirm_take_over
 from runner.cli.arguments import JobArguments
+from runner.cli.traceback import format_bug
 from runner.console import configure_console, warn
 from runner.distributed import preemption
 from runner.distributed.clock import Clock, TimeCategory
@@ -39,6 +39,8 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
 
     Raises `RunnerError` if the job could not begin.
     """
+    # A bug must end the process at once: Python would wait for threads that wait for peers.
+    sys.excepthook = _end_on_bug
     # The whole `config` is validated here, before this process waits for any other.
     job = make_job(document, spec)
     placement = find_placement(
@@ -68,8 +70,6 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
         # The process number is known only from here on.
         level = spec.logging.level if hosts.is_main else spec.logging.level_other_hosts
         configure_console(spec.job, spec.logging.format, level, hosts.process_id)
-    # A bug must end the process at once: Python would wait for threads that wait for peers.
-    sys.excepthook = _end_on_bug
     stop.join_peers(hosts if hosts.num_processes > 1 else None)
     preemption.watch_gcp_preemption(stop.request_stop)
     # From here on every way out must name a code to the peers, which otherwise wait for this process.
@@ -147,6 +147,6 @@ def find_placement(
 
 
 def _end_on_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    warn("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"))
+    warn(format_bug(error))
     drain_log_file()
     end_process(EXIT_FAILED)

@@ -17,15 +17,14 @@ from runner.data import TRAIN, Dataset
 from runner.errors import InvalidError
 from runner.parallel.mesh import count_batch_shards
 from runner.train.layout import BatchLayout
-from runner.train.setup import TrainSetup
+from runner.train.setup import StepRecipe, TrainSetup
 from runner.train.state import TrainState, get_variables
-from runner.train_recipe import TrainRecipe
 
 _TOLERANCE = 1e-3  # relative; sums over other micro-batches are rounded differently
 _MEAN = re.compile(r"\b(mean|average)\(|\breduction=")
 
 
-def validate_loss_is_sum(recipe: TrainRecipe, setup: TrainSetup, state: TrainState, dataset: Dataset) -> None:
+def validate_loss_is_sum(recipe: StepRecipe, setup: TrainSetup, state: TrainState, dataset: Dataset) -> None:
     """Raise `InvalidError` if `forward` of a recipe returns a mean. Called on every host, with the state of step 0.
 
     Returns at once if the class that defines `forward` states that it `returns_loss_sum`. Otherwise it compiles two
@@ -34,7 +33,8 @@ def validate_loss_is_sum(recipe: TrainRecipe, setup: TrainSetup, state: TrainSta
     """
     owner = _find_owner(type(recipe), "forward")
     # A `val_step` of the job's own may do without `forward`.
-    if vars(owner).get("returns_loss_sum", False) or _find_owner(type(recipe), "val_step") is not TrainRecipe:
+    is_own_val_step = "returns_loss_sum" not in vars(_find_owner(type(recipe), "val_step"))
+    if vars(owner).get("returns_loss_sum", False) or is_own_val_step:
         return
     shards = count_batch_shards(setup.mesh)
     abstract = setup.abstract_val_state

@@ -62,7 +62,7 @@ OPTIONS = {
     ("checkpoints",): "--verify --deep",
     ("checkpoints", "copy"): "",
     ("verify-resume",): "--set --steps --kills --processes --devices-per-process --seed",
-    ("schema",): "",
+    ("schema",): "--set --batch",
     ("spec-from",): "--topology --data --lora --ignore-config-key -o --output",
     ("metrics",): "--csv -o --output",
     ("profile",): "--steps",
