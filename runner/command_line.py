@@ -129,7 +129,7 @@ class CommandLine:
 
 class _Command(TyperCommand):
     def format_usage(self, ctx: Any, formatter: Any) -> None:
-        pieces = [piece.strip("{}") for piece in self.collect_usage_pieces(ctx)]
+        pieces = [re.sub(r"[{}]", "", piece).replace("......", "...") for piece in self.collect_usage_pieces(ctx)]
         formatter.write_usage(ctx.find_root().obj.format_call(ctx.command_path), " ".join(pieces))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -27,7 +27,7 @@ from runner.lifecycle import Lifecycle, validate_step
 from runner.metrics.meta import UnfitMetricsError, parse_metrics
 from runner.process import add_cpu_threads
 from runner.recipe import Recipe
-from runner.spec import Document, ExecutionSpec, load_job_class
+from runner.spec import Document, ExecutionSpec, Topology, load_job_class
 
 _METRIC_KEY = re.compile(r"(?!step$)[\w.-]+(/[\w.-]+)*")
 _RESERVED_KEYS = ("perf/",)
@@ -153,9 +153,14 @@ class RestoreableJob(Recipe):
 def make_job(document: Document, spec: ExecutionSpec) -> RestoreableJob:
     """Make the job of a spec, whose top level is valid. Validates the whole `config`; raises `SpecError`."""
     job_class: type[RestoreableJob] = load_job_class(document, RestoreableJob)
+    return job_class(complete_topology(job_class, spec), document)
+
+
+def complete_topology(job_class: type[RestoreableJob], spec: ExecutionSpec) -> ExecutionSpec:
+    """Return the spec of a job with the default topology, any devices, if it needs one and the spec has none."""
     if job_class.needs_topology and spec.topology is None:
-        raise document.error("", f"missing key topology: {job_class.__name__} needs one")
-    return job_class(spec, document)
+        return spec.model_copy(update={"topology": Topology()})
+    return spec
 
 
 def prepare_process(job: RestoreableJob) -> None:

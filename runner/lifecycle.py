@@ -102,7 +102,12 @@ class Lifecycle:
                     with progress.report_phase(END):
                         watchdog.stop_reports()
                         self.finish()
-                except (DivergedError, HookError, MiscountError, PhaseError, StateError):
+                except DivergedError as error:
+                    job.checkpointer.wait_until_finished()
+                    step = job.checkpointer.saved_step
+                    kept = f"checkpoint {step} is kept" if step else "no checkpoint was committed before"
+                    raise DivergedError(f"{error}; {kept}") from error
+                except (HookError, MiscountError, PhaseError, StateError):
                     # The job failed, but the save in progress is of an earlier, valid step: let it be committed.
                     job.checkpointer.wait_until_finished()
                     raise

@@ -105,7 +105,7 @@ class Recipe:
 
     Attributes:
         Config: pydantic model of the spec's `config`, which a subclass overrides.
-        needs_topology: True if the spec must have a `topology`.
+        needs_topology: True if the job needs a `topology`; the default is used if the spec has none.
         writes_own_rows: True if the rows of `metrics.jsonl` are those of `log_metrics`.
         former_paths: paths (`module:Class`) that this class had earlier, whose runs it continues. Not inherited.
         attempt: the running attempt; exists once the directory is claimed.

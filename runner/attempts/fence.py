@@ -19,7 +19,7 @@ from typing import Any
 from runner.attempts.ended import FOLDER, NUM_RECENT
 from runner.attempts.layout import Owner, read_owner, read_result, validate_entry_kinds
 from runner.errors import EXIT_INVALID, FencedError, InvalidError, RemovedError, ResumeError, StorageError
-from runner.spec import Document, JobConfig, Trajectory, fill_in_defaults, is_one_of
+from runner.spec import Document, JobConfig, Trajectory, fill_in_defaults, is_one_of, list_value_changes
 from runner.spec.document import dump_yaml
 from runner.storage import Store, create_file, encode_json, parse_number, probe_store, read_json, read_log
 
@@ -170,12 +170,12 @@ class RunIdentity:
     def list_moves(self, saved: Trajectory) -> list[str]:
         """Return the differences that are moves: new locations of the same content, and former paths of a class."""
         saved = fill_in_defaults(saved, self.identity, self.config)
-        return [self._format_change(saved, key) for key in self._list_differences(saved) if self._is_moved(saved, key)]
+        return self._format_changes(saved, [key for key in self._list_differences(saved) if self._is_moved(saved, key)])
 
     def list_changes(self, saved: Trajectory) -> list[str]:
         """Return the differences that are not moves. If the trajectory is continued, they affect only later steps."""
         saved = fill_in_defaults(saved, self.identity, self.config)
-        return [self._format_change(saved, key) for key in self._list_changes(saved)]
+        return self._format_changes(saved, self._list_changes(saved))
 
     def compare_values(self, saved: Trajectory) -> dict[str, list[Any]]:
         """Return [saved value, present value] of each key that differs, moves left out; None where there is none."""
@@ -253,8 +253,9 @@ class RunIdentity:
     def _list_changes(self, saved: Trajectory) -> list[str]:
         return [key for key in self._list_differences(saved) if not self._is_moved(saved, key)]
 
-    def _format_change(self, saved: Trajectory, key: str) -> str:
-        return f"{key}: {_format_value(saved, key)} became {_format_value(self.identity, key)}"
+    def _format_changes(self, saved: Trajectory, keys: Sequence[str]) -> list[str]:
+        pairs = ((key, saved.get(key), self.identity.get(key)) for key in keys)
+        return [line for key, former, present in pairs for line in list_value_changes(key, former, present)]
 
     def _list_differences(self, saved: Trajectory) -> list[str]:
         """Return the keys that have known values on both sides, are read, and differ."""

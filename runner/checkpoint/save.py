@@ -259,7 +259,8 @@ class Checkpointer:
             self._warn_of_grace(found.manifest.seconds, step)
             fetched = ", ".join(map(str, found.fetched))
             source = f", the part of process {fetched} from a replica" if fetched else ""
-            self._attempt.say(f"restored step {step} from the {found.tier} tier{source}")
+            tier = "fast tier" if found.tier == "fast" else "run's directory"
+            self._attempt.say(f"restored step {step} from the {tier}{source}")
             self._attempt.report_environment_changes(found.manifest.environment, step)
             self._attempt.lineage.update(found.manifest.lineage or {})
             # A step that is only in the fast tier is not saved yet: it is lost with the machine.

@@ -114,7 +114,9 @@ class PlanArguments:
 class StatusArguments:
     """Arguments of `status`."""
 
-    where: RunLocation
+    where: Annotated[
+        str, typer.Argument(metavar="WHERE", help="Spec, directory or URL of a run, or a directory of runs.")
+    ]
     as_json: Annotated[bool, typer.Option("--json", help="Print the history as one line of JSON.")] = False
     is_watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds until the run is done.")] = False
 

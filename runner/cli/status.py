@@ -25,7 +25,8 @@ from rich.text import Text
 
 from runner.attempts.layout import LAYOUT, OWNER, read_owner
 from runner.cli.arguments import StatusArguments
-from runner.console import escape_controls, finish_output, format_duration, write_text
+from runner.console import escape_controls, finish_output, format_duration, warn, write_text
+from runner.dashboard.reader import DiscoveryResult, find_runs
 from runner.distributed.clock import TimeCategory
 from runner.errors import EXIT_DONE, InvalidError, RetryableError, RunnerError
 from runner.history.goodput import list_restarts
@@ -34,7 +35,7 @@ from runner.history.reader import HistoryReader, format_changes, open_text_store
 from runner.history.records import History, RunState, StageRecord, Verification, to_json
 from runner.metrics.rows import POLICY_COUNTS, format_metrics, list_own_metrics
 from runner.spec import list_named_modules, load_document, validate_spec
-from runner.storage import JsonObject, Store, find_kind, local_directory, open_store
+from runner.storage import DiskError, JsonObject, Store, find_kind, local_directory, open_store
 
 WATCH_SECONDS = 2.0
 _MAX_ATTEMPTS, _MAX_CHECKPOINTS, _MAX_NOTICES, _MAX_HOSTS, _MAX_CHANGES = 8, 5, 5, 4, 8
@@ -140,6 +141,11 @@ def print_status(arguments: StatusArguments) -> int:
     # Ctrl-C is the usual end of a status that is watched.
     with convert_read_errors(*([KeyboardInterrupt] if arguments.is_watch else [])):
         store = open_store(find_directory(arguments.where))
+        # A directory without anything of a run may have runs below it.
+        if store.root is None or store.root.is_dir():
+            has_run = bool({*LAYOUT, "events"} & {*store.list_names("")})
+            if not has_run and (found := find_runs(store)).runs:
+                return _print_runs(store, found, arguments.as_json)
         readers: dict[str, HistoryReader] = {}
 
         def read() -> tuple[History, bool]:
@@ -165,18 +171,47 @@ def print_status(arguments: StatusArguments) -> int:
             # The run continues with training when the text is tokenised.
             return arguments.is_watch and (is_text or history.state is not RunState.DONE)
 
-        found = read()
+        newest = read()
         if arguments.is_watch and console.is_terminal and not arguments.as_json:
             # A terminal gets one screen that is redrawn, and keeps the last one in its scrollback (`show` below).
-            with Live(draw(found[0]), console=console, auto_refresh=False, screen=True) as live:
-                while finish_output() and is_watched(*found):
+            with Live(draw(newest[0]), console=console, auto_refresh=False, screen=True) as live:
+                while finish_output() and is_watched(*newest):
                     time.sleep(WATCH_SECONDS)
-                    found = read()
-                    live.update(draw(found[0]), refresh=True)
+                    newest = read()
+                    live.update(draw(newest[0]), refresh=True)
         # `status RUN --watch | head` ends when `head` does.
-        while show(*found) and is_watched(*found):
+        while show(*newest) and is_watched(*newest):
             time.sleep(WATCH_SECONDS)
-            found = read()
+            newest = read()
+    return EXIT_DONE
+
+
+def _print_runs(root: Store, found: DiscoveryResult, as_json: bool) -> int:
+    """Print a line for each run below a directory, the one with the newest sign of life first."""
+    histories: list[tuple[str, History]] = []
+    notes = [*found.notes]
+    for run in found.runs:
+        try:
+            histories.append((run.path, HistoryReader(run.store).read()))
+        except (InvalidError, DiskError) as error:  # One damaged run must not hide the others.
+            notes.append(to_single_line(str(error)))
+    histories.sort(key=lambda each: each[1].attempts[-1].ended, reverse=True)
+    if as_json:
+        runs = [{"path": path, **to_json(history)} for path, history in histories]
+        write_text(json.dumps({"root": root.url, "runs": runs, "notes": notes}) + "\n")
+        return EXIT_DONE
+    table = _table("left", "left", "right", "right", "right")
+    for path, history in histories:
+        state = Text(history.state.value, _STATE_COLOURS.get(history.state, "red"))
+        steps = f"step {history.step:,}" + ("" if history.total_steps is None else f" of {history.total_steps:,}")
+        best = history.best_validation or (0, get_float(history.row, "train/loss"))
+        loss = "" if best[1] is None else f"{'best val' if history.best_validation else 'loss'} {best[1]:.4f}"
+        age = f"{format_duration(max(history.now - history.attempts[-1].ended, 0.0))} ago"
+        table.add_row(to_single_line(path), state, steps, loss, age)
+    console = Console(markup=False, highlight=False, emoji=False)
+    console.print(_PrintableText(table))
+    for note in notes if finish_output() else []:
+        warn(f"cannot read {note}")
     return EXIT_DONE
 
 

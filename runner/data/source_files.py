@@ -24,6 +24,12 @@ PYTHON_STDLIB = "python-stdlib"
 _TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
 # A file with one of these suffixes is read as text. Files with other suffixes are refused, because they may be binary.
 # fmt: off
+# Suffixes of text that a `Tokenise` job reads, and the runner does not.
+_RAW_TEXT = frozenset({".jsonl", ".ndjson", ".json", ".gz", ".zst", ".xz", ".bz2"})
+_TOKENISE_HINT = (
+    "; to train on this text, tokenise it before the first step, with the key config.data.tokenise: "
+    "{tokenizer: {kind: bpe, vocabulary_size: 32768}, separator: <|endoftext|>}"
+)
 TEXT_SUFFIXES = frozenset({
     "", ".txt", ".text", ".md", ".rst", ".tex", ".adoc", ".org", ".html", ".htm", ".xml", ".css",
     ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".java", ".kt", ".scala", ".js", ".ts",
@@ -204,7 +210,8 @@ def _validate_source_name(name: str) -> None:
     try:
         validate_url(name)
     except InvalidError as error:
-        raise DataError(f"data.source={name[:60]}: {error}") from error
+        hint = _TOKENISE_HINT if name.startswith("hf://") else ""
+        raise DataError(f"data.source={name[:60]}: {error}{hint}") from error
 
 
 @contextlib.contextmanager
@@ -227,7 +234,7 @@ def _hold_tokens(name: str, paths: Sequence[PurePath]) -> bool:
         raise DataError(
             f"data.source={name}: {len(unknown)} of {len(paths)} files are of a kind that is not read, the first is "
             f"{unknown[0]}; needs text (.txt, .md, source code ...) or token ids (.bin, .npy), or nothing but .idx, "
-            ".array_record, .parquet or .arrow"
+            f".array_record, .parquet or .arrow{_TOKENISE_HINT if _RAW_TEXT & {*unknown[0].suffixes} else ''}"
         )
     num_token_files = sum(path.suffix in _TOKEN_SUFFIXES for path in paths)
     if num_token_files not in (0, len(paths)):

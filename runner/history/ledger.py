@@ -227,7 +227,7 @@ def apply_events(summary: LedgerSummary, rows: Iterable[JsonObject]) -> LedgerSu
                     fetched = row.get("from_replicas")
                     names = ", ".join(map(str, fetched[:_NAMED_PROCESSES_MAX])) if isinstance(fetched, list) else ""
                     source = f", process {to_single_line(names)} from a replica" if names else ""
-                    attempt.restored_from = f"fast tier{source}" if row.get("tier") == "fast" else "durable directory"
+                    attempt.restored_from = f"fast tier{source}" if row.get("tier") == "fast" else "run's directory"
                 if event == "fork":
                     summary.fork = row
                 # An attempt that was suspended, and shut out meanwhile, may record its restore after a newer one.

@@ -8,7 +8,6 @@ Reading is bounded, whatever the size of the run:
 """
 
 import copy
-import json
 import math
 import re
 import time
@@ -59,11 +58,11 @@ from runner.history.records import (
     StragglerRecord,
     Throughput,
     Verification,
-    to_json,
 )
 from runner.metrics.file import read_sample
 from runner.metrics.rows import find_unit
-from runner.storage import INT_MAX, STEP_MAX, DiskError, JsonObject, Store, open_store, parse_json, parse_number
+from runner.spec import format_setting, list_value_changes
+from runner.storage import STEP_MAX, DiskError, JsonObject, Store, open_store, parse_json, parse_number
 from runner.storage.store import validate_nesting
 
 _SEEN_MAX = 32
@@ -405,10 +404,10 @@ def read_fork(event: JsonObject) -> ForkRecord | None:
 
 def format_changes(fork: ForkRecord) -> list[str]:
     """Return a line for each key in which a fork differs from its parent."""
-    lines = []
+    lines: list[str] = []
     for key, values in fork.changes.items():
         theirs, ours = values if isinstance(values, list) and len(values) == 2 else ("?", "?")
-        lines.append(to_single_line(f"{key}: {theirs!r} became {ours!r}"))
+        lines += map(to_single_line, list_value_changes(to_single_line(key), theirs, ours))
     return lines
 
 
@@ -484,22 +483,11 @@ def apply_stage(config: Any, values: Mapping[str, Any]) -> list[str]:
         if isinstance(former, dict) and isinstance(value, dict):
             pairs = [(f"{key}.{name}", former.get(name), own) for name, own in value.items()]
         for name, old, new in pairs:
-            old_text, new_text = _format_setting(old), _format_setting(new)
+            old_text, new_text = format_setting(old), format_setting(new)
             if old != new or len(pairs) == 1:
-                text = new_text if old_text in (new_text, "null") else f"{old_text} became {new_text}"
+                text = new_text if old_text in (new_text, "null") else f"{old_text} -> {new_text}"
                 lines.append(to_single_line(f"{name}: {text}"))
     return lines
-
-
-def _format_setting(value: Any) -> str:
-    """Return a value of a spec as short text: a mixture by its names and weights."""
-    if isinstance(value, list) and value and all(isinstance(each, dict) and "name" in each for each in value):
-        return ", ".join(
-            f"{_format_setting(each['name'])} {_format_setting(each.get('weight', ''))}".strip() for each in value
-        )
-    if isinstance(value, float) and value.is_integer() and abs(value) < INT_MAX:
-        return str(int(value))
-    return value if isinstance(value, str) else "null" if value is None else to_single_line(json.dumps(to_json(value)))
 
 
 def parse_spec(content: bytes) -> object:

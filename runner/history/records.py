@@ -50,7 +50,7 @@ class AttemptRecord:
     code: int | None = None  # exit code, None if it recorded none
     reason: str | None = None  # reason of a failure
     resumed_step: int | None = None  # step at which it started, 0 for a new state; None if it never had a state
-    # `fast tier` or `durable directory`, with the processes whose part came from a replica; None if it restored no
+    # `fast tier` or `run's directory`, with the processes whose part came from a replica; None if it restored no
     # checkpoint.
     restored_from: str | None = None
     reached_step: int | None = None  # last completed step; None if it never had a state

@@ -168,7 +168,7 @@ class MetricsWindow:
                 is_skipped |= watcher.watch(step, float(loss), meta, values)
             if not is_finite and not is_skipped:
                 found = f"loss {float(loss)}, gradient norm {grad_norm}"
-                raise DivergedError(f"step {step}: training diverged: {found}; the last good checkpoint is kept")
+                raise DivergedError(f"step {step}: training diverged: {found}")
             weight = float(meta.get(TOKEN_COUNT, 1.0))
             if weight <= 0:
                 # A mean over nothing is null, and so is the norm of its gradient.

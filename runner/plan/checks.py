@@ -19,7 +19,7 @@ from runner.data.packing import describe_fields
 from runner.distributed.agreement import Hosts
 from runner.errors import RunnerError, StorageError
 from runner.huggingface.load import validate_init_from
-from runner.job import RestoreableJob
+from runner.job import RestoreableJob, complete_topology
 from runner.plan.figures import Section
 from runner.spec import Document, ExecutionSpec, load_job_class, validate_config, validate_spec
 from runner.train.setup import TrainSetupBuilder
@@ -69,14 +69,10 @@ def open_job(document: Document, findings: Findings) -> RestoreableJob | None:
             if spec is not None:
                 document = job_class.complete_document(document, spec)
             config = validate_config(document, job_class.Config)
-        # The constructor would report a missing topology only once everything else is right.
-        if job_class.needs_topology and "topology" not in document.data:
-            message = f"missing key topology: {job_class.__name__} needs one"
-            findings.problems.append(document.format_problem((), message))
     if spec is None or job_class is None or config is None or findings.problems:
         return None
     with findings.collect():
-        job = job_class(spec, document)
+        job = job_class(complete_topology(job_class, spec), document)
         if isinstance(job, BaseTrainer):
             job.setup_builder.validate_keys_read()
         return job

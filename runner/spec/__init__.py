@@ -12,12 +12,14 @@ A spec is read in three steps, each of which reports all of its problems at once
 Later stages report a problem of a key in the same form through `Document.error`.
 
 - `model`: models of the sections, and policies of keys, which say what may change during a run
+- `changes`: changes of values as text
 - `document`: YAML with locations, overrides, messages; modules that a run's directory may name
 - `imports`: classes by name, packages that are extras
 - `validation`: documents against models; keys on which the bits of a run depend; specs as YAML and JSON Schema
 """
 
 from runner.errors import suggest_choices
+from runner.spec.changes import format_setting, list_value_changes
 from runner.spec.document import (
     Document,
     KeyPath,

@@ -61,6 +61,23 @@ def describe_value(value: Any) -> str:
     return json.dumps(value)[:60]
 
 
+_YAML_HINTS = {  # by words of PyYAML's message
+    "mapping values are not allowed here": '; put a value that holds a colon into quotes, as in key: "a: b", and '
+    "indent the keys of one section equally",
+    "'\\t' that cannot start": "; indent with spaces, as YAML does not allow tabs",
+    "could not find expected ':'": "; a key needs a colon and a space behind it, as in key: value",
+    "'%' that cannot start": "; put the value into quotes",
+    "'@' that cannot start": "; put the value into quotes",
+    "'`' that cannot start": "; put the value into quotes",
+    "found unexpected end of stream": "; a quote is not closed",
+    "expected ',' or ']'": "; a list in brackets is not closed, or lacks a comma",
+    "expected ',' or '}'": "; a mapping in braces is not closed, or lacks a comma",
+    "expected <block end>": "; a line is indented differently from the others of its section",
+    "but found '<stream end>'": "; a bracket, a brace or a quote is not closed",
+    "aliases and tags are refused": "; put a value that begins with *, & or ! into quotes",
+}
+
+
 def parse_yaml(text: str, locate: Callable[[int], SpecLocation]) -> tuple[Any, dict[KeyPath, SpecLocation]]:
     """Parse one YAML document into plain data and the location of every key.
 
@@ -83,7 +100,10 @@ def parse_yaml(text: str, locate: Callable[[int], SpecLocation]) -> tuple[Any, d
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         reason = ", ".join(part for part in (error.context, error.problem) if part)
-        raise make_error(mark.line + 1 if mark else 1, reason) from None
+        line = mark.line + 1 if mark else 1
+        place = f"column {mark.column + 1}: " if mark and locate(line).line else ""
+        hint = next((hint for words, hint in _YAML_HINTS.items() if words in reason), "")
+        raise make_error(line, f"{place}{reason}{hint}") from None
     except yaml.reader.ReaderError as error:
         raise make_error(text[: error.position].count("\n") + 1, error.reason) from None
     except RecursionError:

@@ -417,7 +417,9 @@ class ExecutionSpec(FrozenModel):
     seed: int = Field(
         default=0, ge=0, lt=2**32, description="Seed of all random numbers: initialisation, data order, dropout."
     )
-    topology: Topology | None = Field(default=None, description="Hardware and device mesh; required by trainers.")
+    topology: Topology | None = Field(
+        default=None, description="Hardware and device mesh. null: any devices, for a trainer."
+    )
     checkpoint: CheckpointConfig = Field(
         default=CheckpointConfig(), description="When to save, and which checkpoints to keep."
     )

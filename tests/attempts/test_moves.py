@@ -99,7 +99,7 @@ def test_keys_that_change_batches_are_compared_for_moved_data(kind: str) -> None
 def test_a_move_is_reported_with_key_and_paths() -> None:
     saved, present = ({"source": f"/{place}/x.bin"} for place in "ab")
     found = validate(saved, present)
-    assert found.list_moves(validate(saved, saved).identity) == ["config.data.source: '/a/x.bin' became '/b/x.bin'"]
+    assert found.list_moves(validate(saved, saved).identity) == ["config.data.source: /a/x.bin -> /b/x.bin"]
     assert found.list_moves(found.identity) == []
     assert found.is_continued(validate(saved, saved).identity, 4)
     assert not found.is_continued(found.identity | {"seed": 77}, 4)
@@ -127,8 +127,8 @@ def test_a_run_continues_after_moving_its_data_and_directory(tmp_path: Path, mon
     events = read_log(LocalStore(tmp_path / "elsewhere"), "events")
     moved = [(event["step"], event["changes"]) for event in events if event["event"] == "moved"]
     assert moved == [
-        (2, [f"config.data.source: {str(old)!r} became {str(new)!r}"]),
-        (5, [f"config.data.source: {str(new)!r} became '{URL}/x.bin'"]),
+        (2, [f"config.data.source: {old} -> {new}"]),
+        (5, [f"config.data.source: {new} -> {URL}/x.bin"]),
     ]
 
 
@@ -192,7 +192,7 @@ def test_a_renamed_class_continues_and_another_class_is_rejected(tmp_path: Path)
     assert job.step == 40
     events = read_log(LocalStore(tmp_path), "events")
     (moved,) = [event for event in events if event["event"] == "moved"]
-    assert moved["changes"] == [f"job: 'experiments.counter:Counter' became {get_job_name(RenamedCounter)!r}"]
+    assert moved["changes"] == [f"job: experiments.counter:Counter -> {get_job_name(RenamedCounter)}"]
 
 
 class RenamedGPT(PretrainGPT):

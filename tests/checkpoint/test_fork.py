@@ -141,7 +141,7 @@ def test_status_events_and_spec_report_a_fork(counted: Path, tmp_path: Path, cap
     capsys.readouterr()
     assert run_command(["status", str(directory)]) == EXIT_DONE
     shown = "".join(capsys.readouterr().out.split())
-    assert f"forkedfrom{counted}atstep40,withseed:0became1" in shown
+    assert f"forkedfrom{counted}atstep40,withseed:0->1" in shown
 
 
 # Errors: nothing is written, and the message says what to do.

@@ -78,7 +78,7 @@ def test_the_screen_shows_everything_known(run: Path) -> None:
 STAGES = {
     0: ("before the first of 2 stages\nnext: stage 1 from step 10, in 10 steps: optimizer.weight_decay", "stage 0"),
     15: (
-        "stage 1 of 2 since step 10: optimizer.weight_decay: 0.1 became 0.2 (less noise)\n"
+        "stage 1 of 2 since step 10: optimizer.weight_decay: 0.1 -> 0.2 (less noise)\n"
         "next: stage 2 from step 40, in 25 steps",
         "stage 0",
     ),
@@ -210,3 +210,29 @@ def test_a_run_in_a_bucket_is_shown_like_one_on_disk(run: Path) -> None:
 @pytest.mark.parametrize(("value", "words"), [(0, "0"), (950, "950"), (12345, "12.3 k"), (7e13, "70 T")])
 def test_amounts_are_formatted_with_three_digits(value: float, words: str) -> None:
     assert format_si(value) == words
+
+
+def test_the_runs_below_a_directory_are_listed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(template(), tmp_path / "team" / "old")
+    shutil.copytree(template(), tmp_path / "\x1b[31mred")
+    shutil.copytree(template(), tmp_path / "damaged")
+    shutil.rmtree(tmp_path / "damaged/attempts")
+    (tmp_path / "damaged/events.jsonl").unlink()
+    before = files_of(tmp_path)
+    assert main(["status", str(tmp_path)]) == 0
+    output, problems = capfd.readouterr()
+    assert sorted(line.split()[0] for line in output.splitlines()) == ["[31mred", "team/old"]
+    assert all("done  step 40 of 40  best val 0.2500" in line for line in output.splitlines())
+    assert problems == f"cannot read {tmp_path}/damaged: no run is here\n"
+    assert main(["status", str(tmp_path), "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert sorted(run["path"] for run in found["runs"]) == ["\x1b[31mred", "team/old"]
+    assert [run["state"] for run in found["runs"]] == ["done", "done"]
+    assert len(found["notes"]) == 1
+    assert files_of(tmp_path) == before
+
+
+def test_a_directory_without_runs_is_no_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    assert main(["status", str(tmp_path)]) == 2
+    assert capfd.readouterr().err == f"{tmp_path}: no run is here\n"

@@ -318,8 +318,7 @@ def test_a_fork_is_drawn_over_its_ancestors(tmp_path):
     assert trunk["charts"]["Loss"][0]["step"][-1] == 2000
     facts = dict(map(tuple, run["facts"]))
     assert (
-        facts["forked from"]
-        == f"{place / 'trunk'} at step 1,000, with config.optimizer.learning_rate: 0.001 became 0.003"
+        facts["forked from"] == f"{place / 'trunk'} at step 1,000, with config.optimizer.learning_rate: 0.001 -> 0.003"
     )
 
     # The parent of the parent too, and charts before the fork has a row.
@@ -394,8 +393,8 @@ def test_the_stages_of_a_run_are_marked_and_listed(tmp_path):
         (3, 1900, 1200 * 524288 + 700 * 1048576, 1048576),
     ]
     assert run["stages"][1]["changes"] == [
-        "train.global_batch_examples: 256 became 512",
-        "optimizer.learning_rate: 0.001 became 0.0014",
+        "train.global_batch_examples: 256 -> 512",
+        "optimizer.learning_rate: 0.001 -> 0.0014",
     ]
     assert all(stage["began"] > run["began"] for stage in run["stages"])
     assert run["tiles"][1]["note"].endswith("left, stage 3 of 3")

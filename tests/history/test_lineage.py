@@ -63,7 +63,7 @@ def test_the_lineage_of_a_run_lists_its_ancestors_with_their_changes(made: Path,
     assert [line.split()[0] for line in lines if "(" in line] == [
         str(made / name) for name in ("first", "second", "third")
     ]
-    assert "      seed: 0 became 1" in lines
+    assert "      seed: 0 -> 1" in lines
     assert any(line.startswith("          from step 40, fingerprint ") for line in lines)
 
 

@@ -134,9 +134,9 @@ def test_the_stages_of_a_run_are_read_from_its_spec_and_events(tmp_path: Path) -
     assert [each.began for each in history.stages] == [5.0, None, None]
     assert [each.why for each in history.stages] == ["b", "", ""]
     assert [each.changes for each in history.stages] == [
-        ("data.mixture: a 1 became a 3, b 1",),
-        ("train.global_batch_examples: 2 became 4", "schedule.name: constant became linear"),
-        ("schedule.name: linear became constant", "later_key: null"),
+        ("data.mixture: a 1 -> a 3, b 1",),
+        ("train.global_batch_examples: 2 -> 4", "schedule.name: constant -> linear"),
+        ("schedule.name: linear -> constant", "later_key: null"),
     ]
     assert [history.find_stage(step) for step in (0, 9, 10, 12, 13, 39, 40)] == [0, 0, 1, 1, 2, 2, 3]
     assert history.unread == ()

@@ -23,12 +23,24 @@ def test_plain_scalars_have_their_apparent_type() -> None:
         ("a:\n  b: 1\n  b: 2", "specs/x.yaml:3: a.b: duplicate key, first given at specs/x.yaml:2"),
         ("", "specs/x.yaml:1: got nothing, needs a mapping with name, job and directory"),
         ("- 1", "specs/x.yaml:1: got a list, needs a mapping with name, job and directory"),
-        ("a: 1\nb: [", "specs/x.yaml:2: unreadable YAML: while parsing a flow node, expected the node content, "
-         "but found '<stream end>'"),
-        ("a: 1\nb: &x 2", "specs/x.yaml:2: unreadable YAML: anchors, aliases and tags are refused"),
-        ("a: !!python/name:os.system 1", "specs/x.yaml:1: unreadable YAML: anchors, aliases and tags are refused"),
-        ("a: 1\n---\nb: 1", "specs/x.yaml:2: unreadable YAML: expected a single document in the stream, "
+        ("a: 1\nb: [", "specs/x.yaml:2: unreadable YAML: column 5: while parsing a flow node, expected the node "
+         "content, but found '<stream end>'; a bracket, a brace or a quote is not closed"),
+        ("a: 1\nb: &x 2", "specs/x.yaml:2: unreadable YAML: column 4: anchors, aliases and tags are refused; put a "
+         "value that begins with *, & or ! into quotes"),
+        ("a: !!python/name:os.system 1", "specs/x.yaml:1: unreadable YAML: column 4: anchors, aliases and tags are "
+         "refused; put a value that begins with *, & or ! into quotes"),
+        ("a: 1\n---\nb: 1", "specs/x.yaml:2: unreadable YAML: column 1: expected a single document in the stream, "
          "but found another document"),
+        ("a: 1\nb: c: d", "specs/x.yaml:2: unreadable YAML: column 5: mapping values are not allowed here; put a value "
+         'that holds a colon into quotes, as in key: "a: b", and indent the keys of one section equally'),
+        ("a:\n\tb: 1", "specs/x.yaml:2: unreadable YAML: column 1: while scanning for the next token, found character "
+         "'\\t' that cannot start any token; indent with spaces, as YAML does not allow tabs"),
+        ("a: 'b", "specs/x.yaml:1: unreadable YAML: column 6: while scanning a quoted scalar, found unexpected end of "
+         "stream; a quote is not closed"),
+        ("a: [1, 2\nb: 3", "specs/x.yaml:2: unreadable YAML: column 2: while parsing a flow sequence, expected ',' or "
+         "']', but got ':'; a list in brackets is not closed, or lacks a comma"),
+        ("a: @b", "specs/x.yaml:1: unreadable YAML: column 4: while scanning for the next token, found character '@' "
+         "that cannot start any token; put the value into quotes"),
         ("a: 1\nb: \x00", "specs/x.yaml:2: unreadable YAML: special characters are not allowed"),
         ("[a]: 1", "specs/x.yaml:1: a key must be text, not a list or a mapping"),
         ("a: 1e999", "specs/x.yaml:1: a: 1e999 is too large a number"),

@@ -39,7 +39,8 @@ from tests.spec.sample import SPEC, Config, find_problems
         ("seed", "--set seed: needs the form dotted.key=value"),
         ("a..b=1", "--set a..b=1: needs the form dotted.key=value"),
         ("=1", "--set =1: needs the form dotted.key=value"),
-        ("seed=a: b: c", "--set seed=a: b: c: unreadable YAML: mapping values are not allowed here"),
+        ("seed=a: b: c", "--set seed=a: b: c: unreadable YAML: mapping values are not allowed here; put a "
+         'value that holds a colon into quotes, as in key: "a: b", and indent the keys of one section equally'),
     ],
 )  # fmt: skip
 def test_an_invalid_override_is_reported_like_a_line_of_the_file(override: str, line: str) -> None:

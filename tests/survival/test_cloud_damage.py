@@ -209,7 +209,7 @@ def damage_and_restart(backend: Backend) -> None:
         attempt.kill()
         lines = check_output_lines(attempt)
         assert any(line.startswith(f"checkpoint {newest} (durable) not restored") for line in lines), attempt.output
-        assert f"restored step {older} from the durable tier" in lines
+        assert f"restored step {older} from the run's directory" in lines
         assert job.files(f"quarantine/{newest}.")
     job.finish()
     assert_same_outcome(job, make_uninterrupted_counter_run(COUNTER))

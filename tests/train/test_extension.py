@@ -55,7 +55,7 @@ def test_a_run_extended_before_its_decay_equals_one_that_had_the_length_from_the
     stop_after(job(tmp_path / "run", LONG), 11)  # past the step at which the short run would begin to decay
     job(tmp_path / "run", LONG)()
     assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
-    change = f"config.train.total_steps: {SHORT} became {LONG}"
+    change = f"config.train.total_steps: {SHORT} -> {LONG}"
     assert read_spec_changes(tmp_path / "run") == [(6, [change])]
     # The short run has other weights: the test can fail.
     job(tmp_path / "short")()

@@ -153,7 +153,7 @@ class Stability(Feature):
             if num_skips >= policy.max_consecutive_skips:
                 raise DivergedError(
                     f"step {step}: training diverged: {num_skips} successive updates were skipped, the last with "
-                    f"{found}; the last good checkpoint is kept"
+                    f"{found}"
                 )
         if policy.roll_back is not None:
             num_high = int(meta[HIGH_LOSS_STEPS])

@@ -1,0 +1,27 @@
+"""Changes of values of a spec as text, for events, `status`, `lineage` and the dashboard."""
+
+import json
+from typing import Any
+
+_MAX_EXACT = 1 << 53  # largest whole number up to which a float holds every other
+
+
+def list_value_changes(key: str, former: Any, present: Any) -> list[str]:
+    """Return a line such as `train.total_steps: 60 -> 80` for a key, or for each entry of a section that differs."""
+    if isinstance(former, dict) and isinstance(present, dict) and former and present:
+        pairs = ((f"{key}.{name}", former.get(name), present.get(name)) for name in former | present)
+        return [line for name, old, new in pairs if old != new for line in list_value_changes(name, old, new)]
+    return [f"{key}: {format_setting(former)} -> {format_setting(present)}"]
+
+
+def format_setting(value: Any) -> str:
+    """Return a value of a spec as short text: names and weights of a mixture, plain text, or JSON."""
+    if isinstance(value, list) and value and all(isinstance(each, dict) and "name" in each for each in value):
+        shown = ([each[key] for key in ("name", "weight") if key in each] for each in value)
+        return ", ".join(" ".join(map(format_setting, parts)) for parts in shown)
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_EXACT:
+        return str(int(value))
+    try:
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    except (ValueError, RecursionError):  # Python does not write whole numbers of thousands of digits.
+        return "?"
