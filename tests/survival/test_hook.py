@@ -1,6 +1,7 @@
 """Hooks on real processes: kill -9 and stops at any moment, on one host or two, and hooks that fail on one of them."""
 
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def test_stops_of_two_processes_change_no_hook_state(number: int, tmp_path) -> N
             break
         time.sleep(chance.uniform(0, 0.2))
         if round_ % 2:
-            attempts[chance.randrange(2)].process.terminate()
+            attempts[chance.randrange(2)].process.send_signal(signal.SIGTERM)
             for attempt in attempts:
                 attempt.wait()
         else:

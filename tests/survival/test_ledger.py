@@ -1,6 +1,7 @@
 """Where the time went over a scripted life of real processes, against a stop-watch that knows nothing of the ledger."""
 
 import json
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def test_goodput_accounting_agrees_with_a_stopwatch(tmp_path: Path) -> None:
     life = Life(tmp_path)
     first = life.start()
     first.wait_until(lambda: life.step(1) >= 200, "step 200")
-    first.process.terminate()
+    first.process.send_signal(signal.SIGTERM)
     first.expect(75)
     life.ended()
     stopped = life.step(1)

@@ -77,7 +77,7 @@ def assert_stopped(attempt: Attempt, saved: bool) -> int:
     assert "Traceback" not in attempt.output, attempt.output
     events = attempt.events("preempt")
     if saved:
-        assert [event["saved"] for event in events] == [True]
+        assert [event["saved"] for event in events] == [True], attempt.output
         assert events[0]["step"] == attempt.job.newest(), attempt.report("lost a step")
     else:
         assert not any(event["saved"] for event in events)
@@ -87,7 +87,8 @@ def assert_stopped(attempt: Attempt, saved: bool) -> int:
 
 def signal_while_held(attempt: Attempt, phase: Phase, number: int, gate: Path) -> None:
     """Send a signal in a phase that lasts until `gate` is there, and open it when the signal has been heard."""
-    attempt.signal_during(phase, number)
+    # The process may be between the row that begins the phase and its look at signals, but not for so long.
+    attempt.signal_during(phase, number, delay_seconds=0.5)
     attempt.wait_until(lambda: "stopping" in attempt.output, "the answer to the signal")
     gate.touch()
 
