@@ -241,13 +241,13 @@ def test_sigterm_while_waiting_for_data_finishes_the_step(tmp_path: Path) -> Non
 def test_an_interrupted_evaluation_is_repeated(tmp_path: Path, step: int) -> None:
     job = nano_at_six(tmp_path / "run")
     gates = tmp_path / "first gate", tmp_path / "second gate"
-    attempt = job.start_paused(f"evaluation {step} 1", until=gates[0])
+    attempt = job.start_paused(f"evaluation {step} 0", until=gates[0])
     signal_while_held(attempt, after_row(step - 1), signal.SIGTERM, gates[0])
     assert assert_stopped(attempt, saved=True) == step
     assert job.rows()[-1]["step"] == step
     assert "val/loss" not in job.rows()[-1], "the evaluation was not cut short"
 
-    again = job.start_paused(f"evaluation {step} 1", until=gates[1])
+    again = job.start_paused(f"evaluation {step} 0", until=gates[1])
     signal_while_held(again, make_up_evaluation, signal.SIGTERM, gates[1])
     again.expect(75)
     assert job.newest() == step
