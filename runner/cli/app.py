@@ -112,6 +112,12 @@ COMMANDS.add(
     "0 printed; 2 invalid command line or spec; 76 the output cannot be written.",
 )
 COMMANDS.add(
+    "spec",
+    declared.SpecArguments,
+    "Print a spec that comes with the runner, or list them",
+    "0 printed; 2 no such spec; 76 the output cannot be written.",
+)
+COMMANDS.add(
     "spec-from",
     declared.SpecFromArguments,
     "Write a spec that starts from published weights",
@@ -144,6 +150,7 @@ _IMPLEMENTATIONS = {
     declared.CopyArguments: ("runner.cli.checkpoints", "copy"),
     declared.VerifyResumeArguments: ("runner.cli.verify_resume", "verify_resume"),
     declared.SchemaArguments: ("runner.cli.plan", "print_schema"),
+    declared.SpecArguments: ("runner.cli.inspect", "print_spec"),
     declared.SpecFromArguments: ("runner.cli.plan", "write_spec_from"),
     declared.MetricsArguments: ("runner.cli.inspect", "print_metrics"),
     declared.ProfileArguments: ("runner.cli.checkpoints", "request_steps"),

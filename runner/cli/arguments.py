@@ -373,6 +373,15 @@ class SchemaArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpecArguments:
+    """Arguments of `spec`."""
+
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Name of a spec, such as gpt_nano. Without one: all names.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpecFromArguments:
     """Arguments of `spec-from`."""
 

@@ -1,20 +1,46 @@
 """Commands that read what runs have recorded, without jax: lineage, metrics, report, dashboard."""
 
 import json
+from importlib import metadata
+from pathlib import Path
 
-from runner.cli.arguments import DashboardArguments, LineageArguments, MetricsArguments, ReportArguments
+import runner
+from runner.cli.arguments import (
+    DashboardArguments,
+    LineageArguments,
+    MetricsArguments,
+    ReportArguments,
+    SpecArguments,
+)
 from runner.cli.status import convert_read_errors, find_directory, open_run_store, validate_output
 from runner.console import say, write_text
 from runner.dashboard.reader import DiscoveryResult, find_runs
 from runner.dashboard.report import write_report
 from runner.dashboard.server import serve
-from runner.errors import EXIT_DONE, InvalidError
+from runner.errors import EXIT_DONE, InvalidError, suggest_choices
 from runner.history.ledger import to_single_line
 from runner.history.lineage import RunLineage, build_tree, format_tree, read_lineage
 from runner.history.records import to_json
 from runner.metrics.file import read_encoded_rows
 from runner.metrics.rows import format_csv
 from runner.storage import DiskError, LocalStore, open_store
+
+
+def print_spec(arguments: SpecArguments) -> int:
+    """Print a spec that comes with the runner, or the name and the first line of each."""
+    # A wheel has them as data files; a checkout, also one that is installed as editable, beside the package.
+    found = [Path(str(file.locate())) for file in metadata.files("runner") or () if file.match("runner/specs/*.yaml")]
+    paths = found or Path(runner.__file__).parents[1].glob("specs/*.yaml")
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted(paths)}
+    if arguments.name is None:
+        width = max(map(len, texts))
+        lines = (f"{name:{width}}  {text.partition(chr(10))[0].removeprefix('# ')}" for name, text in texts.items())
+        write_text("".join(f"{line}\n" for line in lines))
+    elif arguments.name not in texts:
+        raise InvalidError(f"spec {arguments.name}: no such spec{suggest_choices(arguments.name, [*texts])}")
+    else:
+        write_text(texts[arguments.name], is_program=True)
+    return EXIT_DONE
 
 
 def print_lineage(arguments: LineageArguments) -> int:

@@ -42,6 +42,7 @@ REQUIRED_ARGUMENTS = {
     ("checkpoints", "copy"): ["run", "other"],
     ("verify-resume",): ["x.yaml"],
     ("schema",): [],
+    ("spec",): [],
     ("spec-from",): ["weights"],
     ("metrics",): ["run"],
     ("profile",): ["run"],
@@ -64,6 +65,7 @@ OPTIONS = {
     ("checkpoints", "copy"): "",
     ("verify-resume",): "--set --steps --kills --processes --devices-per-process --seed",
     ("schema",): "--set --batch",
+    ("spec",): "",
     ("spec-from",): "--topology --data --lora --ignore-config-key -o --output",
     ("metrics",): "--csv -o --output",
     ("profile",): "--steps",
@@ -250,7 +252,7 @@ def test_a_shell_completes_commands_options_and_the_options_of_a_job():
         assert result.returncode == 0, result.stderr
         return result.stdout.split()
 
-    assert complete("runner s") == ["status", "sample", "schema", "spec-from"]
+    assert complete("runner s") == ["status", "sample", "schema", "spec", "spec-from"]
     assert complete("runner plan --t") == ["--topology", "--trace"]
     assert complete("runner specs/x.yaml --co") == ["--coordinator"]
     script = run("--show-completion", "bash")

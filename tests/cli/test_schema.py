@@ -1,4 +1,4 @@
-"""`schema SPEC --batch` lists exactly what `forward` gets."""
+"""`schema SPEC --batch` lists exactly what `forward` gets; `spec` prints the shipped specs."""
 
 import re
 from pathlib import Path
@@ -52,3 +52,15 @@ def test_the_list_equals_the_batch_that_forward_gets(
 def test_there_is_no_batch_without_a_trainer(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["schema", *words]) == EXIT_INVALID
     assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_the_shipped_specs_are_listed_and_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    directory = Path(__file__).parents[2] / "specs"
+    assert main(["spec"]) == EXIT_DONE
+    listed = [line.split()[0] for line in capfd.readouterr().out.splitlines()]
+    assert listed == sorted(path.stem for path in directory.glob("*.yaml"))
+    for name in listed:
+        assert main(["spec", name]) == EXIT_DONE
+        assert capfd.readouterr().out == (directory / f"{name}.yaml").read_text(encoding="utf-8")
+    assert main(["spec", "gpt_nan"]) == EXIT_INVALID
+    assert capfd.readouterr().err == "spec gpt_nan: no such spec; did you mean gpt_nano?\n"
