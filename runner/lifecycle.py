@@ -33,7 +33,7 @@ from runner.checkpoint.policy import SaveKind
 from runner.checkpoint.replicas import validate_replica_count
 from runner.checkpoint.restore import RestoredState, validate_checkpoints
 from runner.checkpoint.save import Checkpointer, SaveContents
-from runner.console import say, silence
+from runner.console import say, silence, warn
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import COMPILE, END, RESTORE, SET_UP, STEP, Clock, Progress, TimeCategory
 from runner.distributed.preemption import StopNotice
@@ -88,6 +88,9 @@ class Lifecycle:
             if hosts.run_on_main(self.validate_directory):
                 if hosts.is_main:
                     say(f"{job.spec.name}: done, nothing to do{self.describe_stop()}")
+                    result = read_result(job.store)
+                    if result is not None and self.find_newest_step() != result.step:
+                        warn(f"{job.store.url}: checkpoint {result.step}, the last of this run, is not there any more")
                 return
 
             progress.describe_wait = job.session.describe_wait

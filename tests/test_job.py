@@ -147,6 +147,16 @@ def test_running_a_finished_job_again_does_nothing(tmp_path, capsys):
     assert "done, nothing to do" in capsys.readouterr().out
 
 
+def test_a_finished_job_whose_last_checkpoint_was_deleted_says_so(tmp_path, capsys):
+    make_counter(tmp_path / "run")()
+    shutil.rmtree(tmp_path / "run/checkpoints/40")
+    capsys.readouterr()
+    make_counter(tmp_path / "run")()
+    output, problems = capsys.readouterr()
+    assert "done, nothing to do" in output
+    assert problems == f"{tmp_path}/run: checkpoint 40, the last of this run, is not there any more\n"
+
+
 def test_a_finished_job_continues_if_its_end_can_be_moved(tmp_path):
     make_counter(tmp_path / "a")()
     make_counter(tmp_path / "a", **{"config.total_steps": 60})()

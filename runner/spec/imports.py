@@ -21,6 +21,7 @@ from runner.errors import (
 from runner.spec.document import Document
 from runner.spec.model import CLASS_PATH, JOB_PATTERN
 
+_MAX_PLACES = 3  # of a search for a module, in a message
 # Extras for users, each with the top-level packages that only it installs.
 EXTRA_PACKAGES = {
     "gcs": ("google",),
@@ -142,14 +143,18 @@ def _describe_import_error(module_name: str, error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
         package, _, missing = str(error.name).rpartition(".")
         search = getattr(sys.modules.get(package), "__path__", []) if package else [os.getcwd()]
-        modules = [module.name for module in pkgutil.iter_modules(search)]
+        modules = [module.name for module in pkgutil.iter_modules(search)] + ["experiments"]
         prefix = f"{package}." if package else ""
         if package:
             return f"no module {error.name}{suggest_nearest(missing, modules, prefix)}"
         # The user's module is in the working directory or on PYTHONPATH; modules of Python itself are not.
         own = [Path(prefix).resolve() for prefix in (sys.prefix, sys.base_prefix)]
-        places = [place for place in sys.path if place and not any(map(Path(place).resolve().is_relative_to, own))]
-        looked = ", ".join(dict.fromkeys([os.getcwd(), *places]))
+        places = [
+            place
+            for place in sys.path
+            if place and "__path_hook__" not in place and not any(map(Path(place).resolve().is_relative_to, own))
+        ]
+        looked = ", ".join([*dict.fromkeys([os.getcwd(), *places])][:_MAX_PLACES])
         advice = (
             suggest_nearest(missing, modules, prefix) or "; start where it lies, or name its directory in PYTHONPATH"
         )

@@ -289,7 +289,11 @@ class CheckpointConfig(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_default_interval(cls, data: Any) -> Any:
-        return {"every_steps": None} | data if isinstance(data, dict) and data.get("every") is not None else data
+        if not isinstance(data, dict) or data.get("every") is None:
+            return data
+        if isinstance(data["every"], int):
+            raise ValueError(f"every: got {data['every']}, needs auto; an interval in steps is every_steps")
+        return {"every_steps": None} | data
 
     @model_validator(mode="after")
     def _validate_keys_together(self) -> "CheckpointConfig":

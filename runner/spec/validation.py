@@ -47,6 +47,8 @@ _PATTERN_NEEDS = {
     JOB_PATTERN: "the form module.path:Class",
 }
 Trajectory = dict[str, Any]  # dotted key to JSON value; a key in a list of sections has the section's index as a part
+_CONFIG_HINT = "; options of the job, its model and its data are keys of config"
+_SEARCH_LEVELS = 3
 _INDEX = re.compile(r"\.\d+(?=\.)")
 
 
@@ -103,7 +105,14 @@ def _explain(
         elif kind == "extra_forbidden":
             above = ".".join(document.find_written(path[:-1]))
             prefix = f"{above}." if document.locate(path).key and above else ""
-            yield path, f"unknown key{suggest_choices(path[-1], _list_keys(model, inner[:-1], data), prefix)}"
+            keys = _list_keys(model, inner[:-1], data)
+            advice = suggest_nearest(path[-1], keys, prefix)
+            if not advice and (place := _find_key(model, path[-1])):
+                advice = f"; did you mean {'.'.join((*section, *place))}?"
+            if not advice:
+                hint = _CONFIG_HINT if len(path) == 1 and "config" in keys else ""
+                advice = f"{suggest_choices(path[-1], keys, prefix)}{hint}"
+            yield path, f"unknown key{advice}"
         elif kind == "union_tag_not_found":
             yield path, f"missing key {_get_tag(detail)}"
         elif kind == "union_tag_invalid":
@@ -147,6 +156,18 @@ def _list_keys(model: type[BaseModel], path: KeyPath, data: Any) -> list[str]:
             models = list(iterate_models(model.model_fields[part].annotation, everywhere=True)) or [model]
             model = next((choice for choice in models if _is_selected_by(choice, data)), models[0])
     return list(model.model_fields)
+
+
+def _find_key(model: type[BaseModel], key: str) -> KeyPath:
+    """Return the path inside `model` of the first key of this name in any section of it; empty if there is none."""
+    sections: list[tuple[KeyPath, type[BaseModel]]] = [((), model)]
+    for path, section in sections:  # in order of depth, since the list grows at its end
+        for name, field in section.model_fields.items():
+            if name == key:
+                return (*path, name)
+            if len(path) < _SEARCH_LEVELS:
+                sections += [((*path, name), each) for each in iterate_models(field.annotation)]
+    return ()
 
 
 def _is_selected_by(model: type[BaseModel], data: Any) -> bool:

@@ -1,0 +1,108 @@
+"""Typical mistakes of new users: one clear line that names the place, what was given, and what is needed."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from runner.cli.app import main
+from runner.errors import EXIT_INVALID
+
+ROOT = Path(__file__).parents[2]
+# Overrides of a small spec, and a pattern of the line that the user gets.
+VALUES = {
+    "misspelt key": ("config.train.total_stepz=5", r"config\.train.*total_stepz.*did you mean .*total_steps"),
+    "misspelt section": ("config.trian={}", r"config.*trian.*did you mean .*train"),
+    "key at another level": ("total_steps=5", r"total_steps=5: unknown key.*are keys of config"),
+    "key of another section": ("config.learning_rate=1.0", r"did you mean config\.optimizer\.learning_rate\?"),
+    "text for a number": (
+        "config.train.total_steps=many",
+        r"total_steps=many: got 'many' \(text\), needs a whole number",
+    ),
+    "fraction for a number": ("config.train.total_steps=1.5", r"total_steps=1\.5: got 1\.5, needs a whole number"),
+    "negative number": ("config.train.total_steps=-1", r"total_steps=-1: got -1, needs a number above 0"),
+    "number with a unit": ("config.train.total_tokens=10B", r"config\.train\.total_tokens"),
+    "interval in steps": ("checkpoint.every=50", r"checkpoint: every: got 50.*every_steps"),
+    "unknown optimizer": ("config.optimizer.name=adamm", r"config\.optimizer\.name.*did you mean adam"),
+    "unknown schedule": ("config.schedule.name=cosin", r"config\.schedule\.name.*cosine"),
+    "unknown accelerator": ("topology.accelerator=v5-16", r"topology\.accelerator.*v5"),
+    "no such slice": ("topology.accelerator=v5e-17", r"topology\.accelerator.*v5e-17"),
+    "mesh larger than the devices": ("topology.mesh={data: 3}", r"topology\.mesh.*3"),
+    "two automatic axes": ("topology.mesh={data: auto, fsdp: auto}", r"topology\.mesh.*only one"),
+    "batch that does not divide": ("config.train.micro_batch_examples=5", r"micro_batch_examples=5.*does not divide"),
+    "warm-up longer than the run": ("config.schedule.warmup_steps=9999", r"warmup_steps"),
+    "missing data": ("config.data.source=data/*.bin", r"config\.data\.source.*data/\*\.bin.*no file matches"),
+    "data set of the Hub": ("config.data.source=hf://datasets/a/b", r"hf://.*config\.data\.tokenise"),
+    "compressed text": ("config.data.source=HERE/x.jsonl.gz", r"x\.jsonl\.gz.*config\.data\.tokenise"),
+    "unknown scheme": ("directory=s4://bucket/run", r"directory.*s4:// is not known.*s3://"),
+    "bucket without a name": ("directory=gs://", r"directory.*names no bucket"),
+    "misspelt class": ("job=experiments.gpt:PretrainGTP", r"job.*did you mean .*PretrainGPT"),
+    "missing module": ("job=experiment.gpt:PretrainGPT", r"no module experiment in .*did you mean experiments\?"),
+    "class without a module": ("job=PretrainGPT", r"job.*needs module\.path:Class|job.*module"),
+    "name with a slash": ("name=a/b", r"name=a/b: got 'a/b'.*needs a file name"),
+    "weights of no run": ("checkpoint.init_from=nowhere", r"checkpoint\.init_from.*nowhere"),
+    "heads that do not divide": ("config.model.heads=7", r"config\.model.*heads"),
+    "file as directory": ("directory=HERE/file", r"directory|is a file"),
+    "unknown hook": ("hooks=[runner.hook:EarlyStoping]", r"hooks.*did you mean .*EarlyStopping"),
+}
+# Text of a whole spec, and a pattern of the line.
+TEXTS = {
+    "tab": ("name: a\n\tjob: b\n", r":2: unreadable YAML: column 1: .*indent with spaces"),
+    "unquoted colon": ("name: a: b\n", r":1: unreadable YAML: column 8: .*quotes"),
+    "open bracket": ("name: [a\n", r"unreadable YAML: .*not closed"),
+    "empty file": ("", r":1: got nothing, needs a mapping"),
+    "key twice": ("name: a\nname: b\n", r":2: name: duplicate key, first given at .*:1"),
+    "no job": ("name: a\ndirectory: b\n", r"missing key job"),
+}
+COMMANDS: dict[str, tuple[list[str], str]] = {
+    "missing spec": (["specs/gpt_nan.yaml"], r"did you mean specs/gpt_nano\.yaml\?"),
+    "misspelt command": (["stauts", "runs/a"], r"'stauts' is neither a command nor a file.*status"),
+    "misspelt option": (["plan", "specs/gpt_nano.yaml", "--topolgy", "v5e-4"], r"--topolgy.*--topology"),
+    "--set without a value": (["plan", "specs/gpt_nano.yaml", "--set", "seed"], r"--set seed: needs the form"),
+    "status of nothing": (["status", "runs/none"], r"runs/none: no run is here"),
+}
+
+
+def check(words: list[str], pattern: str, capfd: pytest.CaptureFixture[str]) -> None:
+    code = main(words)
+    output = "".join(capfd.readouterr())
+    lines = [line.removeprefix("problem: ") for line in output.splitlines()]
+    assert code == EXIT_INVALID, output
+    assert "Traceback" not in output
+    named = [line for line in lines if re.search(pattern, line)]
+    assert named, output
+    assert len(named[0]) < 700
+
+
+@pytest.mark.parametrize("mistake", VALUES)
+def test_a_wrong_value_is_named(
+    mistake: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    override, pattern = VALUES[mistake]
+    spec: dict[str, Any] = yaml.safe_load((ROOT / "specs/gpt_nano.yaml").read_text())
+    spec["directory"], spec["config"]["data"]["source"] = str(tmp_path / "run"), str(tmp_path / "text.txt")
+    (tmp_path / "text.txt").write_text("some words " * 20_000)
+    (tmp_path / "x.jsonl.gz").write_bytes(b"")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
+    monkeypatch.chdir(tmp_path)
+    check(["plan", "spec.yaml", "--quick", "--set", override.replace("HERE", str(tmp_path))], pattern, capfd)
+
+
+@pytest.mark.parametrize("mistake", TEXTS)
+def test_a_spec_that_cannot_be_read_is_explained(
+    mistake: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text, pattern = TEXTS[mistake]
+    (tmp_path / "spec.yaml").write_text(text)
+    check([str(tmp_path / "spec.yaml")], pattern, capfd)
+
+
+@pytest.mark.parametrize("mistake", COMMANDS)
+def test_a_wrong_command_line_is_explained(
+    mistake: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    check(*COMMANDS[mistake], capfd)
