@@ -175,8 +175,8 @@ def test_slurm_requeues_and_a_lost_node_change_no_bit(cluster: SlurmCluster, tmp
     assert job.num_attempts() == 7
     log = submitted.log.read_text()
     assert log.count("launch: ended with 75; SLURM decides whether the job starts again") >= 3, log
-    assert re.search("launch: ended with 76; restart 1 of 100, on the same nodes in 1 s", log), log
-    assert re.search("launch: ended with 76; restart 2 of 100, on the same nodes in [12] s", log), log
+    # Each of the two came after a commit, from which on restarts are counted anew.
+    assert len(re.findall("launch: ended with 76; restart 1 of 100, on the same nodes in [12] s", log)) == 2, log
     assert "exiting without another save" not in log, "a task got SIGTERM twice"
     assert len(job.events("preempt")) >= 3
 
@@ -211,7 +211,7 @@ def test_spare_nodes_replace_lost_ones_without_the_queue(tmp_path: Path) -> None
     assert (end["JobState"], end["ExitCode"], end["Restarts"]) == ("COMPLETED", "0:0", "0"), submitted.report()
     assert job.outcome() == undisturbed.outcome()
     restarts = re.findall(r"launch: ended with 76; restart (\d) of 100, on (\S+) in", submitted.log.read_text())
-    expected = [(str(number), f"{nodes[0]},{nodes[number + 1]}") for number in range(1, 4)]
+    expected = [("1", f"{nodes[0]},{nodes[number + 1]}") for number in range(1, 4)]  # a commit before each
     assert restarts == expected, submitted.report()
 
 
