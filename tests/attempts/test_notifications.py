@@ -177,7 +177,7 @@ def test_each_event_is_sent_once_and_the_url_is_never_written(tmp_path: Path, se
     make_counter(tmp_path / "run", **changes)()
     assert read_events(tmp_path / "told") == [
         ("preempted", None, "2 times within an hour"),
-        ("failed", 5, "step 5: training diverged"),
+        ("failed", 5, "step 5: training diverged; checkpoint 4 is kept"),
         ("done", 40, None),
     ]
     assert server.told == read_payloads(tmp_path / "told")  # type: ignore[attr-defined]
