@@ -1,66 +1,102 @@
-"""`schema SPEC --batch` lists exactly what `forward` gets; `spec` prints the shipped specs."""
+"""`python -m runner schema`: JSON Schema of a spec for editors, including the config keys of its job."""
 
-import re
+import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
-from runner.cli.app import main
-from runner.errors import EXIT_DONE, EXIT_INVALID
-from runner.job import make_job
-from runner.spec import load_document, validate_spec
+from runner.cli.app import run_command
+from runner.errors import InvalidError
+from runner.spec import ExecutionSpec, load_document
+from tests.support.job_process import ROOT, environment, run_runner
 
-SPECS = {
-    "tokens": ("gpt_nano",),
-    "documents": ("gpt_nano", "config.data.packing=documents"),
-    "padding": ("gpt_nano", "config.data.packing=pad"),
-    "images": ("vit_nano",),
-    "two arrays": ("clip_nano",),
-}
+SPECS = sorted((ROOT / "specs").glob("*.yaml"))
+NANO = str(ROOT / "specs" / "gpt_nano.yaml")
+COUNTER = str(ROOT / "specs" / "counter.yaml")
 
 
-@pytest.mark.parametrize("case", SPECS)
-def test_the_list_equals_the_batch_that_forward_gets(
-    case: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def print_schema(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert run_command(["schema", *arguments]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return schema
+
+
+def find_problems(schema: dict[str, Any], data: dict[str, Any]) -> list[str]:
+    errors = jsonschema.Draft202012Validator(schema).iter_errors(data)
+    return [".".join(map(str, error.absolute_path)) for error in errors]
+
+
+def get_section(schema: dict[str, Any], *path: str) -> dict[str, Any]:
+    """Return the keys at `path`, resolved like an editor does."""
+    for key in path:
+        part = schema["properties"][key] if "properties" in schema else {}
+        (ref,) = [form["$ref"] for form in part.get("anyOf", [part])]
+        schema = {"$defs": schema["$defs"], **schema["$defs"][ref.rpartition("/")[2]]}
+    return dict(schema["properties"])
+
+
+def test_every_shipped_spec_is_valid_under_the_schema_of_its_job(capsys: pytest.CaptureFixture[str]) -> None:
+    documents = {path: load_document(path).data for path in SPECS}
+    first_specs = {data["job"]: path for path, data in reversed(documents.items())}
+    schemas = {job: print_schema(capsys, str(path)) for job, path in first_specs.items()}
+    problems = {path: find_problems(schemas[data["job"]], data) for path, data in documents.items()}
+    assert problems == {path: [] for path in SPECS}
+
+
+def test_every_shipped_spec_is_valid_under_the_schema_of_all_jobs(capsys: pytest.CaptureFixture[str]) -> None:
+    schema = print_schema(capsys)
+    assert {path: problems for path in SPECS if (problems := find_problems(schema, load_document(path).data))} == {}
+
+
+def test_the_schema_of_a_spec_describes_the_keys_of_its_model(capsys: pytest.CaptureFixture[str]) -> None:
+    schema = print_schema(capsys, NANO)
+    assert set(schema["properties"]) == set(ExecutionSpec.model_fields)
+    model = get_section(schema, "config", "model")
+    assert {"layers", "heads", "width"} <= set(model)
+    assert model["heads"]["description"].startswith("Attention heads; must divide width.")
+    assert set(get_section(print_schema(capsys, COUNTER), "config")) == {"total_steps", "width", "step_seconds"}
+
+
+def test_unknown_config_keys_are_invalid_only_in_the_schema_of_a_spec(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    name, *overrides = SPECS[case]
-    spec = str(Path(__file__).parents[2] / f"specs/{name}.yaml")
-    assert main(["schema", spec, "--batch", *(word for each in overrides for word in ("--set", each))]) == EXIT_DONE
-    listed = {}
-    for line in capfd.readouterr().out.splitlines()[1:]:
-        match = re.match(r"  (\w+) +(\w+) +\(B(?:, ([\d, ]+))?,?\)", line)
-        assert match, line
-        listed[match[1]] = (match[2], tuple(map(int, filter(None, (match[3] or "").split(", ")))))
-
-    document = load_document(spec, overrides)
-    job: Any = make_job(document, validate_spec(document))
-    found = {}
-    forward = type(job).forward
-
-    def record(apply_fn: Any, params: Any, batch: Any, key: Any) -> Any:
-        found.update({each: (str(array.dtype), array.shape[1:]) for each, array in batch.items()})
-        return forward(apply_fn, params, batch, key)
-
-    monkeypatch.setattr(type(job), "forward", staticmethod(record))
-    setup = job.train_setup
-    job.setup_builder.trace(setup)
-    assert found == listed
+    data = load_document(NANO, ["config.model.widht=3"]).data
+    assert find_problems(print_schema(capsys, NANO), data)[0].startswith("config")
+    assert find_problems(print_schema(capsys), data) == []
 
 
-@pytest.mark.parametrize("words", [["--batch"], ["--set", "a=1"], ["specs/counter.yaml", "--batch"]])
-def test_there_is_no_batch_without_a_trainer(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["schema", *words]) == EXIT_INVALID
-    assert capfd.readouterr().err.count("\n") == 1
+def test_a_spec_with_only_a_job_is_sufficient(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new.yaml"
+    path.write_text("name: new\njob: experiments.gpt:PretrainGPT\ndirectory: runs/new\n")
+    assert "layers" in get_section(print_schema(capsys, str(path)), "config", "model")
 
 
-def test_the_shipped_specs_are_listed_and_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    directory = Path(__file__).parents[2] / "specs"
-    assert main(["spec"]) == EXIT_DONE
-    listed = [line.split()[0] for line in capfd.readouterr().out.splitlines()]
-    assert listed == sorted(path.stem for path in directory.glob("*.yaml"))
-    for name in listed:
-        assert main(["spec", name]) == EXIT_DONE
-        assert capfd.readouterr().out == (directory / f"{name}.yaml").read_text(encoding="utf-8")
-    assert main(["spec", "gpt_nan"]) == EXIT_INVALID
-    assert capfd.readouterr().err == "spec gpt_nan: no such spec; did you mean gpt_nano?\n"
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot read the spec"),
+        ("name: [", "unreadable YAML"),
+        ("name: new\ndirectory: runs/new\n", "missing key job"),
+        ("name: new\njob: experiments.gtp:PretrainGPT\ndirectory: runs/new\n", "did you mean experiments.gpt?"),
+    ],
+    ids=["not there", "not YAML", "without a job", "of a job that is not there"],
+)
+def test_a_spec_that_cannot_be_loaded_gives_one_line(text: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "new.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InvalidError) as caught:
+        run_command(["schema", str(path)])
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_the_command_exits_with_2_and_one_line() -> None:
+    code, output = run_runner(environment(1), "schema", "specs/none.yaml")
+    assert (code, output) == (2, "specs/none.yaml: cannot read the spec: No such file or directory\n")
+    code, output = run_runner(environment(1), "schema", "specs/gpt_nano.yaml", "more")
+    assert code == 2
+    assert "unexpected extra argument(s) (more)" in output
