@@ -27,7 +27,6 @@ from launch.supervisor import (
     combine_exit_codes,
     find_history,
     format_summary,
-    open_job_store,
     read_progress,
 )
 from runner.attempts.take_over import confirm_take_over
@@ -36,6 +35,7 @@ from runner.console import say
 from runner.errors import EXIT_DONE, EXIT_INVALID, RunnerError
 from runner.process import list_stop_signals, make_environment, make_placements, start_process
 from runner.spec import CheckpointConfig, load_document, validate_spec
+from runner.storage import open_store
 
 _KNOWN_LINES_MAX = 256
 LINGER_SECONDS = 30.0  # time for the other processes to end once one has failed
@@ -173,7 +173,7 @@ def run(arguments: LocalArguments) -> int:
     with contextlib.suppress(RunnerError):  # reported by the job itself
         document = load_document(spec, overrides)
         valid = validate_spec(document)
-        checkpoint, store = valid.checkpoint, open_job_store(document)
+        checkpoint, store = valid.checkpoint, open_store(valid.directory)
     if store is not None and not arguments.is_take_over:
         confirm_take_over(store)
     grace_seconds = find_grace_seconds(arguments.grace_seconds, checkpoint)

@@ -61,7 +61,7 @@ def combine_exit_codes(codes: Sequence[int]) -> int:
     return EXIT_DONE
 
 
-def open_job_store(document: Document) -> Store:
+def _open_job_store(document: Document) -> Store:
     """Open the directory of a job. Raises `InvalidError` if the spec is wrong."""
     return open_store(validate_spec(document).directory)
 
@@ -84,7 +84,7 @@ def read_progress(spec: str, overrides: Sequence[str]) -> JobProgress:
     """
     try:
         document = load_document(spec, list(overrides))
-        store, digest = open_job_store(document), document.compute_digest()
+        store, digest = _open_job_store(document), document.compute_digest()
         own = _read_store_progress(store, digest)
         texts = [_read_store_progress(text, digest) for text in open_text_stores(store)]
     except (RunnerError, OSError):
@@ -124,7 +124,7 @@ def _read_store_progress(store: Store, digest: str) -> JobProgress:
 def find_history(spec: str, overrides: Sequence[str]) -> History | None:
     """Return the history of a job, or None if it has none or the directory cannot be read."""
     try:
-        return read_history(open_job_store(load_document(spec, list(overrides))))
+        return read_history(_open_job_store(load_document(spec, list(overrides))))
     except (RunnerError, OSError):
         return None
 

@@ -167,6 +167,11 @@ class DataConfig(TokenSource):
         return any("://" in each.source for each in [*self.sources, *self.validation.values()])
 
     @property
+    def is_on_this_machine(self) -> bool:
+        """True if one of the sources is not in a bucket: a file, or a class."""
+        return any("://" not in each.source for each in [*self.sources, *self.validation.values()])
+
+    @property
     def has_tokens(self) -> bool:
         """True if the data are tokens, False if their examples are dicts of arrays."""
         return self.sequence_length is not None

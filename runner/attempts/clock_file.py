@@ -30,6 +30,7 @@ from runner.storage.store import fsync, retry_stale
 FORMAT = 1
 _HEARTBEAT_SECONDS = 1.0
 FLUSH_SECONDS = 10.0
+SILENT_SECONDS = 30.0  # without a reading for so long, an attempt without an exit code does not count as alive
 PERIOD_SECONDS, IDLE_SECONDS = 2.0, 10.0
 HEADER_BYTES = 1024
 NUM_SLOTS = 4
@@ -67,6 +68,11 @@ class ClockRecord:
         if not self.machine or self.machine != read_machine_id() or self.created is None:
             return None
         return read_creation_ticks(self.pid) == self.created
+
+    @property
+    def has_ended(self) -> bool:
+        """True if process 0 has recorded its exit code, or has run on this machine and is gone."""
+        return self.reading.code is not None or self.is_process_alive is False
 
 
 def get_clock_file_name(attempt: int) -> str:

@@ -2,8 +2,9 @@
 
 `attempts/<first>-<last>.zip` holds the claims and the clock files of `BLOCK` attempts, under their names; in a bucket
 `events/<first>-<last>.jsonl` holds their events. Process 0 of a new attempt folds each block whose last attempt is
-`NUM_RECENT` attempts old, beside the start, and deletes what an earlier attempt has folded. Whoever finds a file of an
-attempt both by itself and in a block takes the former.
+`NUM_RECENT` attempts old, in a thread, and deletes what an earlier attempt has folded. In between, and if a file has
+changed since, an attempt has files of its own beside the block: readers use the own claim and clock, and the events in
+the block.
 """
 
 import contextlib
@@ -13,13 +14,13 @@ import threading
 import zipfile
 import zlib
 
+from runner.attempts.layout import ATTEMPTS
 from runner.console import warn
 from runner.storage import Store, fold_files, merge_parts, parse_number
 
 BLOCK = 256  # attempts
 NUM_RECENT = 64  # newest attempts, whose files stay as they are
 _FILE_BYTES_MAX = 1 << 16  # of a claim or a clock, which have about 200 and 1,500 bytes
-FOLDER = "attempts"
 
 
 def start_folding(store: Store, newest: int) -> None:
@@ -36,21 +37,15 @@ def start_folding(store: Store, newest: int) -> None:
 
 
 def fold_attempts(store: Store, newest: int) -> None:
-    """Do what is to be done in attempt `newest`; see above. Raises `OSError`."""
-    sizes = store.list_sizes(FOLDER)
+    """Fold, or complete, each block that is old enough once attempt `newest` has begun. Raises `OSError`."""
+    sizes = {f"{ATTEMPTS}/{name}": size for name, size in store.list_sizes(ATTEMPTS).items()}
+    numbers = {name: parse_number(name.rpartition("/")[2].removesuffix(".clock")) for name in sizes}
+    # On a disk the events of all attempts are in one file.
     logs = {name: info.size_bytes for name, info in store.list_files("events/").items()} if store.root is None else {}
     for last in range(BLOCK, newest - NUM_RECENT + 1, BLOCK):
         first = last - BLOCK + 1
-        numbers = {name: parse_number(name.removesuffix(".clock")) for name in sizes}
-        own = [name for name, number in numbers.items() if number is not None and first <= number <= last]
-        fold_files(
-            store,
-            f"{FOLDER}/{first}-{last}.zip",
-            {f"{FOLDER}/{name}": sizes[name] for name in own},
-            {f"{FOLDER}/{name}" for name in sizes},
-            combine=_pack,
-            find_contained=_find_packed,
-        )
+        own = {name: sizes[name] for name, number in numbers.items() if number is not None and first <= number <= last}
+        fold_files(store, f"{ATTEMPTS}/{first}-{last}.zip", own, sizes, combine=_pack, find_contained=_find_packed)
         merge_parts(store, "events", first, last, logs)
 
 

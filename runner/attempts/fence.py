@@ -16,8 +16,8 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner.attempts.ended import FOLDER, NUM_RECENT
-from runner.attempts.layout import Owner, read_owner, read_result, validate_entry_kinds
+from runner.attempts.ended import NUM_RECENT
+from runner.attempts.layout import ATTEMPTS, Owner, read_owner, read_result, validate_entry_kinds
 from runner.errors import EXIT_INVALID, FencedError, InvalidError, RemovedError, ResumeError, StorageError
 from runner.spec import Document, JobConfig, Trajectory, fill_in_defaults, is_one_of, list_value_changes
 from runner.spec.document import dump_yaml
@@ -38,7 +38,7 @@ class Fence:
 
     def find_newest(self) -> int:
         """Return the highest attempt that has claimed the directory, or 0."""
-        names = self._store.list_names(FOLDER)
+        names = self._store.list_names(ATTEMPTS)
         newest = max((number for number in map(parse_number, names) if number is not None), default=0)
         self._newest_seen = newest  # of the last call: several threads may be in one
         return newest
@@ -55,11 +55,11 @@ class Fence:
             # the next.
             number = self.find_newest() + 1
             try:
-                create_file(self._store, f"{FOLDER}/{number}", encode_json(record))
+                create_file(self._store, f"{ATTEMPTS}/{number}", encode_json(record))
             except FileExistsError:  # Another attempt was faster.
                 continue
             if (newest := self.find_newest()) >= number + NUM_RECENT:
-                self._store.remove(f"{FOLDER}/{number}")
+                self._store.remove(f"{ATTEMPTS}/{number}")
                 raise FencedError(f"attempt {newest} has taken over {self._store.url}, while this one was beginning")
             self._newest_seen = self.attempt = number
             self._id = claim_id
@@ -81,7 +81,7 @@ class Fence:
         # A run that was begun in the same directory since may have a claim with the same number, but not with the same
         # id.
         try:
-            is_own_claim = read_json(self._store, f"{FOLDER}/{self.attempt}").get("id") == self._id
+            is_own_claim = read_json(self._store, f"{ATTEMPTS}/{self.attempt}").get("id") == self._id
         except (FileNotFoundError, ValueError):
             is_own_claim = False
         if not is_own_claim:
@@ -101,7 +101,7 @@ class Fence:
 
     def _make_removed_error(self) -> RemovedError:
         return RemovedError(
-            f"{self._store.url}: {FOLDER}/{self.attempt}, the claim of this attempt, is missing: the directory, a "
+            f"{self._store.url}: {ATTEMPTS}/{self.attempt}, the claim of this attempt, is missing: the directory, a "
             "part of it, or its disk was removed under the running job; restore it, or start a new run"
         )
 

@@ -33,11 +33,12 @@ from runner.storage import (
     validate_url,
 )
 
+ATTEMPTS = "attempts"  # folder of the claims and clocks
 TEXT_FOLDER = "tokenise"  # of the jobs that tokenise the text of a run, each in a directory with the layout of a run
 # Checked before anything is claimed, so that no run fails late because of a wrong entry.
 LAYOUT = {
     "job.json": "a file",
-    "attempts": "a directory",
+    ATTEMPTS: "a directory",
     "spec.yaml": "a file",
     "events.jsonl": "a file",
     "metrics.jsonl": "a file",

@@ -186,7 +186,7 @@ def find_running_attempt(store: Store) -> int | None:
         content = _read_clock(store, number)
         with contextlib.suppress(ValueError):
             record = decode_clock_file(content)
-            if record.reading.code is not None or record.is_process_alive is False:
+            if record.has_ended:
                 return None
         first = first or (number, content)
         if (number, content) != first:

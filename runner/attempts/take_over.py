@@ -1,4 +1,4 @@
-"""Take-over of a directory from an attempt that still runs: what a start says, and asks on a terminal.
+"""Take-over of a directory from an attempt that still runs: the line and the question of a start.
 
 The claim of an attempt fences every earlier one. That is what a scheduler needs, which starts a job again when its host
 is lost. A person who starts a spec for a second time by mistake would end a healthy run, and lose up to one save
@@ -10,13 +10,11 @@ import os
 import sys
 import time
 
-from runner.attempts.clock_file import decode_clock_file, get_clock_file_name
+from runner.attempts.clock_file import SILENT_SECONDS, decode_clock_file, get_clock_file_name
 from runner.attempts.fence import Fence
 from runner.console import escape_unprintable, format_duration, warn
 from runner.errors import InvalidError
 from runner.storage import Store
-
-_FRESH_SECONDS = 30.0  # a sign of life that is older is not one: clocks of other hosts, and buckets, are late
 
 
 def describe_running_attempt(store: Store) -> str | None:
@@ -30,11 +28,10 @@ def describe_running_attempt(store: Store) -> str | None:
         clock = decode_clock_file(store.read(get_clock_file_name(number)))
     except (FileNotFoundError, ValueError):  # There is none, or it is damaged.
         return None
-    age_seconds = time.time() - clock.reading.time
-    is_fresh = abs(age_seconds) < _FRESH_SECONDS
-    if clock.reading.code is not None or clock.is_process_alive is False or not (is_fresh or clock.is_process_alive):
+    if clock.has_ended or (clock.is_process_alive and clock.pid == os.getpid()):  # the latter: a former job of this one
         return None
-    if clock.pid == os.getpid() and clock.is_process_alive:  # a former job of this process
+    age_seconds = time.time() - clock.reading.time
+    if not clock.is_process_alive and abs(age_seconds) >= SILENT_SECONDS:
         return None
     return (
         f"attempt {number} on host {escape_unprintable(clock.host)} (process id {clock.pid}), last sign of life "
@@ -51,7 +48,7 @@ def confirm_take_over(store: Store) -> None:
         if not _has_terminal() or (other := describe_running_attempt(store)) is None:
             return
         warn(f"{store.url} is in use by {other}. A second start takes the directory over: that attempt stops.")
-        # On standard error, as the lines of `warn`: standard output may be a pipe.
+        # On standard error, like the lines of `warn`: standard output may be a pipe.
         sys.stderr.write("take over? [y/N] ")
         sys.stderr.flush()
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):

@@ -15,6 +15,9 @@ from runner.spec import PARAMS
 
 SpecPath = Annotated[str, typer.Argument(metavar="SPEC", help="Path of the job's spec, a YAML file.")]
 RunLocation = Annotated[str, typer.Argument(metavar="SPEC_OR_DIRECTORY", help="Spec, directory or URL of a run.")]
+RunOrRoot = Annotated[
+    str, typer.Argument(metavar="DIRECTORY", help="Spec, directory or URL of a run, or a directory of runs.")
+]
 Overrides = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=VALUE", help="Override a dotted key of the spec with a YAML value; repeatable."),
@@ -114,9 +117,7 @@ class PlanArguments:
 class StatusArguments:
     """Arguments of `status`."""
 
-    where: Annotated[
-        str, typer.Argument(metavar="WHERE", help="Spec, directory or URL of a run, or a directory of runs.")
-    ]
+    where: RunOrRoot
     as_json: Annotated[bool, typer.Option("--json", help="Print the history as one line of JSON.")] = False
     is_watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds until the run is done.")] = False
 
@@ -125,10 +126,7 @@ class StatusArguments:
 class LineageArguments:
     """Arguments of `lineage`."""
 
-    where: Annotated[
-        str,
-        typer.Argument(metavar="DIRECTORY", help="Spec, directory or URL of a run, or a directory of runs."),
-    ]
+    where: RunOrRoot
     as_json: Annotated[bool, typer.Option("--json", help="Print the tree as one line of JSON.")] = False
 
 

@@ -1,4 +1,4 @@
-"""Commands that read what runs have recorded, without jax: lineage, metrics, report, dashboard."""
+"""Commands that only read, without jax: spec, and what runs have recorded (lineage, metrics, report, dashboard)."""
 
 import json
 from importlib import metadata

@@ -134,7 +134,7 @@ def convert_read_errors(*normal_ends: type[BaseException]) -> Iterator[None]:
 
 
 def print_status(arguments: StatusArguments) -> int:
-    """Print the status of a run, once or repeatedly until it is done."""
+    """Print the status of a run, once or repeatedly until it is done, or list the runs below a directory."""
     # A terminal whose encoding lacks the characters of bars and plots shows question marks instead of an error.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
@@ -144,8 +144,8 @@ def print_status(arguments: StatusArguments) -> int:
         # A directory without anything of a run may have runs below it.
         if store.root is None or store.root.is_dir():
             has_run = bool({*LAYOUT, "events"} & {*store.list_names("")})
-            if not has_run and (found := find_runs(store)).runs:
-                return _print_runs(store, found, arguments.as_json)
+            if not has_run and (below := find_runs(store)).runs:
+                return _print_runs(store, below, arguments.as_json)
         readers: dict[str, HistoryReader] = {}
 
         def read() -> tuple[History, bool]:
@@ -171,18 +171,18 @@ def print_status(arguments: StatusArguments) -> int:
             # The run continues with training when the text is tokenised.
             return arguments.is_watch and (is_text or history.state is not RunState.DONE)
 
-        newest = read()
+        found = read()
         if arguments.is_watch and console.is_terminal and not arguments.as_json:
             # A terminal gets one screen that is redrawn, and keeps the last one in its scrollback (`show` below).
-            with Live(draw(newest[0]), console=console, auto_refresh=False, screen=True) as live:
-                while finish_output() and is_watched(*newest):
+            with Live(draw(found[0]), console=console, auto_refresh=False, screen=True) as live:
+                while finish_output() and is_watched(*found):
                     time.sleep(WATCH_SECONDS)
-                    newest = read()
-                    live.update(draw(newest[0]), refresh=True)
+                    found = read()
+                    live.update(draw(found[0]), refresh=True)
         # `status RUN --watch | head` ends when `head` does.
-        while show(*newest) and is_watched(*newest):
+        while show(*found) and is_watched(*found):
             time.sleep(WATCH_SECONDS)
-            newest = read()
+            found = read()
     return EXIT_DONE
 
 

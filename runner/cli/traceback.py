@@ -1,6 +1,6 @@
-"""Text of an error that no part of the runner has expected, for the author of the code in which it was raised.
+"""Format unexpected errors for the author of the code that raised them.
 
-If a frame of the traceback is in code of the user's own, its line comes first, with the shapes of the arrays in it.
+If a frame of the traceback is in the user's own code, its line comes first, with the shapes of the arrays in it.
 Frames of the runner, of JAX and of other installed packages are counted, not shown. `RUNNER_TRACEBACK=full` shows all.
 """
 

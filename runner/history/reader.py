@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
-from runner.attempts.clock_file import decode_clock_file, get_clock_file_name
+from runner.attempts.clock_file import SILENT_SECONDS, decode_clock_file, get_clock_file_name
 from runner.attempts.ended import unpack
 from runner.attempts.environment import ENVIRONMENT_KEYS
-from runner.attempts.layout import TEXT_FOLDER, read_owner, read_result
+from runner.attempts.layout import ATTEMPTS, TEXT_FOLDER, read_owner, read_result
 from runner.checkpoint.manifest import CHECKPOINTS, NotCommittedError, read_manifest
 from runner.config import SOURCE_NAME, StageConfig, locate_stages
 from runner.console import format_duration
@@ -78,8 +78,6 @@ _LOOP = (
     TimeCategory.EVALUATION,
     TimeCategory.SAVE_STALL,
 )
-# An attempt without an exit code and without a sign of life for this long is not alive.
-_SILENT_SECONDS = 30.0
 _SILENT_WITHOUT_CLOCK_SECONDS = 120.0  # for attempts of an older runner, whose events are a minute apart
 _STATES_BY_CODE = {
     EXIT_DONE: RunState.DONE,
@@ -262,25 +260,27 @@ class HistoryReader:
 
     def _read_timelines(self, ledger: LedgerSummary) -> list[AttemptTimeline]:
         no_names: list[str] = []
-        names = set(self._try(lambda: self._store.list_names("attempts"), no_names))
+        names = set(self._try(lambda: self._store.list_names(ATTEMPTS), no_names))
         folded: dict[str, bytes] = {}
         nothing_folded: dict[str, bytes] = {}
         for block in sorted(name for name in names if re.fullmatch(r"\d+-\d+\.zip", name)):
-            content = self._try(partial(self._store.read, f"attempts/{block}"), None)
+            content = self._try(partial(self._store.read, f"{ATTEMPTS}/{block}"), None)
             if content is not None:
-                folded.update(self._parse(f"attempts/{block}", partial(unpack, content), nothing_folded))
+                folded.update(self._parse(f"{ATTEMPTS}/{block}", partial(unpack, content), nothing_folded))
         claims = {found for found in map(parse_number, names | set(folded)) if found is not None and found > 0}
 
         def read(name: str) -> bytes | None:
             if name in names:
-                return self._try(lambda: self._store.read(f"attempts/{name}"), None)
+                return self._try(lambda: self._store.read(f"{ATTEMPTS}/{name}"), None)
             return folded.get(name)
 
         def read_timeline(number: int) -> AttemptTimeline:
             events = ledger.attempts.get(number) or AttemptEvents(number)
             nothing: JsonObject = {}
             claim, clock_file = read(str(number)) if number in claims else None, read(f"{number}.clock")
-            record = nothing if claim is None else self._parse(f"attempts/{number}", lambda: parse_json(claim), nothing)
+            record = (
+                nothing if claim is None else self._parse(f"{ATTEMPTS}/{number}", lambda: parse_json(claim), nothing)
+            )
             clock = None
             if clock_file is not None:
                 clock = self._parse(get_clock_file_name(number), lambda: decode_clock_file(clock_file), None)
@@ -366,7 +366,7 @@ def infer_outcome(timeline: AttemptTimeline, newer: AttemptTimeline | None, now:
     """Return the outcome of an attempt: the exit code that its clock or an event has recorded.
 
     An attempt without one was killed, was fenced, or is alive: on the machine where it ran its process is looked up,
-    and elsewhere `_SILENT_SECONDS` without a sign of life mean that it is not alive.
+    and elsewhere `SILENT_SECONDS` without a sign of life mean that it is not alive.
     """
     events, clock, ended = timeline.events, timeline.clock, timeline.ended
     code = events.code if clock is None or clock.reading.code is None else clock.reading.code
@@ -379,7 +379,7 @@ def infer_outcome(timeline: AttemptTimeline, newer: AttemptTimeline | None, now:
         return _AttemptOutcome(RunState.FENCED if is_fenced else RunState.KILLED, ended)
     if clock is not None and clock.is_process_alive is False:
         return _AttemptOutcome(RunState.KILLED, ended)
-    if now - ended > (_SILENT_WITHOUT_CLOCK_SECONDS if clock is None else _SILENT_SECONDS):
+    if now - ended > (_SILENT_WITHOUT_CLOCK_SECONDS if clock is None else SILENT_SECONDS):
         return _AttemptOutcome(RunState.STALLED, ended)
     if clock is not None and clock.reading.category is TimeCategory.STEPS:
         # It sends heartbeats, but may be stuck at one step. The deadline is that of the watchdog.

@@ -13,7 +13,6 @@ from typing import Any
 
 from runner.attempts.take_over import describe_running_attempt
 from runner.checkpoint.manifest import read_newest_manifest
-from runner.config import DataConfig
 from runner.data import Dataset
 from runner.data.packing import describe_fields
 from runner.distributed.agreement import Hosts
@@ -198,7 +197,7 @@ def load_data(setup_builder: TrainSetupBuilder, findings: Findings) -> tuple[Dat
     None if it cannot be loaded. The step can then be built only if it does not depend on the data, otherwise if the
     vocabulary fits.
     """
-    is_local = _has_local_data(setup_builder.config.data)
+    is_local = setup_builder.config.data.is_on_this_machine
     with findings.collect(is_local=is_local):
         dataset, _ = setup_builder.dataset, setup_builder.config_in_steps
         with findings.collect(is_local=is_local):
@@ -207,10 +206,6 @@ def load_data(setup_builder: TrainSetupBuilder, findings: Findings) -> tuple[Dat
             return dataset, True
         return dataset, False
     return None, not setup_builder.needs_data
-
-
-def _has_local_data(config: DataConfig) -> bool:
-    return any("://" not in source.source for source in [*config.sources, *config.validation.values()])
 
 
 def check_data(job: BaseTrainer, findings: Findings, num_hosts: int) -> DataCheck:
@@ -226,7 +221,7 @@ def check_data(job: BaseTrainer, findings: Findings, num_hosts: int) -> DataChec
     if dataset is None:
         return DataCheck(section, False, can_build_step)
     batch, is_read = setup_builder.config.train.global_batch_examples, False
-    with findings.collect(is_local=_has_local_data(setup_builder.config.data)):
+    with findings.collect(is_local=setup_builder.config.data.is_on_this_machine):
         # A host reads only its part of the global batch.
         dataset.read("train", 0, -(-batch // num_hosts))
         is_read = True

@@ -79,13 +79,12 @@ def plan(request: PlanRequest) -> int:
     if request.against is not None:
         read_timed_rows(request.against)
 
-    if request.is_quick:
-        limit_call_seconds(_QUICK_CALL_SECONDS)
     findings = Findings()
     document = load_document(request.spec, request.overrides)
     machine = _open_machine(document, findings)
-    job = checks.open_job(document, findings)
-    sections = [] if job is None else _make_sections(job, machine, findings, request)
+    with limit_call_seconds(_QUICK_CALL_SECONDS) if request.is_quick else contextlib.nullcontext():
+        job = checks.open_job(document, findings)
+        sections = [] if job is None else _make_sections(job, machine, findings, request)
     if request.as_json:
         content = {
             "problems": findings.problems,

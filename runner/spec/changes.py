@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+from runner.console import escape_unprintable
+
 _MAX_EXACT = 1 << 53  # largest whole number up to which a float holds every other
 
 
@@ -11,7 +13,8 @@ def list_value_changes(key: str, former: Any, present: Any) -> list[str]:
     if isinstance(former, dict) and isinstance(present, dict) and former and present:
         pairs = ((f"{key}.{name}", former.get(name), present.get(name)) for name in former | present)
         return [line for name, old, new in pairs if old != new for line in list_value_changes(name, old, new)]
-    return [f"{key}: {format_setting(former)} -> {format_setting(present)}"]
+    # A saved value may be any text.
+    return [escape_unprintable(f"{key}: {format_setting(former)} -> {format_setting(present)}")]
 
 
 def format_setting(value: Any) -> str:

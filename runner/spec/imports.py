@@ -143,7 +143,7 @@ def _describe_import_error(module_name: str, error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
         package, _, missing = str(error.name).rpartition(".")
         search = getattr(sys.modules.get(package), "__path__", []) if package else [os.getcwd()]
-        modules = [module.name for module in pkgutil.iter_modules(search)] + ["experiments"]
+        modules = [module.name for module in pkgutil.iter_modules(search)]
         prefix = f"{package}." if package else ""
         if package:
             return f"no module {error.name}{suggest_nearest(missing, modules, prefix)}"
@@ -156,7 +156,8 @@ def _describe_import_error(module_name: str, error: BaseException) -> str:
         ]
         looked = ", ".join([*dict.fromkeys([os.getcwd(), *places])][:_MAX_PLACES])
         advice = (
-            suggest_nearest(missing, modules, prefix) or "; start where it lies, or name its directory in PYTHONPATH"
+            suggest_nearest(missing, [*modules, "experiments"], prefix)
+            or "; start where it lies, or name its directory in PYTHONPATH"
         )
         return f"no module {error.name} in {looked} or among the installed packages{advice}"
     if isinstance(error, SyntaxError):

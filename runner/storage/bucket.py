@@ -40,10 +40,15 @@ PERIOD_SECONDS = 1.0  # between two writes of the background writer
 IDLE_SECONDS = 10.0  # after which its thread ends
 
 
-def limit_call_seconds(seconds: float) -> None:
-    """Give up the calls of this process after that time, for a command whose user waits."""
+@contextlib.contextmanager
+def limit_call_seconds(seconds: float) -> Iterator[None]:
+    """Set the deadline of all calls inside the context, for a command whose user waits for a result."""
     global CALL_SECONDS
-    CALL_SECONDS = seconds
+    before, CALL_SECONDS = CALL_SECONDS, seconds
+    try:
+        yield
+    finally:
+        CALL_SECONDS = before
 
 
 class ObjectInfo(NamedTuple):

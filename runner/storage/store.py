@@ -238,9 +238,9 @@ def fold_files(
 ) -> None:
     """Replace files that nobody writes any more by one file `folded`, in two calls, so that nothing is ever missing.
 
-    The first call writes `folded`, which readers prefer from then on. A later call deletes the files whose content is
-    in it. A reader that has listed the files before the first call has until the second one to read them. Files that
-    have changed in between are kept. A kill leaves nothing that the next call does not finish.
+    The first call writes `folded`. A later call deletes the files whose content is in it. A reader that has listed the
+    files before the first call has until the second one to read them. Files that have changed in between are kept. A
+    kill leaves nothing that the next call does not finish.
 
     `names` are the files with their sizes; nothing happens if they are larger than `_FOLDED_BYTES_MAX` in total.
     `present` tells whether `folded` exists. `combine` returns the content of `folded`, from contents by name;

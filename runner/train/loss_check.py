@@ -28,8 +28,8 @@ def validate_loss_is_sum(recipe: StepRecipe, setup: TrainSetup, state: TrainStat
     """Raise `InvalidError` if `forward` of a recipe returns a mean. Called on every host, with the state of step 0.
 
     Returns at once if the class that defines `forward` states that it `returns_loss_sum`. Otherwise it compiles two
-    small programs. Nothing is concluded from a loss that is 0 or not finite, or that cannot be computed for one and
-    two examples on each device.
+    small programs. The check is inconclusive, and passes, if the loss is 0 or not finite, or cannot be computed for one
+    and two examples on each device.
     """
     owner = _find_owner(type(recipe), "forward")
     # A `val_step` of the job's own may do without `forward`.

@@ -21,6 +21,7 @@ from runner.plan import figures, preflight, program, report
 from runner.plan.checks import Findings, check_directory
 from runner.plan.program import open_machine
 from runner.spec import Document, SpecLocation
+from runner.storage import bucket
 from tests.support.attempt import start
 from tests.support.job_process import ROOT, Job, disable_compiler_optimizer, environment, run_runner
 from tests.support.tiny_jobs import make_gpt, stop_after
@@ -47,6 +48,12 @@ def run_plan_json(*arguments: str, expected: int = 0) -> dict[str, Any]:
 
 
 # Checks.
+
+
+def test_a_quick_plan_leaves_the_deadline_of_buckets_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    deadline_seconds = bucket.CALL_SECONDS
+    assert "would run" in run_plan_in_process(capsys, NANO, "--quick")
+    assert deadline_seconds == bucket.CALL_SECONDS
 
 
 def test_all_problems_of_a_spec_are_listed_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
