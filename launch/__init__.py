@@ -5,6 +5,7 @@ run, and imports no jax. The runner never imports it.
 
 - `options`: base of the engines' command lines, and shell programs
 - `checks`: checks of a job before it is submitted
+- `code`: the commit, the runner and the packages that hosts without this machine's disk get
 - `kubernetes`: a JobSet on Kubernetes
 - `slurm`: a batch job of SLURM
 - `supervisor`: restarts by exit code, for engines that restart nothing by themselves
