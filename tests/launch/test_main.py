@@ -20,8 +20,8 @@ OPTIONS = {
     "--max-restarts --standby-seconds --grace-seconds --workdir --env --env-from-secret --volume-claim "
     "--service-account --priority-class",
     "tpu-vm": "--set --zone --project --name --spot --reserved --runtime-version --service-account --network "
-    "--subnetwork --internal-ips --environment-file --runner --requirements --max-restarts --standby-seconds --keep --poll-seconds "
-    "--skip-checks --dry-run",
+    "--subnetwork --internal-ips --environment-file --runner --requirements --max-restarts --standby-seconds --keep "
+    "--poll-seconds --skip-checks --dry-run",
 }
 ALL_ENGINES = pytest.mark.parametrize("engine", list(REQUIRED_OPTIONS))
 
