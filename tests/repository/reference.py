@@ -1,4 +1,4 @@
-"""Generator of the reference in `specs/README.md`: all keys of a spec and of the files of a run.
+"""Generator of the reference in `.github/docs/specs.md`: all keys of a spec and of the files of a run.
 
     python -m tests.repository.reference     writes the reference
 
@@ -37,7 +37,7 @@ from runner.spec.model import Policy, list_keys
 from runner.storage import Key
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "specs" / "README.md"
+PAGE = ROOT / ".github" / "docs" / "specs.md"
 BEGIN = "<!-- Generated from here on by python -m tests.repository.reference. -->\n"
 TRAINER = ROOT / "specs" / "gpt_nano.yaml"
 JOBS = (  # a shipped spec of each job class, and the section of its own keys

@@ -1,4 +1,4 @@
-"""The generated reference in specs/README.md: up to date, complete, and correct about keys that may change."""
+"""The generated reference in .github/docs/specs.md: up to date, complete, and correct about keys that may change."""
 
 from pathlib import Path
 
