@@ -7,6 +7,7 @@ run, and imports no jax. The runner never imports it.
 - `checks`: checks of a job before it is submitted
 - `code`: the commit, the runner and the packages that hosts without this machine's disk get
 - `kubernetes`: a JobSet on Kubernetes
+- `image`: the container image of a job
 - `slurm`: a batch job of SLURM
 - `supervisor`: restarts by exit code, for engines that restart nothing by themselves
 - `local`: processes on this machine, with simulated CPU devices on request

@@ -94,6 +94,7 @@ class Code:
     uncommitted: tuple[str, ...]  # lines of `git status`: changed and new files, which are not in the archive
     runner: Runner
     requirements: str | None  # path of a file of packages, from `directory` on
+    requirements_text: str  # its text, empty if there is none
 
     @property
     def short(self) -> str:
@@ -109,6 +110,12 @@ class Code:
     def root(self) -> str:
         """Path of the repository's root, as seen from `directory`."""
         return "/".join([".", *[".."] * len(self.directory.parts)])
+
+    @property
+    def packaged_runner(self) -> Runner:
+        """The runner as a package, also if the repository is its own."""
+        is_own = self.runner == Runner()
+        return Runner(file=f"runner-{self.short}.tar.gz", content=self.archive) if is_own else self.runner
 
     def list_package_words(self, extras: Sequence[str], files: str) -> list[str]:
         """Return the arguments of `pip install`, which runs in `directory`; see `Runner.list_words`."""
@@ -167,6 +174,7 @@ def read_code(spec: str, runner: str | None, requirements: str | None) -> Code:
         tuple(_git(root, "status", "--porcelain").decode().splitlines()),
         Runner() if runner is None and _is_runner(read(root / "pyproject.toml")) else find_runner(runner),
         None if found is None else Path(os.path.relpath(found, here)).as_posix(),
+        "" if found is None else (read(found) or b"").decode(errors="replace"),
     )
 
 
