@@ -1,6 +1,6 @@
 """Events of the ledger `events.jsonl`, the history of a run written by all processes of all attempts.
 
-`EVENTS` lists every event name that is ever written, with its details and its writer. `.github/docs/specs.md` is
+`EVENTS` lists every event name that is ever written, with its details and its writer. `.github/docs/reference` is
 generated from it. Imports no jax.
 """
 

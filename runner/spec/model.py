@@ -1,6 +1,6 @@
 """Models of the sections of a spec: keys, defaults, descriptions, and the checks that need only one section.
 
-The descriptions appear in the reference in `.github/docs/specs.md` and in the JSON Schema that editors show.
+The descriptions appear in the reference in `.github/docs/reference` and in the JSON Schema that editors show.
 """
 
 import enum
@@ -462,7 +462,7 @@ class ExecutionSpec(FrozenModel):
 
 
 # Policies of keys: what depends on a key during a run, `Annotated[int, Policy.FREE]`. A policy of a section holds for
-# all keys in it. The reference in .github/docs/specs.md shows them.
+# all keys in it. The reference in .github/docs/reference shows them.
 
 
 class Policy(enum.Enum):

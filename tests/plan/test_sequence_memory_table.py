@@ -50,7 +50,7 @@ def format_table() -> list[str]:
 
 
 def test_the_page_of_plans_has_the_memory_table_of_long_sequences() -> None:
-    assert "\n".join(format_table()) in (ROOT / ".github" / "docs" / "plan.md").read_text()
+    assert "\n".join(format_table()) in (ROOT / ".github" / "docs" / "design" / "plan.md").read_text()
 
 
 if __name__ == "__main__":
