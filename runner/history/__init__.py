@@ -6,6 +6,7 @@ categories of time are explained in `.github/docs/status.md` and in `runner.dist
 - `records`: records of a run's history: frozen, with plain values
 - `ledger`: summary of the event ledger per attempt, in bounded memory
 - `goodput`: attribution of every second of a run to one category, lost steps, outcome of an attempt
+- `cost`: dollars of a run, from the price in its spec
 - `reader`: `HistoryReader`, the history of one directory
 - `lineage`: ancestors and forks of runs
 """

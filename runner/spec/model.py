@@ -120,6 +120,17 @@ class MeshConfig(FrozenModel):
         return self
 
 
+class PriceConfig(FrozenModel):
+    """Price of the hardware, for the costs that `plan` and `status` print."""
+
+    dollars_per_chip_hour: PositiveFloat = Field(description="Price of one chip for an hour, as your contract has it.")
+    as_of: str | None = Field(
+        default=None,
+        pattern=r"\d{4}-\d{2}-\d{2}",
+        description="Day of the price list, as YYYY-MM-DD, which is printed beside each cost; null: not known.",
+    )
+
+
 class Topology(FrozenModel):
     """The hardware that the job is sized for, and the mesh over it."""
 
@@ -146,6 +157,9 @@ class Topology(FrozenModel):
     )
     compile_cache: Literal["host", "directory"] = Field(
         default="host", description="Place of the compile cache: each host's own disk, or the run's directory as well."
+    )
+    price: PriceConfig | None = Field(
+        default=None, description="Price of the hardware, with which plan and status print dollars; null: no costs."
     )
 
     @model_validator(mode="after")
