@@ -339,7 +339,8 @@ def generate_spec_pages() -> dict[str, PageWriter]:
         document = load_document(path)
         job, config = document.data["job"], load_job_class(document, RestoreableJob).Config  # type: ignore[attr-defined]
         schema = config.model_json_schema()
-        sections = collect_sections(schema, "config", schema.get("description", ""))
+        meaning = schema.get("description", "Keys of a trainer's config that may be null or empty.")
+        sections = collect_sections(schema, "config", meaning)
         rule = ResumeRule(path, config, [key for section in sections for key in section.keys])
         stage_keys = list_keys(config, Policy.STAGE) if issubclass(config, TrainerConfig) else ()
         changes = ChangeRule(rule, validate_config(document, config), stage_keys)
