@@ -322,6 +322,8 @@ def name_page(section: str, job: str) -> str:
     """Return the name of the page of a section."""
     if not section.startswith("config"):
         return section.partition(".")[0] or "top"
+    if section.startswith(("config.model.moe", "config.model.rope", "config.model.window_rope")):
+        return "config.model.moe" if ".moe" in section else "config.model.rope"
     first = ".".join(section.split(".")[:2])
     names = {
         ("config.model", "PretrainGPT"): "config.model.gpt",
@@ -347,6 +349,9 @@ def generate_spec_pages() -> dict[str, PageWriter]:
         for section in (*top, *sections) if path == TRAINER else sections:
             if section.keys and (path == TRAINER or f"{section.name}.".startswith(f"{own}.")):
                 of = f" of `{job}`" if section.name == own else ""
+                # Alternatives for one section differ in the only value of their key `name`.
+                kinds = [key.choices[0] for key in section.keys if key.name.endswith(".name") and len(key.choices) == 1]
+                of += "".join(f" with `name: {kind}`" for kind in kinds)
                 title = f"`{section.name}`{of}" if section.name else "Top level of a spec"
                 name = name_page(section.name, job)
                 if name in pages:
