@@ -268,11 +268,8 @@ class PageWriter:
                 if known is None or entry.details:
                     anchor = self._reserve(heading)
                     self._described.setdefault(entry.meaning, anchor)
-                    below += [
-                        f"### {heading}",
-                        "",
-                        *(line for part in (entry.meaning, *entry.details) for line in (part, "")),
-                    ]
+                    parts = entry.details if summary == entry.meaning else (entry.meaning, *entry.details)
+                    below += [f"### {heading}", "", *(line for part in parts for line in (part, ""))]
                 else:
                     anchor = known
                 summary = f"{summary} [More](#{anchor})"
@@ -297,7 +294,7 @@ class ChangeRule:
 
     def make_entry(self, key: SpecKey) -> Entry:
         rule, _, exceptions = self.resume(key.name).partition("; ")
-        exceptions = exceptions.replace("free", "Any restart").replace("trajectory", "Affects results")
+        exceptions = exceptions.replace("free", "May change at any restart").replace("trajectory", "Affects results")
         details = (f"{exceptions}.",) if exceptions else ()
         change, affects = self.explain(key.name, rule)
         return Entry(key.name, (key.type, key.default, change, affects), key.meaning, details)
