@@ -18,6 +18,8 @@ from runner.storage import JsonObject
 BINS_MAX = 1000  # of a series, each with at most two points
 _BROKEN_MAX = 100  # values of a series that are not finite
 _SERIES_MAX = 40  # of a run; a job of its own may log any number of them
+_SAMPLES_MAX = 12  # steps of a run with text samples, and texts of a step
+_SAMPLE_CHARACTERS_MAX = 1500
 TIME = "perf/time"
 _AXES = ("step", TIME, "perf/attempt")  # and the unit that a row counts
 
@@ -214,14 +216,16 @@ _SERIES = tuple(
     )
 )
 HIDDEN_KEYS = ("train/loss_mean",)  # shown by a click on the legend
+# Number of a repeated part of a model, such as a layer. Any other number belongs to its name, as in `top5`.
+_INDEX = re.compile(r"((?:layer|block|expert|head|stage|group|device)s?[_/]?|/)\d+(?=[_/]|$)")
 _KINDS = {"train": "training", "val": "validation"}
 
 
 def find_chart(key: str) -> tuple[Chart, str]:
     """Return the chart of a key, and the name of its series in the legend.
 
-    Keys that a job has made up share a chart if they differ in the kind, `train` or `val`, or in numbers alone, such as
-    those of layers and experts.
+    Keys that a job has made up share a chart if they differ in the kind, `train` or `val`, or in the number of a layer,
+    an expert, or another repeated part.
     """
     for keys, chart, label in _SERIES:
         if match := keys.fullmatch(key):
@@ -229,8 +233,7 @@ def find_chart(key: str) -> tuple[Chart, str]:
     kind, slash, name = key.partition("/")
     if kind not in (*_KINDS, "perf", "data") or not slash:
         kind, name = "", key
-    label = re.sub(r"[_/]+", " ", name).strip() or key
-    title = re.sub(r"\d+", "#", label)
+    label, title = (re.sub(r"[_/]+", " ", text).strip() or key for text in (name, _INDEX.sub(r"\1#", name)))
     kind = _KINDS.get(kind, "")
     if "#" not in title:
         return Chart(title[:1].upper() + title[1:], "value", allows_log_scale=True, starts_at_zero=False), kind or label
@@ -240,13 +243,14 @@ def find_chart(key: str) -> tuple[Chart, str]:
 
 
 class RunCurves:
-    """All series of one run."""
+    """All series of one run, and some of its texts."""
 
     def __init__(self, bins_max: int = BINS_MAX):
         self._bins_max = bins_max
         self._by_key: dict[str, SeriesReducer] = {}
         self.left_out: set[str] = set()  # keys that are not drawn since there are too many
         self.num_rows = 0
+        self._samples: list[tuple[int, dict[str, str]]] = []
 
     @property
     def keys(self) -> list[str]:
@@ -256,6 +260,11 @@ class RunCurves:
     def add(self, row: Row) -> None:
         """Add the next row."""
         self.num_rows += 1
+        if texts := _list_samples(row):
+            self._samples.append((row["step"], texts))
+            # Half of the older ones are dropped, so those that are kept are spread over the run.
+            if len(self._samples) > 2 * _SAMPLES_MAX:
+                self._samples = self._samples[::2]
         for key, point in _list_points(row):
             if key in self._by_key:
                 self._by_key[key].add(point)
@@ -264,6 +273,12 @@ class RunCurves:
                 self._by_key[key].add(point)
             elif len(self.left_out) < _SERIES_MAX:
                 self.left_out.add(key)
+
+    def list_samples(self, newest: Iterable[Row] = ()) -> list[tuple[int, dict[str, str]]]:
+        """Return steps spread over the run, the newest first, with the text samples of each by key."""
+        found = self._samples + [(row["step"], texts) for row in newest if (texts := _list_samples(row))]
+        stride = math.ceil(len(found) / _SAMPLES_MAX) or 1
+        return found[::-1][::stride]
 
     def thin(self, bins_max: int, newest: Iterable[Row] = ()) -> dict[str, ThinnedSeries]:
         """Return each thinned series by its key, followed by the `newest` rows, which are not stored."""
@@ -274,6 +289,12 @@ class RunCurves:
         # Keys that occur only in the newest rows have no series yet.
         known = self._by_key | {key: SeriesReducer(self._bins_max) for key in more if key not in self._by_key}
         return {key: series.thin(bins_max, more.get(key, ())) for key, series in list(known.items())[:_SERIES_MAX]}
+
+
+def _list_samples(row: Row) -> dict[str, str]:
+    """Return the texts that an evaluation has added to a row, shortened, by key."""
+    texts = {key: value[:_SAMPLE_CHARACTERS_MAX] for key, value in row.items() if isinstance(value, str)}
+    return dict([(key, text) for key, text in texts.items() if key.startswith("val/")][:_SAMPLES_MAX])
 
 
 def _list_points(row: Row) -> list[tuple[str, Point]]:

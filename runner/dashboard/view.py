@@ -1,20 +1,28 @@
 """JSON that `page.js` draws: texts, and numbers rounded to visible digits, of bounded size."""
 
-import json
+import collections
+import functools
+import itertools
 import math
+import shlex
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import get_args
 
+from pydantic import BaseModel
+
+from runner.config import TrainerConfig
 from runner.console import format_duration
 from runner.dashboard.charts import CHARTS, HIDDEN_KEYS, LOSS, TIME, Point, RunCurves, ThinnedSeries, find_chart
-from runner.dashboard.reader import RunSnapshot, find_differences
+from runner.dashboard.reader import RunSnapshot, find_differences, flatten_spec
 from runner.distributed.clock import TimeCategory
 from runner.history.goodput import START_CATEGORIES, list_restarts
-from runner.history.ledger import get_float, get_int, get_step, get_time, to_single_line
+from runner.history.ledger import format_event, get_float, get_int, get_step, get_time, to_single_line
 from runner.history.reader import format_changes
 from runner.history.records import AttemptRecord, History, RunState, to_json
+from runner.spec import ExecutionSpec
 from runner.storage import JsonObject
 
 _ATTEMPTS_MAX = 2000  # of all runs of a page together
@@ -26,6 +34,7 @@ _HOSTS_MAX = 8
 _OWN_TILES_MAX = 2
 _TILE_POINTS_MAX = 60
 _VERSIONS_MAX = 50
+_KEYS_MAX = 300  # of a spec
 
 # CSS class of a state.
 _STATE_CLASSES = {
@@ -88,7 +97,7 @@ def build_view(
             {
                 "label": run.name,
                 "part": parts.get(run_id),
-                "charts": _build_charts(run, run.curves.thin(bins_max, run.newest)),
+                "charts": _build_charts(run, _drop_performance(run.curves.thin(bins_max, run.newest))),
             }
             for run_id, run in ancestors.items()
         ],
@@ -99,6 +108,11 @@ def build_view(
         ],
         "differences": [list(each) for each in differences],
     }
+
+
+def _drop_performance(thinned: Mapping[str, ThinnedSeries]) -> dict[str, ThinnedSeries]:
+    """Return the series that continue in a fork; throughput and memory are those of the hardware of each run."""
+    return {key: series for key, series in thinned.items() if not key.startswith("perf/")}
 
 
 def _build_charts(run: RunSnapshot, thinned: Mapping[str, ThinnedSeries]) -> dict[str, list[JsonObject]]:
@@ -170,7 +184,8 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int, names: Mappin
         "began": began,
         "seconds": round(history.wall_seconds, 1),
         "facts": [[name, text] for name, text in list_facts(history) if text],
-        "warnings": [truncate(text) for text in (*(f"{each.event}: {each.text}" for each in history.warnings), *notes)],
+        "warnings": list(map(truncate, [*_list_problems(history), *notes])),
+        "end": _build_end(history),
         "rows": run.curves.num_rows + len(run.newest),
         "thinning": thinning,
         "tokens_per_step": tokens_per_step,
@@ -210,10 +225,83 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int, names: Mappin
             for each in reversed(history.checkpoints[-_CHECKPOINTS_MAX:])
         ],
         "environment": [[truncate(name), truncate(text)] for name, text in list_environment(history)],
+        "samples": [
+            [step, [[truncate(key.removeprefix("val/")), text] for key, text in texts.items()]]
+            for step, texts in run.curves.list_samples(run.newest)
+        ],
         "spec": run.spec or "(spec.yaml cannot be read)",
-        "events": [truncate(json.dumps(to_json(event))) for event in reversed(history.events)],
+        "changed": _list_changed_keys(history.spec),
+        "commands": _list_commands(history),
+        "events": [
+            [get_time(event), get_int(event, "attempt"), get_int(event, "step"), format_event(event)]
+            for event in reversed(history.events)
+        ],
         "log": None if run.log is None else {"name": run.log.name, "text": run.log.text},
     }
+
+
+def _list_problems(history: History) -> list[str]:
+    """Return the reason of the state, then the notices, each text once with the number of its occurrences."""
+    is_bad = get_state_class(history) == "bad" and history.reason
+    reason = [f"{history.state.value}: {history.reason}"] if is_bad else []
+    notices = [
+        f"{each.event}: {each.text}" for each in history.warnings if not (is_bad and each.text == history.reason)
+    ]
+    found = collections.Counter([*reason, *notices])
+    return [text if count == 1 else f"{text} ({count} times)" for text, count in found.items()]
+
+
+def _build_end(history: History) -> JsonObject | None:
+    """Return the place at which a run has ended badly; None for any other run."""
+    if history.state not in (RunState.FAILED, RunState.INVALID, RunState.RETRYABLE, RunState.KILLED):
+        return None
+    return {"step": history.step, "time": history.attempts[-1].ended, "label": history.state.value}
+
+
+@functools.cache
+def _list_defaults() -> dict[str, str]:
+    """Return the defaults of all keys of a spec that have one, as JSON by dotted key."""
+
+    def dump(model: type[BaseModel]) -> JsonObject:
+        found: JsonObject = {}
+        for name, field in model.model_fields.items():
+            value = field.get_default(call_default_factory=True)
+            # A section that is required, or absent by default, has defaults inside.
+            kinds = (type(value), field.annotation, *get_args(field.annotation))
+            section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+            if section is not None and not isinstance(value, list):
+                found[name] = dump(section)
+            elif not field.is_required():
+                found[name] = value
+        return found
+
+    return flatten_spec(dump(ExecutionSpec) | {"config": dump(TrainerConfig)})
+
+
+def _list_changed_keys(spec: JsonObject) -> list[tuple[str, str, str]]:
+    """Return key, value and default of each key of a spec that differs from its default; "" if there is none."""
+    defaults = _list_defaults()
+    changed = (
+        (key, text, defaults.get(key, ""))
+        for key, text in flatten_spec(spec).items()
+        # A section that is absent is written as null.
+        if text != defaults.get(key) and (text not in ("null", "{}") or key in defaults)
+    )
+    return [(truncate(key), truncate(text), default) for key, text, default in itertools.islice(changed, _KEYS_MAX)]
+
+
+def _list_commands(history: History) -> list[tuple[str, str]]:
+    """Return commands that tell more about a run, each with its purpose."""
+    place = shlex.quote(history.url)
+    commands = [
+        ("status", "attempts, time and checkpoints, in the terminal"),
+        ("metrics", "all rows, as JSON or CSV"),
+        ("checkpoints", "checkpoints; with --verify their bits are checked"),
+        ("lineage", "runs from which this one was forked"),
+    ]
+    if history.is_language_model and history.checkpoints:
+        commands.append(("sample", "text generated with the newest weights"))
+    return [(f"python -m runner {name} {place}", purpose) for name, purpose in commands]
 
 
 def summarize(history: History) -> JsonObject:
@@ -245,7 +333,8 @@ def _build_tiles(history: History) -> list[JsonObject]:
     # A page is sent again only if it has changed, so it contains times instead of ages.
     is_over = history.state not in (RunState.RUNNING, RunState.DONE)
     since = time.strftime("since %Y-%m-%d %H:%M UTC", time.gmtime(history.since)) if is_over else ""
-    state_note = history.reason or since or f"attempt {last.number}"
+    # The reason of a failure stands below the tiles, in full.
+    state_note = since or history.reason or f"attempt {last.number}"
     tiles: list[JsonObject] = [
         {"label": "State", "value": history.state.value, "note": truncate(state_note), "kind": get_state_class(history)}
     ]
@@ -396,7 +485,7 @@ def list_facts(history: History) -> list[tuple[str, str]]:
         changes = f"with {'; '.join(lines)}" if lines else "without changes"
         fork_text = f"{fork.run} at step {fork.step:,}, {changes}"
     return [
-        ("state", format_state(history)),
+        ("state", history.state.value if get_state_class(history) == "bad" else format_state(history)),
         ("steps", f"{history.step:,}{of_total}"),
         ("stage", _format_stage(history)),
         (unit, format_number(get_int(row, f"train/{unit}"), ",.0f")),

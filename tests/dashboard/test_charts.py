@@ -94,7 +94,11 @@ def test_bin_means_include_all_values(values, bins_max, drawn_max):
         ("other/own_thing", "Other own thing", "other own thing"),
         ("", "", ""),
         ("///", "///", "///"),
-        ("<b>{0}%s<i>", "<b>{#}%s<i>", "<b>{0}%s<i>"),
+        ("<b>{0}%s<i>", "<b>{0}%s<i>", "<b>{0}%s<i>"),
+        ("train/top5", "Top5", "training"),
+        ("val/recall_10", "Recall 10", "validation"),
+        ("train/router/3/load", "Router # load", "router 3 load"),
+        ("val/experts12/load", "Experts# load", "experts12 load, validation"),
     ],
 )
 def test_each_key_has_a_title_and_a_label(key, title, label):
