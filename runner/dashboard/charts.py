@@ -17,7 +17,7 @@ from runner.storage import JsonObject
 
 BINS_MAX = 1000  # of a series, each with at most two points
 _BROKEN_MAX = 100  # values of a series that are not finite
-_SERIES_MAX = 40  # of a run; a job of its own may log any number of them
+_SERIES_MAX = 44  # of a run; a job of its own may log any number of them
 _SAMPLES_MAX = 12  # steps of a run with text samples, and texts of a step
 _SAMPLE_CHARACTERS_MAX = 1500
 TIME = "perf/time"
@@ -165,7 +165,9 @@ _THROUGHPUT = Chart("Throughput", "tokens / s", is_smoothed=True)
 _EXAMPLES = Chart("Examples per second", "examples / s", is_smoothed=True)
 _MFU = Chart("Model FLOPs utilisation", "share of the devices' peak", form="share", is_smoothed=True)
 _STEP_TIME = Chart("Step time", "seconds")
-_MEMORY = Chart("Peak device memory", "GiB", factor=1 / (1 << 30))
+_MEMORY = Chart("Device memory", "GiB", factor=1 / (1 << 30))
+_HOST_MEMORY = Chart("Host memory", "GiB", factor=1 / (1 << 30))
+_CPUS = Chart("CPU cores in use", "cores", is_smoothed=True)
 _NOISE = Chart("Gradient noise scale", "tokens", allows_log_scale=True)
 _TARGETS = Chart("Real target tokens", "tokens of a step", is_smoothed=True)
 _SKIPPED = Chart("Skipped updates", "steps since the start")
@@ -174,8 +176,8 @@ _HIGH_LOSS = Chart("Steps with a high loss", "in succession")
 _MIXTURE = Chart("Mixture of the data", "share of the tokens drawn so far", form="stack")
 _EPOCHS = Chart("Epochs of each source", "passes over the source")
 CHARTS = (
-    LOSS, _BITS, _ACCURACY, _GRADIENT, _RATE, _THROUGHPUT, _EXAMPLES, _MFU, _STEP_TIME, _MEMORY, _NOISE, _TARGETS,
-    _SKIPPED, _ROLL_BACKS, _HIGH_LOSS, _MIXTURE, _EPOCHS, _GRADIENTS, _PARAMETERS,
+    LOSS, _BITS, _ACCURACY, _GRADIENT, _RATE, _THROUGHPUT, _EXAMPLES, _MFU, _STEP_TIME, _MEMORY, _HOST_MEMORY, _CPUS,
+    _NOISE, _TARGETS, _SKIPPED, _ROLL_BACKS, _HIGH_LOSS, _MIXTURE, _EPOCHS, _GRADIENTS, _PARAMETERS,
 )  # fmt: skip
 
 # Keys of the rows, the chart that shows them, and the name of their series.
@@ -205,7 +207,11 @@ _SERIES = tuple(
         ("perf/mfu", _MFU, "all devices"),
         ("perf/step_seconds_median", _STEP_TIME, "median"),
         ("perf/step_seconds_p95", _STEP_TIME, "95th percentile"),
-        ("perf/peak_bytes", _MEMORY, "fullest device of process 0"),
+        ("perf/device_bytes", _MEMORY, "in use, fullest device of process 0"),
+        ("perf/peak_bytes", _MEMORY, "peak so far"),
+        ("perf/host_bytes", _HOST_MEMORY, "process 0"),
+        ("perf/host_free_bytes", _HOST_MEMORY, "free"),
+        ("perf/cpu_cores", _CPUS, "process 0"),
         ("train/noise_scale", _NOISE, "training"),
         ("train/token_count", _TARGETS, "training"),
         ("train/skipped_updates", _SKIPPED, "training"),

@@ -65,6 +65,7 @@
   }
 
   function table(heads, rows, kind) {
+    if (!rows.length) return element("p", { class: "note" }, "None.");
     const cells = (tag, row) => row.map((cell) => element(tag, {}, cell instanceof Node ? cell : String(cell ?? "")));
     const body = rows.map((row) => element("tr", {}, ...cells("td", row)));
     const head = heads ? element("thead", {}, element("tr", {}, ...cells("th", heads))) : null;
@@ -839,7 +840,7 @@
       const heads = ["attempt", "began", "lasted", "how it ended", "from step", "to step", "steps lost"];
       const saves = run.checkpoints.map((save) => [save.name, save.bytes === null ? "" : bytes(save.bytes), clock(save.time), save.text]);
       const own = [
-        section(`attempts ${run.id}`, `Attempts (${count(run.attempts.length)})`, table(heads, attempts.reverse())),
+        section(`attempts ${run.id}`, `Attempts (${count(run.attempts.length)})`, table(heads, attempts.reverse(), "attempts")),
         section(`checkpoints ${run.id}`, `Checkpoints (${count(run.checkpoints.length)})`, table(["checkpoint", "size", "committed", ""], saves)),
         section(`environment ${run.id}`, "Environment and versions", table(null, run.environment, "facts")),
         section(`spec ${run.id}`, "Spec", copyButton(() => run.spec), element("p", { class: "note" }, "Keys whose values are not the defaults, then all of them:"),
@@ -873,24 +874,16 @@
     return section(`samples ${run.id}`, "Samples over steps", table(["step", ...names.map((name) => name.replace(/^sample\//, "prompt "))], rows, "samples"));
   }
 
-  // Returns a button that copies a text. Without a secure context, as over plain HTTP, browsers copy only a selection.
+  // Returns a button that copies a text, by a selection, which also works over plain HTTP.
   function copyButton(getText) {
-    const act = async (event) => {
-      const button = event.target;
-      let isDone = false;
-      try {
-        await navigator.clipboard.writeText(getText());
-        isDone = true;
-      } catch {
-        const field = element("textarea", { readonly: "" });
-        field.value = getText();
-        button.after(field);
-        field.select();
-        isDone = document.execCommand("copy");
-        field.remove();
-      }
-      button.textContent = isDone ? "copied" : "cannot copy";
-      setTimeout(() => { button.textContent = "copy"; }, 1500);
+    const act = ({ target }) => {
+      const field = element("textarea", { readonly: "" });
+      field.value = getText();
+      target.after(field);
+      field.select();
+      target.textContent = document.execCommand("copy") ? "copied" : "cannot copy";
+      field.remove();
+      setTimeout(() => { target.textContent = "copy"; }, 1500);
     };
     return element("button", { type: "button", class: "copy", onclick: act }, "copy");
   }
