@@ -1,4 +1,4 @@
-"""Hooks for experiments, listed in a spec as `experiments.hooks:CLASS`; `runner/hook/README.md` explains hooks."""
+"""Hooks for experiments, listed in a spec as `experiments.hooks:CLASS`; `.github/docs/hooks.md` explains hooks."""
 
 from typing import Any, ClassVar
 

@@ -5,7 +5,9 @@ run, and imports no jax. The runner never imports it.
 
 - `options`: base of the engines' command lines, and shell programs
 - `checks`: checks of a job before it is submitted
+- `code`: the commit, the runner and the packages that hosts without this machine's disk get
 - `kubernetes`: a JobSet on Kubernetes
+- `image`: the container image of a job
 - `slurm`: a batch job of SLURM
 - `supervisor`: restarts by exit code, for engines that restart nothing by themselves
 - `local`: processes on this machine, with simulated CPU devices on request

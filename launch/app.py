@@ -4,6 +4,8 @@ import sys
 from collections.abc import Sequence
 
 from launch import local
+from launch.image import engine as image
+from launch.image.engine import ImageArguments
 from launch.kubernetes import engine as kubernetes
 from launch.kubernetes.engine import JobSetArguments
 from launch.local import LocalArguments
@@ -52,6 +54,14 @@ COMMANDS.add(
     "Requests the machines through a queued resource, ships the committed code, follows the log, and deletes the "
     "machines at the end. Run again, the command re-attaches to the job.",
 )
+COMMANDS.add(
+    "image",
+    ImageArguments,
+    "Build the container image of the job",
+    "0 built; 1 the builder failed; 2 invalid command line or spec, or no such command; 75 stopped by Ctrl-C.",
+    "Builds an image of Python, the runner, the packages of requirements.txt and the committed code, with docker, "
+    "podman or buildah.",
+)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -74,8 +84,10 @@ def main(words: Sequence[str] | None = None) -> int:
                 return kubernetes.run(arguments)
             case TpuVmArguments():
                 return tpu_vm.run(arguments)
+            case ImageArguments():
+                return image.run(arguments)
         raise AssertionError(f"no engine for {arguments}")
-    except KeyboardInterrupt:  # Ctrl-C in slurm or jobset; the other engines handle their signals
+    except KeyboardInterrupt:  # Ctrl-C in slurm, jobset or image; the other engines handle their signals
         warn("stopped before the end; look whether the job was submitted before you run the command again")
         return EXIT_PREEMPTED
     except RunnerError as error:

@@ -36,8 +36,8 @@ GraceSeconds = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchArguments:
-    """Arguments that every engine has, and checks of the values of all options."""
+class SpecArguments:
+    """A spec and its overrides, and checks of the values of all options."""
 
     # Options whose text is checked elsewhere, or is arbitrary: YAML, and options that an engine checks itself.
     free_texts: ClassVar[tuple[str, ...]] = ("spec", "overrides")
@@ -49,16 +49,6 @@ class LaunchArguments:
         list[str],
         typer.Option("--set", metavar="KEY=VALUE", help="Override a dotted key of the spec; repeatable."),
     ] = field(default_factory=list)
-    max_restarts: Annotated[
-        int,
-        typer.Option(min=0, metavar="N", help="Restarts after exit code 76 between two commits; 75 does not count."),
-    ] = 100
-    standby_seconds: Annotated[
-        int,
-        typer.Option(
-            min=0, metavar="N", help="Age of the job's process when its successor is started ahead; 0 for never."
-        ),
-    ] = _STANDBY_SECONDS
 
     def __post_init__(self) -> None:
         """Raise `InvalidError` for a value that no engine can use: empty or unprintable text, or too large a number."""
@@ -78,6 +68,22 @@ class LaunchArguments:
                 is_plain = text.isprintable() and text == text.strip() and text
                 if name not in self.free_texts and not is_plain:
                     raise InvalidError(f"{option} {text!r:.100}: needs printable text without blanks around it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchArguments(SpecArguments):
+    """Arguments of every engine that runs a job."""
+
+    max_restarts: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Restarts after exit code 76 between two commits; 75 does not count."),
+    ] = 100
+    standby_seconds: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Age of the job's process when its successor is started ahead; 0 for never."
+        ),
+    ] = _STANDBY_SECONDS
 
 
 def find_grace_seconds(grace_seconds: int | None, checkpoint: CheckpointConfig) -> int:

@@ -2,7 +2,7 @@
 
 This module defines the keys below `config`, their defaults, and the rules between them. None of the keys depends on the
 hardware; the topology determines how the global batch is split over devices. An experiment subclasses `ModelConfig` and
-declares `Config = TrainerConfig[GPTConfig]`. The descriptions of the fields become the reference in specs/README.md.
+declares `Config = TrainerConfig[GPTConfig]`. The descriptions of the fields become the reference of a spec.
 """
 
 import math

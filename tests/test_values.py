@@ -53,6 +53,8 @@ SOME: dict[str, Any] = {
     "topology.mesh.sequence": 2,
     "topology.mesh.tensor": 2,
     "topology.mesh.expert": 2,
+    "topology.price.dollars_per_chip_hour": 1.5,
+    "topology.price.as_of": "2026-11-30",
     "checkpoint.every_steps": 1,
     "checkpoint.every_minutes": 1.0,
     "checkpoint.mean_time_between_failures_hours": 1.0,
@@ -138,6 +140,8 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
     },
     ("topology.mesh.data", OPEN): {f"topology.mesh.{other}": 1 for other in AXES if other != "data"},
     ("topology.grow", "at_save"): {"topology.elastic": True},
+    ("topology.price.as_of", None): {"topology.price.dollars_per_chip_hour": 1.5},
+    ("topology.price.as_of", OPEN): {"topology.price.dollars_per_chip_hour": 1.5},
     **{
         ("config.memory.row_attention", value): dict.fromkeys((f"topology.mesh.{axis}" for axis in AXES), 1)
         | {"topology.mesh.sequence": 2, "topology.mesh.data": "auto"}

@@ -1,6 +1,6 @@
 """Building blocks of models, and a configurable decoder made of them.
 
-The names below are public: models of your own import them from here, as the page `experiments/README.md` shows. Parts
+The names below are public: models of your own import them from here, as the page `.github/docs/model.md` shows. Parts
 of the loss that come from `runner.train` are exported too. Blocks know no trainer, no sizes of a mesh and no data set.
 
 - `platform`: platform-dependent form of a model

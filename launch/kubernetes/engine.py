@@ -66,6 +66,15 @@ _MAX_ANNOTATION_BYTES = 256 * 1024  # of all annotations of an object
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 _ESCAPED_BY_GO = "<>&\u2028\u2029"  # characters that Go writes as 6 bytes in JSON
 _SPOT = "cloud.google.com/gke-spot"
+# Domains of labels and annotations that Kubernetes, JobSet, kubectl and this module set.
+_RESERVED_DOMAINS = (
+    "jobset.sigs.k8s.io",
+    "alpha.jobset.sigs.k8s.io",
+    "batch.kubernetes.io",
+    "kubectl.kubernetes.io",
+    SPEC_ANNOTATION.partition("/")[0],
+)
+_KUEUE = "kueue.x-k8s.io/"
 _SECRET_NAME = r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|CONNECTION_STRING)$"
 
 # The first rule that matches a failed pod decides. If none does, the pod is replaced, and counts.
@@ -118,7 +127,8 @@ IMAGE = Rule(
 class JobSetArguments(LaunchArguments):
     """Arguments of `launch jobset`."""
 
-    pairs: ClassVar[tuple[str, ...]] = ("node_selector", "env", "volume_claim")
+    free_texts: ClassVar[tuple[str, ...]] = (*LaunchArguments.free_texts, "annotation")
+    pairs: ClassVar[tuple[str, ...]] = ("node_selector", "label", "annotation", "env", "volume_claim")
 
     image: Annotated[
         str, typer.Option(metavar="IMAGE", help="Container image with Python, the runner and the job's own code.")
@@ -140,6 +150,15 @@ class JobSetArguments(LaunchArguments):
     spot: Annotated[bool, typer.Option("--spot", help="Use GKE's spot nodes.")] = False
     node_selector: Annotated[
         list[str], typer.Option(metavar="LABEL=VALUE", help="Label that the nodes must have; repeatable.")
+    ] = field(default_factory=list)
+    label: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME=VALUE", help="Label of the JobSet and its pods, such as Kueue's queue name; repeatable."
+        ),
+    ] = field(default_factory=list)
+    annotation: Annotated[
+        list[str], typer.Option(metavar="NAME=VALUE", help="Annotation of the JobSet and its pods; repeatable.")
     ] = field(default_factory=list)
     grace_seconds: GraceSeconds = None
     workdir: Annotated[
@@ -180,6 +199,13 @@ class JobSetArguments(LaunchArguments):
         for label, value in _split_pairs(self.node_selector):
             LABEL.validate("--node-selector", label)
             LABEL_VALUE.validate(f"--node-selector {label}", value)
+        for option, pairs in (("--label", self.label), ("--annotation", self.annotation)):
+            for name, value in _split_pairs(pairs):
+                LABEL.validate(option, name)
+                if option == "--label":
+                    LABEL_VALUE.validate(f"--label {name}", value)
+                if name.rpartition("/")[0] in _RESERVED_DOMAINS or name in ("job-name", "controller-uid"):
+                    raise InvalidError(f"{option} {name}: is set by Kubernetes, JobSet or this command itself")
         for name, _ in _split_pairs(self.env):
             VARIABLE.validate("--env", name)
             # Manifests are kept in repositories and shown by `kubectl get`, so a key must not be a value in one.
@@ -221,8 +247,10 @@ def render(spec: ExecutionSpec, text: str, arguments: JobSetArguments, submit_ti
     metadata: dict[str, Any] = {"name": name}
     if arguments.namespace:
         metadata["namespace"] = arguments.namespace
+    annotations = dict(_split_pairs(arguments.annotation))
     if pods.is_tpu and pods.hosts_per_slice > 1:  # such a slice is one whole node pool; one of single hosts is shared
-        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+        annotations["alpha.jobset.sigs.k8s.io/exclusive-topology"] = "cloud.google.com/gke-nodepool"
+    metadata |= _drop_empty({"labels": dict(_split_pairs(arguments.label)), "annotations": annotations})
     job = {
         "parallelism": pods.hosts_per_slice,
         "completions": pods.hosts_per_slice,
@@ -313,7 +341,9 @@ def _render_pod(
             f"directory is {spec.directory}, on the pods' own disks, which are deleted with them; needs gs://, s3:// "
             "or az://, or a path in a shared volume that --volume-claim CLAIM=PATH mounts"
         )
-    annotations = {SPEC_ANNOTATION: text}
+    annotations = dict(_split_pairs(arguments.annotation)) | {SPEC_ANNOTATION: text}
+    # Kueue admits the JobSet as a whole: a queue of the pods' own would make it wait for each pod.
+    labels = {name: value for name, value in _split_pairs(arguments.label) if not name.startswith(_KUEUE)}
     if not arguments.spot:  # moving one pod to save a node restarts all; GKE does not promise this on spot nodes
         annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] = "false"
 
@@ -349,7 +379,7 @@ def _render_pod(
         "containers": [container | {"volumeMounts": [{"name": name, "mountPath": path} for name, path, _ in volumes]}],
         "volumes": [{"name": name, **source} for name, _, source in volumes],
     }
-    return {"metadata": {"annotations": annotations}, "spec": _drop_empty(pod)}
+    return {"metadata": _drop_empty({"labels": labels, "annotations": annotations}), "spec": _drop_empty(pod)}
 
 
 def _render_container(

@@ -14,12 +14,10 @@ this command only for its start, and for new machines after a preemption. The co
 the current state, so the launch may be stopped and run again at any time, and starts nothing twice.
 """
 
-import hashlib
 import re
 import shlex
 import shutil
 import signal
-import subprocess
 import tempfile
 import threading
 import time
@@ -31,6 +29,7 @@ from typing import Annotated
 import typer
 
 from launch.checks import SkipChecks, check_job
+from launch.code import RequirementsOption, RunnerOption, read_code
 from launch.options import LaunchArguments, restart_arguments, set_arguments
 from launch.supervisor import combine_exit_codes
 from launch.tpu_vm.gcloud import (
@@ -322,6 +321,8 @@ class TpuVmArguments(LaunchArguments):
             "a command or a log.",
         ),
     ] = None
+    runner: RunnerOption = None
+    requirements: RequirementsOption = None
     keep: Annotated[bool, typer.Option("--keep", help="Keep the machines when the job is done or has failed.")] = False
     poll_seconds: Annotated[float, typer.Option(metavar="N", help="Time between two polls.")] = 30.0
     is_skip_checks: SkipChecks = False
@@ -339,63 +340,11 @@ class TpuVmArguments(LaunchArguments):
             raise InvalidError(f"--environment-file {self.environment_file}: no such file")
 
 
-@dataclass(frozen=True)
-class Commit:
-    """A commit of the project."""
-
-    hash: str  # full hash
-    subject: str  # first line of the message
-    spec: str  # path of the spec in the commit, with forward slashes
-    spec_text: str  # the spec as committed
-    archive: bytes  # content of the commit, as a tar.gz
-    uncommitted: tuple[str, ...]  # lines of `git status`: changed and new files, which are not in the archive
-
-    @property
-    def short(self) -> str:
-        """The hash as people write it."""
-        return self.hash[:12]
-
-    @property
-    def sha256(self) -> str:
-        """Digest of the archive, by which a host recognises a complete copy."""
-        return hashlib.sha256(self.archive).hexdigest()
-
-
-def _read_checked_out_commit(spec: str) -> Commit:
-    """Read the checked-out commit of the repository around this directory, which must contain the spec.
-
-    Raises:
-        InvalidError: there is no repository, no commit, or no such spec in it.
-    """
-    try:
-        root = Path(_git(Path.cwd(), "rev-parse", "--show-toplevel").decode().strip())
-        commit = _git(root, "rev-parse", "--verify", "HEAD").decode().strip()
-    except (OSError, subprocess.CalledProcessError):
-        raise InvalidError(f"{Path.cwd()} has no git commit; what is shipped to machines is a commit") from None
-    try:
-        path = Path(spec).resolve().relative_to(root.resolve()).as_posix()
-        spec_text = _git(root, "show", f"{commit}:{path}").decode()
-    except (ValueError, subprocess.CalledProcessError):
-        raise InvalidError(f"{spec} is not in commit {commit[:12]}; commit it, only commits are shipped") from None
-    return Commit(
-        commit,
-        _git(root, "log", "-1", "--format=%s", commit).decode().strip(),
-        path,
-        spec_text,
-        _git(root, "archive", "--format=tar.gz", commit),
-        tuple(_git(root, "status", "--porcelain").decode().splitlines()),
-    )
-
-
-def _git(directory: Path, *arguments: str) -> bytes:
-    return subprocess.run(["git", "-C", str(directory), *arguments], capture_output=True, check=True).stdout
-
-
 def run(arguments: TpuVmArguments) -> int:
     """Run the job to its end on machines of its own; return its exit code, or 75 if only this command was stopped."""
     # The spec is validated as committed, since that is what the hosts will read.
-    commit = _read_checked_out_commit(arguments.spec)
-    document = parse_document(commit.spec_text, arguments.spec, arguments.overrides)
+    code = read_code(arguments.spec, arguments.runner, arguments.requirements)
+    document = parse_document(code.spec_text, arguments.spec, arguments.overrides)
     spec = validate_spec(document)
     name = arguments.name or make_resource_name(spec.name)
     if _NAME.fullmatch(name) is None:
@@ -406,13 +355,19 @@ def run(arguments: TpuVmArguments) -> int:
     if extra is None:
         reason = f"{spec.directory} is on the disk of a TPU VM, which is deleted with it; needs gs://, s3:// or az://"
         raise document.error("directory", reason)
-    words = [commit.spec, *set_arguments(arguments.overrides), *restart_arguments(arguments)]
+    words = [code.spec, *set_arguments(arguments.overrides), *restart_arguments(arguments)]
+    archive = f"{name}-{code.short}.tar.gz"
+    digests = [code.sha256, archive]
+    if code.runner.file is not None:
+        digests += [code.runner.sha256, code.runner.file]
     programs = HostPrograms(
         name,
-        commit.short,
-        f"{name}-{commit.short}.tar.gz",
-        commit.sha256,
-        ("tpu", extra),
+        code.short,
+        archive,
+        digests,
+        # The files are in the home directory, and the code in a directory of the job's directory.
+        code.list_package_words(("tpu", extra), f"{code.root}/../.."),
+        str(code.directory),
         tuple(words),
         None if arguments.environment_file is None else f"{name}.environment",
     )
@@ -421,6 +376,8 @@ def run(arguments: TpuVmArguments) -> int:
     def make_job(directory: str) -> _TpuVmJob:
         """Make the launch, with the archive in a directory of this machine."""
         files = {str(Path(directory, programs.archive)): programs.archive}
+        if code.runner.file is not None:
+            files = {str(Path(directory, code.runner.file)): code.runner.file} | files
         if arguments.environment_file is not None and programs.environment is not None:
             # Copied before the archive, because a host with the archive starts the job, which reads this file.
             files = {arguments.environment_file: programs.environment} | files
@@ -433,13 +390,10 @@ def run(arguments: TpuVmArguments) -> int:
         raise InvalidError(f"--set: makes a command of {longest} bytes, needs less than {_MAX_ARGUMENT_BYTES}")
     if not arguments.is_skip_checks:
         check_job(arguments, has_shared_files=False)
-    warn(f"launch: ships commit {commit.short} ({commit.subject})")
-    if commit.uncommitted:
-        changed = ", ".join(line[3:] for line in commit.uncommitted[:3]) + ", ..." * (len(commit.uncommitted) > 3)
-        warn(f"launch: WARNING: UNCOMMITTED CHANGES ARE NOT SHIPPED ({len(commit.uncommitted)}): {changed}")
+    code.announce()
     if arguments.dry_run:
-        archive = ["git", "archive", "--format=tar.gz", f"--output={programs.archive}", commit.hash]
-        write_text("".join(f"{shlex.join(command)}\n" for command in (archive, *commands)), is_program=True)
+        pack = ["git", "archive", "--format=tar.gz", f"--output={archive}", code.hash]
+        write_text("".join(f"{shlex.join(command)}\n" for command in (pack, *commands)), is_program=True)
         return EXIT_DONE
     if shutil.which("gcloud") is None:
         raise InvalidError("gcloud is not on the PATH; install the Google Cloud CLI and run gcloud auth login")
@@ -447,7 +401,9 @@ def run(arguments: TpuVmArguments) -> int:
         signal.signal(number, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory(prefix="launch-tpu-vm-") as scratch:
-            Path(scratch, programs.archive).write_bytes(commit.archive)
+            Path(scratch, programs.archive).write_bytes(code.archive)
+            if code.runner.file is not None:
+                Path(scratch, code.runner.file).write_bytes(code.runner.content)
             return make_job(scratch).run()
     except KeyboardInterrupt:
         say(f"launch: leaving {resource.name} as it is; a job that runs there continues. Run this command again to")

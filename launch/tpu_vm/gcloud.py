@@ -256,8 +256,9 @@ class HostPrograms:
     name: str  # name of its directory, of letters, digits and hyphens
     commit: str  # commit to run
     archive: str  # name of the file with the commit, in the home directory
-    sha256: str  # digest of the archive
-    extras: Sequence[str]  # extras of the project's package to install
+    digests: Sequence[str]  # digest and name of each file of code in the home directory, one after the other
+    packages: Sequence[str]  # arguments of `pip install`
+    directory: str  # working directory in the code
     arguments: Sequence[str]  # arguments of `python -m launch.worker`
     environment: str | None = None  # file in the home directory with NAME=value lines for the job, if any
 
@@ -271,8 +272,7 @@ class HostPrograms:
         return self._enter_and(
             "attend.sh",
             commit=self.commit,
-            archive=self.archive,
-            sha256=self.sha256,
+            digests=self.digests,
             submitted=submit_time,
             job=[self.job()],
         )
@@ -281,9 +281,10 @@ class HostPrograms:
         """Return the program that sets up and runs the job, detached, and records how it ended."""
         return fill_program(
             read_program(__package__, "job.sh"),
-            commit=self.commit,
             archive=self.archive,
-            extras=",".join(self.extras),
+            digests=self.digests,
+            packages=self.packages,
+            directory=[self.directory],
             environment=self.environment,
             arguments=self.arguments,
         )

@@ -288,7 +288,7 @@ def probe_file_system(directory: Path) -> FileSystem:
             reason = error.strerror or str(error)
         raise InvalidError(
             f"{directory}: its file system cannot {what} ({reason}), which a run needs; use a directory on another one "
-            "(runner/attempts/README.md lists what it must offer)"
+            "(.github/docs/directory.md lists what it must offer)"
         )
 
     def has(act: Callable[[], object], *codes: int) -> bool:

@@ -1,7 +1,7 @@
 """Events of the ledger `events.jsonl`, the history of a run written by all processes of all attempts.
 
-`EVENTS` lists every event name that is ever written, with its details and its writer. `specs/README.md` is generated
-from it. Imports no jax.
+`EVENTS` lists every event name that is ever written, with its details and its writer. `.github/docs/reference` is
+generated from it. Imports no jax.
 """
 
 import time
@@ -206,7 +206,7 @@ EVENTS = (
             Key(
                 "clock",
                 dict,
-                "Seconds of this attempt by time category when `step` was completed, see runner/history/README.md.",
+                "Seconds of this attempt by time category when `step` was completed, see .github/docs/status.md.",
                 "s",
             ),
             Key("tier", str, "`fast` if only the fast tier saves; otherwise absent."),

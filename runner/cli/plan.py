@@ -295,7 +295,7 @@ class _SpecText:
         params = "bfloat16" if self.targets and self.compute == "bfloat16" else "float32"
         lines = [
             f"# {title} {self.model_type} of {self.num_parameters:,} parameters.",
-            "# Written by `python -m runner spec-from`; keys that are left out have the defaults of specs/README.md.",
+            "# Written by `python -m runner spec-from`; keys that are left out have their defaults.",
             f"# command: python -m runner {file}   (the same on every host, and again after an interruption)",
             f"# plan: python -m runner plan {file}   (memory and step time as compiled)",
             f"name: {name}",

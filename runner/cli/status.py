@@ -29,6 +29,7 @@ from runner.console import escape_controls, finish_output, format_duration, warn
 from runner.dashboard.reader import DiscoveryResult, find_runs
 from runner.distributed.clock import TimeCategory
 from runner.errors import EXIT_DONE, InvalidError, RetryableError, RunnerError
+from runner.history.cost import compute_cost, format_cost
 from runner.history.goodput import list_restarts
 from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader, format_changes, open_text_stores
@@ -160,7 +161,8 @@ def print_status(arguments: StatusArguments) -> int:
 
         def show(history: History, is_text: bool) -> bool:
             if arguments.as_json:
-                write_text(json.dumps(to_json(history) | ({"phase": "tokenise"} if is_text else {})) + "\n")
+                found = to_json(history) | {"cost": to_json(compute_cost(history))}
+                write_text(json.dumps(found | ({"phase": "tokenise"} if is_text else {})) + "\n")
             else:
                 if is_text:
                     console.print("the text of the run is tokenised, before it trains; that job:")
@@ -241,6 +243,8 @@ def draw(history: History) -> RenderableType:
             bar = Text(_bar(share), "green" if category is TimeCategory.STEPS else "yellow")
             table.add_row(category.value.replace("_", " "), format_duration(seconds), f"{share:.1%}", bar)
     parts.append(table)
+    if (cost := compute_cost(history)) is not None:
+        parts.append(Text(format_cost(cost)))
 
     parts.append(_title(_count("attempt", len(history.attempts), _MAX_ATTEMPTS)))
     table = _table("right", "left", "right", "right", "right", "left")

@@ -51,7 +51,7 @@ from runner.spec import Deadlines
 
 # Times of a job of at most `_MAX_BEATS_PER_SECOND` processes; `Periods` has those of larger ones.
 # A heartbeat is sent and read once a second, so a frozen process is noticed at most three seconds later: within the
-# 30 s of README.md.
+# 30 s of .github/docs/processes.md.
 LOST_SECONDS = 27.0
 _SUSPECTED_LOST_SECONDS = 5.0  # instead of LOST_SECONDS once a collective has failed on any process
 _UNREACHABLE_SECONDS = 5.0  # of the coordinator

@@ -1,4 +1,4 @@
-"""Hooks: calls with a run's rows and weights, which may save, evaluate or end the run. See README.md in this folder.
+"""Hooks: calls with a run's rows and weights, which may save, evaluate or end the run. See .github/docs/hooks.md.
 
 - `hooks`: base classes, verdicts and arguments of hooks; early stopping, stop at a loss or a time, best checkpoint
 - `listing`: hooks of a spec, and their counters in the train state

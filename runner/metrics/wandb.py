@@ -1,6 +1,6 @@
 """Metric writer for Weights & Biases. It imports wandb, which takes about a second, and is therefore loaded on demand.
 
-All attempts of a job use one run id, and each attempt gives wandb the whole trajectory; the README of this package says
+All attempts of a job use one run id, and each attempt gives wandb the whole trajectory; `.github/docs/metrics.md` says
 what W&B shows. Offline, the newest file holds all rows and the earlier ones are removed, because `wandb sync` replaces
 the history on the server by that of one file. Online, each attempt starts without `resume`: with `resume="allow"` the
 server would keep the rows of lost steps and drop the recomputed ones, and `resume_from`, which would remove them, is

@@ -12,7 +12,7 @@ from runner.console import warn
 # counted: arithmetic on the spec, the shapes and the data. compiled: reported by the compiled program. assumed: rests
 # on a manufacturer's peak figure, or on what the note says. measured: done on this machine, and timed.
 Basis = Literal["counted", "compiled", "assumed", "measured"]
-Unit = Literal["", "bytes", "seconds", "FLOP", "share", "text"]
+Unit = Literal["", "bytes", "seconds", "FLOP", "share", "dollars", "text"]
 
 _SCALES: dict[str, tuple[tuple[float, str], ...]] = {
     "bytes": ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")),
@@ -57,6 +57,8 @@ def format_amount(value: float, unit: Unit) -> str:
     """Return a number with its unit, in a readable scale."""
     if unit == "share":
         return f"{100 * value:.1f}%"
+    if unit == "dollars":
+        return f"${value:,.{0 if value >= 100 else 2}f}"
     # The first scale that gives a value of at least one.
     for scale, name in _SCALES.get(unit, ()):
         if abs(value) >= scale:

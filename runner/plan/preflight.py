@@ -254,6 +254,10 @@ def _make_trainer_sections(
     sections += [checkpoint, report.make_compilation_section(program)]
     if job.programs.has_stages and data.is_found:
         sections += make_stage_sections(job, train_setup, machine, step_seconds, findings)
+    # The stages' own times come after that of the run as a whole.
+    own = [section for section in sections if not section.title.startswith("stage ")]
+    if (cost := report.make_cost_section(job.spec, machine, own)).figures:
+        sections.append(cost)
     return sections
 
 

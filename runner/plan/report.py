@@ -508,6 +508,31 @@ def make_checkpoint_section(
     return section, cost.durable_seconds
 
 
+def make_cost_section(spec: ExecutionSpec, machine: TargetMachine, sections: Sequence[Section]) -> Section:
+    """Return the section of the run's costs, from the figures of other sections; without a price or a time it is empty.
+
+    The run is assumed to reach `TYPICAL_SHARE` of the best speed, and the expected goodput of its saves.
+    """
+    section = Section("cost")
+    price = None if spec.topology is None else spec.topology.price
+    figures = {figure.name: figure.value for each in sections for figure in each.figures}  # later ones are of the whole
+    run_seconds = figures.get("time to the end")
+    if price is None or not isinstance(run_seconds, float):
+        return section
+    num_chips = len(machine.devices)
+    if machine.accelerator is not None:
+        num_chips //= machine.accelerator.chip.devices_per_chip
+    per_second = num_chips * price.dollars_per_chip_hour / 3600
+    dated = "" if price.as_of is None else f", prices of {price.as_of}"
+    note = f"{num_chips:,} chips at ${price.dollars_per_chip_hour:,.4g} an hour{dated}"
+    section.add("lowest cost", run_seconds * per_second, "dollars", "assumed", f"at the lowest step time; {note}")
+    goodput = figures.get("expected goodput", figures.get("goodput at best interval", 1.0))
+    note = f"{TYPICAL_SHARE:.0%} of that speed, and the expected goodput"
+    cost = run_seconds / TYPICAL_SHARE / float(goodput) * per_second
+    section.add("expected cost", cost, "dollars", "assumed", note)
+    return section
+
+
 def _find_save_interval(config: CheckpointConfig, cost: _SaveCost, step_seconds: float | None) -> float | None:
     """Return the seconds between the saves of a spec, those in replicas included; None if it depends on the step."""
 

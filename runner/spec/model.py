@@ -1,6 +1,6 @@
 """Models of the sections of a spec: keys, defaults, descriptions, and the checks that need only one section.
 
-The descriptions appear in the reference in `specs/README.md` and in the JSON Schema that editors show.
+The descriptions appear in the reference in `.github/docs/reference` and in the JSON Schema that editors show.
 """
 
 import enum
@@ -120,6 +120,17 @@ class MeshConfig(FrozenModel):
         return self
 
 
+class PriceConfig(FrozenModel):
+    """Price of the hardware, for the costs that `plan` and `status` print."""
+
+    dollars_per_chip_hour: PositiveFloat = Field(description="Price of one chip for an hour, as your contract has it.")
+    as_of: str | None = Field(
+        default=None,
+        pattern=r"\d{4}-\d{2}-\d{2}",
+        description="Day of the price list, as YYYY-MM-DD, which is printed beside each cost; null: not known.",
+    )
+
+
 class Topology(FrozenModel):
     """The hardware that the job is sized for, and the mesh over it."""
 
@@ -146,6 +157,9 @@ class Topology(FrozenModel):
     )
     compile_cache: Literal["host", "directory"] = Field(
         default="host", description="Place of the compile cache: each host's own disk, or the run's directory as well."
+    )
+    price: PriceConfig | None = Field(
+        default=None, description="Price of the hardware, with which plan and status print dollars; null: no costs."
     )
 
     @model_validator(mode="after")
@@ -448,7 +462,7 @@ class ExecutionSpec(FrozenModel):
 
 
 # Policies of keys: what depends on a key during a run, `Annotated[int, Policy.FREE]`. A policy of a section holds for
-# all keys in it. The reference in specs/README.md shows them.
+# all keys in it. The reference in .github/docs/reference shows them.
 
 
 class Policy(enum.Enum):

@@ -12,7 +12,8 @@ On a disk, `translate_errors` reduces the errors of the operating system to `Fil
 `WrongKindError`, `ForbiddenError` and `DiskError`; each of them names its path.
 
 The keys of each JSON file are a table (`Key`) next to the code that writes the file. Readers check a file by it
-(`validate_record`), `specs/README.md` is generated from the tables, and tests compare them with files of real runs.
+(`validate_record`), `.github/docs/reference` is generated from the tables, and tests compare them with files of real
+runs.
 """
 
 import contextlib

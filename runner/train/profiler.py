@@ -2,7 +2,7 @@
 
 The steps are given in the spec (`logging.profile`) or requested by a file: `profiles/request.json`, `{"steps": N}`, as
 the command `profile` writes it. The job polls for the file on a thread, deletes it, and records its next steps
-(`runner/metrics/README.md` explains why the request is not a signal).
+(`.github/docs/metrics.md` explains why the request is not a signal).
 
 `profiles/<attempt>.<start>-<stop>/` then holds the trace of the steps after `start` up to `stop`, in the layout that
 TensorBoard's profile plugin and xprof read, and `memory.prof`, the device memory at its end, which pprof reads.

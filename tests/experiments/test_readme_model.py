@@ -1,4 +1,4 @@
-"""The model of `experiments/README.md` supports every feature with only the code of that page.
+"""The model of `.github/docs/model.md` supports every feature with only the code of that page.
 
 Shape legend: T sequence.
 """
@@ -33,7 +33,7 @@ from tests.experiments.test_documents import (
 from tests.support.tiny_jobs import FACTORISATIONS, ROOT, TEXT, make_mesh_options, merge, read_trajectory
 
 SOAK = pytest.mark.soak
-PAGE = (ROOT / "experiments" / "README.md").read_text()
+PAGE = (ROOT / ".github" / "docs" / "model.md").read_text()
 TYPES = {"param_dtype": "float32", "compute_dtype": "float32"}
 SAVED, STEPS = 2, 4
 # A step subtracts exactly the gradient.

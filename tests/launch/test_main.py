@@ -11,17 +11,24 @@ from launch import worker
 from launch.app import main
 
 ROOT = Path(__file__).parents[2]
-REQUIRED_OPTIONS = {"local": [], "slurm": [], "jobset": ["--image", "registry/job:1"], "tpu-vm": ["--zone", "z"]}
+REQUIRED_OPTIONS = {
+    "local": [],
+    "slurm": [],
+    "jobset": ["--image", "registry/job:1"],
+    "tpu-vm": ["--zone", "z"],
+    "image": ["--tag", "job:1"],
+}
 OPTIONS = {
     "local": "--set --processes --devices-per-process --max-restarts --standby-seconds --grace-seconds --take-over",
     "slurm": "--set --nodes --spare-nodes --gpus-per-node --cpus-per-task --time --partition --account --output "
     "--grace-seconds --max-restarts --standby-seconds --python --sbatch-option --skip-checks --dry-run",
     "jobset": "--set --image --skip-checks --dry-run --name --namespace --nodes --cpu --memory --spot --node-selector "
-    "--max-restarts --standby-seconds --grace-seconds --workdir --env --env-from-secret --volume-claim "
-    "--service-account --priority-class",
+    "--label --annotation --max-restarts --standby-seconds --grace-seconds --workdir --env --env-from-secret "
+    "--volume-claim --service-account --priority-class",
     "tpu-vm": "--set --zone --project --name --spot --reserved --runtime-version --service-account --network "
-    "--subnetwork --internal-ips --environment-file --max-restarts --standby-seconds --keep --poll-seconds "
-    "--skip-checks --dry-run",
+    "--subnetwork --internal-ips --environment-file --runner --requirements --max-restarts --standby-seconds --keep "
+    "--poll-seconds --skip-checks --dry-run",
+    "image": "--set --tag --base --runner --requirements --extra --builder --push --dry-run",
 }
 ALL_ENGINES = pytest.mark.parametrize("engine", list(REQUIRED_OPTIONS))
 
@@ -75,11 +82,12 @@ def test_missing_and_superfluous_arguments_are_reported_in_one_line(engine, run_
     [
         ([], "missing command"),
         (["slrum", "x.yaml"], "did you mean slurm?"),
-        (["nowhere", "x.yaml"], "choose from local, slurm, jobset, tpu-vm"),
+        (["nowhere", "x.yaml"], "choose from local, slurm, jobset, tpu-vm, image"),
         (["local", "x.yaml", "--processes", "0"], "--processes: "),
         (["local", "x.yaml", "--max-restarts", "-1"], "--max-restarts: "),
         (["jobset", "x.yaml"], "missing option '--image'"),
         (["tpu-vm", "x.yaml"], "missing option '--zone'"),
+        (["image", "x.yaml"], "missing option '--tag'"),
         (["tpu-vm", "x.yaml", "--zone", "z", "--environment-file", "none"], "--environment-file none: no such file"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The section of a plan about saves: their size, the best interval and the expected goodput."""
+"""The sections of a plan about saves (their size, the best interval, the expected goodput) and about costs."""
 
 import jax
 import numpy as np
@@ -7,19 +7,23 @@ import pytest
 from runner.accelerator import parse_accelerator
 from runner.plan.figures import Section
 from runner.plan.program import TargetMachine
-from runner.plan.report import make_checkpoint_section
+from runner.plan.report import make_checkpoint_section, make_cost_section
 from runner.spec import ExecutionSpec
 
 STATE_405B = {"state": jax.ShapeDtypeStruct((405, 10**9, 3), np.float32)}  # parameters and two moments
 TIER = {"local_directory": "/ssd", "local_every_steps": 4, "local_replicas": 1}
 
 
-def make_section(accelerator: str, checkpoint: dict[str, object], step_seconds: float | None) -> Section:
+def make_machine(accelerator: str) -> TargetMachine:
     found = parse_accelerator(accelerator)
     assert found is not None
     assert found.num_devices is not None
     devices = jax.devices()[:1] * found.num_devices
-    machine = TargetMachine(devices, devices, found, "none", True, 1)
+    return TargetMachine(devices, devices, found, "none", True, 1)
+
+
+def make_section(accelerator: str, checkpoint: dict[str, object], step_seconds: float | None) -> Section:
+    machine = make_machine(accelerator)
     document = {"name": "x", "job": "a:B", "directory": "x", "checkpoint": checkpoint}
     section, _ = make_checkpoint_section(ExecutionSpec.model_validate(document), STATE_405B, machine, step_seconds)
     return section
@@ -67,3 +71,33 @@ def test_the_time_between_failures_is_that_of_the_spec_or_assumed_for_the_device
     assert "assumed for 4096 device(s)" in get_note({})
     assert "3 h between failures" in get_note({"mean_time_between_failures_hours": 3.0})
     assert "assumed" not in get_note({"mean_time_between_failures_hours": 3.0})
+
+
+def make_cost(accelerator: str, price: object, *figures: tuple[str, float]) -> Section:
+    """Return the section of costs beside one section with these figures."""
+    other = Section("other")
+    for name, value in figures:
+        other.add(name, value, "seconds", "assumed")
+    document = {"name": "x", "job": "a:B", "directory": "x", "topology": {"accelerator": accelerator, "price": price}}
+    return make_cost_section(ExecutionSpec.model_validate(document), make_machine(accelerator), [other])
+
+
+@pytest.mark.parametrize(("accelerator", "chips"), [("v5e-16", 16), ("2xv5e-16", 32), ("tpu7x-8", 8), ("h100-16", 16)])
+def test_a_cost_is_that_of_all_chips_at_typical_speed_and_goodput(accelerator: str, chips: int) -> None:
+    price = {"dollars_per_chip_hour": 1.5, "as_of": "2026-11-30"}
+    section = make_cost(accelerator, price, ("time to the end", 7200.0), ("expected goodput", 0.8))
+    assert section["lowest cost"] == pytest.approx(2 * 1.5 * chips)
+    assert section["expected cost"] == pytest.approx(2 * 1.5 * chips / 0.5 / 0.8)
+    assert f"{chips} chips at $1.5 an hour, prices of 2026-11-30" in section.figures[0].note
+
+
+def test_the_time_of_the_whole_run_counts_and_not_that_before_its_stages() -> None:
+    figures = [("time to the end", 1.0), ("time to the end", 3600.0)]
+    assert make_cost("v5e-16", {"dollars_per_chip_hour": 1.0}, *figures)["lowest cost"] == pytest.approx(16)
+
+
+@pytest.mark.parametrize(
+    ("price", "figures"), [(None, [("time to the end", 9.0)]), ({"dollars_per_chip_hour": 1.0}, [])]
+)
+def test_without_a_price_or_a_time_there_is_no_cost(price: object, figures: list[tuple[str, float]]) -> None:
+    assert make_cost("v5e-16", price, *figures).figures == []

@@ -18,7 +18,7 @@ from runner.plan.program import TYPICAL_SHARE, count_elements
 from runner.plan.search import Search, find_smallest_slice
 from tests.support.job_process import ROOT
 
-PAGE = ROOT / "experiments" / "model" / "hardware.md"
+PAGE = ROOT / ".github" / "docs" / "design" / "hardware.md"
 CHIP_NAMES = ("v5e", "v5p", "v6e", "h100")
 LENGTH, EXAMPLES = 8192, 256  # of a batch: 2 million tokens
 TOKENS_PER_PARAMETER, DAYS = 20, 30
@@ -53,7 +53,7 @@ The smallest slice on which each preset trains with AdamW: parameters and moment
 sequences of {LENGTH:,} tokens, {EXAMPLES} of them in a step. For another length or batch, or to compile the step for
 the chip, use `python -m runner plan SPEC --search` and `--chips auto --hours H`.
 
-All figures are arithmetic on shapes and makers' peak rates ([plan](../../runner/plan/README.md#search)): nothing here
+All figures are arithmetic on shapes and makers' peak rates ([plan](../plan.md#search)): nothing here
 was compiled or run. `tokens/s a chip` is an upper bound. The last column is the number of chips that process
 {TOKENS_PER_PARAMETER} tokens per parameter in {DAYS} days at half of that speed. Mesh, micro-batch and `config.memory`
 are those with the best predicted step on that slice; axes of size 1 and options that are null are left out.

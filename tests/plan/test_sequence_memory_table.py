@@ -1,4 +1,4 @@
-"""The table of device memory for long sequences in the README of plans, computed by arithmetic.
+"""The table of device memory for long sequences in the page of plans, computed by arithmetic.
 
 python -m tests.plan.test_sequence_memory_table     prints it
 """
@@ -49,8 +49,8 @@ def format_table() -> list[str]:
     return lines
 
 
-def test_the_readme_has_the_memory_table_of_long_sequences() -> None:
-    assert "\n".join(format_table()) in (ROOT / "runner" / "plan" / "README.md").read_text()
+def test_the_page_of_plans_has_the_memory_table_of_long_sequences() -> None:
+    assert "\n".join(format_table()) in (ROOT / ".github" / "docs" / "design" / "plan.md").read_text()
 
 
 if __name__ == "__main__":

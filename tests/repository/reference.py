@@ -1,13 +1,17 @@
-"""Generator of the reference in `specs/README.md`: all keys of a spec and of the files of a run.
+"""Generator of the reference in `.github/docs/reference`: all keys of a spec and of the files of a run.
 
     python -m tests.repository.reference     writes the reference
 
-Types, defaults and meanings come from the JSON Schema of the models. Whether a key may change when a run resumes is
-determined by calling `compute_trajectory` with a shipped spec, as it is and with every choice that its keys offer.
+There is a page for each section of the spec and for each file. A table has the first sentence about a key; the rest
+follows below a heading of its own. Types, defaults and meanings come from the JSON Schema of the models. Whether a key
+may change when a run resumes is determined by calling `compute_trajectory` with a shipped spec, as it is and with every
+choice that its keys offer.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -37,7 +41,8 @@ from runner.spec.model import Policy, list_keys
 from runner.storage import Key
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "specs" / "README.md"
+PAGES = ROOT / ".github" / "docs" / "reference"
+INDEX = "index.md"  # written by hand above `BEGIN`
 BEGIN = "<!-- Generated from here on by python -m tests.repository.reference. -->\n"
 TRAINER = ROOT / "specs" / "gpt_nano.yaml"
 JOBS = (  # a shipped spec of each job class, and the section of its own keys
@@ -62,7 +67,15 @@ TYPE_WORDS |= {"int": "integer", "float": "number", "str": "string", "dict": "ma
 TYPE_WORDS |= {"boolean": "`true`, `false`", "bool": "`true`, `false`", "NoneType": "`null`"}
 BOUND_SIGNS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
 
-SPEC_HEADS = ("key", "type", "default", "meaning", "on resume")
+SPEC_HEADS = ("key", "type", "default", "change", "affects", "meaning")
+SUMMARY_CHARACTERS = 130  # a longer first sentence is cut at its first colon or semicolon
+FILES = {
+    "metrics.jsonl": "Rows of a run, one JSON object a logged step.",
+    "events.jsonl": "Ledger of all attempts, one JSON object an event.",
+    "manifest.json": "Manifest of a checkpoint, and the tables of its arrays.",
+    "result.json": "Result of a run that has reached its end.",
+    "assets.json": "Files of published weights that an export needs.",
+}
 
 Schema = dict[str, Any]
 
@@ -197,8 +210,130 @@ class ResumeRule:
         return any(f"{name}.".startswith(f"{key}.") for key in trajectory)
 
 
-def generate_spec_lines() -> Iterator[str]:
-    """Yield the tables of all keys of a spec, including those of the shipped jobs' `config`."""
+@dataclass(frozen=True)
+class Entry:
+    """A line of a table, and what is written below a heading of its own if the line has not everything."""
+
+    name: str
+    cells: tuple[str, ...]  # between the name and the meaning
+    meaning: str
+    details: tuple[str, ...] = ()  # further paragraphs
+
+
+def make_anchor(heading: str) -> str:
+    """Return the anchor of a heading in GitHub's form."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def summarise(meaning: str) -> str:
+    """Return the first sentence of a description, or its first clause if the sentence is long."""
+    (first, *_) = re.split(r"(?<=[.!?]) (?=[A-Z`\[])", meaning)
+    if len(first) > SUMMARY_CHARACTERS:
+        # Not inside parentheses, and not so early that nothing is said.
+        for match in re.finditer(r"[:;] ", first):
+            clause = first[: match.start()]
+            if len(clause) > 15 and clause.count("(") == clause.count(")"):
+                return f"{clause}."
+    return first
+
+
+class PageWriter:
+    """Text of one page. A description that the page already has is a link to it."""
+
+    def __init__(self, title: str, meaning: str):
+        self.title, self.meaning = title, meaning
+        self._lines = [f"# {title}", "", BEGIN, *([meaning, ""] if meaning else [])]
+        self._described: dict[str, str] = {}
+        self._anchors: dict[str, int] = defaultdict(int)
+        self._reserve(title)
+
+    def _reserve(self, heading: str) -> str:
+        """Return the anchor of the next heading with this text."""
+        anchor = make_anchor(heading)
+        self._anchors[anchor] += 1
+        return anchor if self._anchors[anchor] == 1 else f"{anchor}-{self._anchors[anchor] - 1}"
+
+    def add_heading(self, heading: str, meaning: str) -> None:
+        self._reserve(heading)
+        self._lines += [f"## {heading}", "", *([meaning, ""] if meaning else [])]
+
+    def add_entries(self, heads: Sequence[str], entries: Sequence[Entry]) -> None:
+        """Add a table, and a heading for each entry that is longer than its line."""
+        rows, below = [], list[str]()
+        for entry in entries:
+            summary = summarise(entry.meaning)
+            if summary != entry.meaning or entry.details:
+                heading = f"`{entry.name}`"
+                known = self._described.get(entry.meaning)
+                if known is None or entry.details:
+                    anchor = self._reserve(heading)
+                    self._described.setdefault(entry.meaning, anchor)
+                    below += [
+                        f"### {heading}",
+                        "",
+                        *(line for part in (entry.meaning, *entry.details) for line in (part, "")),
+                    ]
+                else:
+                    anchor = known
+                summary = f"{summary} [More](#{anchor})"
+            rows.append((f"`{entry.name}`", *entry.cells, summary))
+        self._lines += [*generate_table(heads, rows), *below]
+
+    def add_lines(self, lines: Iterable[str]) -> None:
+        self._lines += lines
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self._lines).rstrip("\n") + "\n"
+
+
+@dataclass(frozen=True)
+class ChangeRule:
+    """Cells of a key of a spec: how its value may change during a run, and what its value affects."""
+
+    resume: ResumeRule
+    config: JobConfig
+    stage_keys: Sequence[str]
+
+    def make_entry(self, key: SpecKey) -> Entry:
+        rule, _, exceptions = self.resume(key.name).partition("; ")
+        exceptions = exceptions.replace("free", "Any restart").replace("trajectory", "Affects results")
+        details = (f"{exceptions}.",) if exceptions else ()
+        change, affects = self.explain(key.name, rule)
+        return Entry(key.name, (key.type, key.default, change, affects), key.meaning, details)
+
+    def explain(self, name: str, rule: str) -> tuple[str, str]:
+        """Return both cells of a key with this rule for a resume."""
+        if rule in ("free", "by key", "stays", "content"):
+            words = {"free": "any restart", "by key": "by key", "stays": "no", "content": "same content"}
+            affects = {"free": "", "by key": "", "stays": "name", "content": "results"}
+            return words[rule], affects[rule]
+        if name.startswith("hooks") or name == "job":
+            return "no", "results"  # the form of the state depends on them
+        if name.startswith("config.stages"):
+            return "later steps", "results"
+        dotted = name.replace("*", "0")
+        ways = ["stage"] if is_below(dotted, self.stage_keys) else []
+        ways += ["fork"] if self.config.list_fork_changes([dotted]) else []
+        return ", ".join(ways) or "no", "results"
+
+
+def name_page(section: str, job: str) -> str:
+    """Return the name of the page of a section."""
+    if not section.startswith("config"):
+        return section.partition(".")[0] or "top"
+    first = ".".join(section.split(".")[:2])
+    names = {
+        ("config.model", "PretrainGPT"): "config.model.gpt",
+        ("config.model", "PretrainDecoder"): "config.model.decoder",
+        ("config", "Counter"): "config.counter",
+    }
+    return names.get((first, job.rpartition(":")[2]), first.removesuffix(".*"))
+
+
+def generate_spec_pages() -> dict[str, PageWriter]:
+    """Return a page for each section of a spec, including those of the shipped jobs' `config`."""
+    pages: dict[str, PageWriter] = {}
     top = collect_sections(ExecutionSpec.model_json_schema(), meaning="Keys of every job.")
     for path, own in JOBS:
         document = load_document(path)
@@ -206,35 +341,37 @@ def generate_spec_lines() -> Iterator[str]:
         schema = config.model_json_schema()
         sections = collect_sections(schema, "config", schema.get("description", ""))
         rule = ResumeRule(path, config, [key for section in sections for key in section.keys])
+        stage_keys = list_keys(config, Policy.STAGE) if issubclass(config, TrainerConfig) else ()
+        changes = ChangeRule(rule, validate_config(document, config), stage_keys)
         for section in (*top, *sections) if path == TRAINER else sections:
             if section.keys and (path == TRAINER or f"{section.name}.".startswith(f"{own}.")):
-                title = f"`{section.name}`" if section.name else "Top level"
                 of = f" of `{job}`" if section.name == own else ""
-                yield from (f"### {title}{of}", "", section.meaning, "")
-                is_of_trainer = issubclass(config, TrainerConfig) and section.name.startswith("config.")
-                stage_keys = list_keys(config, Policy.STAGE) if is_of_trainer else ()
-                yield from generate_spec_table(section.keys, rule, stage_keys)
+                title = f"`{section.name}`{of}" if section.name else "Top level of a spec"
+                name = name_page(section.name, job)
+                if name in pages:
+                    pages[name].add_heading(title, section.meaning)
+                else:
+                    pages[name] = PageWriter(title, section.meaning)
+                pages[name].add_entries(SPEC_HEADS, [changes.make_entry(key) for key in section.keys])
+    return pages
 
 
-def generate_hook_lines() -> Iterator[str]:
-    """Yield a table of the config of each built-in hook."""
-    yield from (
-        "## Reference: hooks",
-        "",
-        "The keys belong under `config` of the entry in `hooks`.",
-        "",
-    )
+def add_hooks(page: PageWriter) -> None:
+    """Add the config of each built-in hook."""
+    page.add_heading("Built-in hooks", "The keys belong under `config` of the entry in `hooks`.")
     for hook in (each for each in vars(hooks).values() if isinstance(each, type) and issubclass(each, Hook)):
         if hook in (Hook, Observer):
             continue
-        yield from (f"### `runner.hook:{hook.__name__}`", "", get_summary(hook), "")
+        page.add_heading(f"`runner.hook:{hook.__name__}`", get_summary(hook))
         schema, free = hook.Config.model_json_schema(), hook.Config.model_construct().free_keys
         (section,) = collect_sections(schema, meaning=schema.get("description", ""))
-        rows = [
-            (f"`{key.name}`", key.type, key.default, key.meaning, "free" if key.name in free else "trajectory")
-            for key in section.keys
+        cells = {True: ("any restart", ""), False: ("no", "results")}
+        entries = [
+            Entry(key.name, (key.type, key.default, *cells[key.name in free]), key.meaning) for key in section.keys
         ]
-        yield from (section.meaning, "", *generate_table(SPEC_HEADS, rows)) if rows else ("It has no keys.", "")
+        page.add_lines((section.meaning, "") if entries else ("It has no keys.", ""))
+        if entries:
+            page.add_entries(SPEC_HEADS, entries)
 
 
 def get_summary(hook: type[Hook]) -> str:
@@ -242,34 +379,11 @@ def get_summary(hook: type[Hook]) -> str:
     return " ".join((hook.__doc__ or "").partition("\n\n")[0].split())
 
 
-def generate_spec_table(keys: Sequence[SpecKey], rule: ResumeRule, stage_keys: Sequence[str] = ()) -> Iterator[str]:
-    """Yield a table of spec keys; one of the sections of a trainer's config has a column for stages."""
-    rows = [(f"`{key.name}`", key.type, key.default, key.meaning, rule(key.name)) for key in keys]
-    if not stage_keys:
-        return generate_table(SPEC_HEADS, rows)
-    allowed = ["yes" if is_below(key.name.replace("*", "0"), stage_keys) else "" for key in keys]
-    return generate_table((*SPEC_HEADS, "in a stage"), [(*row, cell) for row, cell in zip(rows, allowed, strict=True)])
-
-
 # Optimizers and schedules.
 
 
-def generate_recipe_lines() -> Iterator[str]:
-    """Yield the tables of optimizers and schedules: their keys with defaults, and the source or the formula."""
-    yield from (
-        "## Reference: optimizers",
-        "",
-        "A key that the chosen optimizer does not read is refused unless it has its default value.",
-        "",
-    )
-    yield from generate_name_table(OPTIMIZERS, "source")
-    text = "`u` is the completed fraction of the steps after the warm-up, `final` is `final_learning_rate`."
-    yield from ("## Reference: schedules", "", text, "")
-    yield from generate_name_table(SCHEDULES, "after the warm-up")
-
-
 def generate_name_table(names: Mapping[str, LibraryEntry], source: str) -> Iterator[str]:
-    """Yield a table of optimizers or schedules."""
+    """Yield a table of optimizers or schedules: their keys with defaults, and the source or the formula."""
     rows = [
         (
             f"`{name}`",
@@ -284,10 +398,9 @@ def generate_name_table(names: Mapping[str, LibraryEntry], source: str) -> Itera
 # Keys of files.
 
 
-def generate_key_table(keys: Sequence[Key]) -> Iterator[str]:
-    """Yield a table of the keys of a file."""
-    rows = [(f"`{key.name}`", format_kind(key), key.unit, key.meaning) for key in keys]
-    return generate_table(("key", "type", "unit", "meaning"), rows)
+def make_key_entry(key: Key) -> Entry:
+    """Return the table line of a key of a file."""
+    return Entry(key.name, (format_kind(key), key.unit), key.meaning)
 
 
 def format_kind(key: Key) -> str:
@@ -296,11 +409,34 @@ def format_kind(key: Key) -> str:
     return " or ".join(TYPE_WORDS[kind.__name__] for kind in kinds)
 
 
-def format_event_row(event: EventType) -> tuple[str, str, str, str]:
-    """Return the table row of one event, with its details in one cell."""
+def make_event_entry(event: EventType) -> Entry:
+    """Return the table line of an event, with its details as a list."""
     types = [", ".join(filter(None, (format_kind(key), key.unit))) for key in event.details]
-    details = [f"`{key.name}` ({kind}): {key.meaning}" for key, kind in zip(event.details, types, strict=True)]
-    return f"`{event.name}`", event.writer, event.meaning, " ".join(details)
+    details = [f"- `{key.name}` ({kind}): {key.meaning}" for key, kind in zip(event.details, types, strict=True)]
+    return Entry(event.name, (event.writer,), event.meaning, ("\n".join(details),) if details else ())
+
+
+def generate_file_pages() -> dict[str, PageWriter]:
+    """Return a page for each kind of file in the directory of a run."""
+    heads = ("key", "type", "unit", "meaning")
+    pages = {name: PageWriter(f"`{name}`", meaning) for name, meaning in FILES.items()}
+
+    def add(name: str, keys: Sequence[Key]) -> None:
+        pages[name].add_entries(heads, [make_key_entry(key) for key in keys])
+
+    add("metrics.jsonl", ROW_KEYS)
+    pages["events.jsonl"].add_lines(("Every event has these keys:", ""))
+    add("events.jsonl", EVENT_KEYS)
+    pages["events.jsonl"].add_heading("Events", "")
+    pages["events.jsonl"].add_entries(("event", "written by", "meaning"), [make_event_entry(each) for each in EVENTS])
+    pages["manifest.json"].add_lines(("The file is `checkpoints/<step>/manifest.json`.", ""))
+    add("manifest.json", MANIFEST_KEYS)
+    pages["manifest.json"].add_heading("`checkpoints/<step>/arrays.<attempt>/<process>.json`", "")
+    add("manifest.json", INDEX_KEYS)
+    add("result.json", RESULT_KEYS)
+    pages["assets.json"].add_lines(("The file is `assets/assets.json`.", ""))
+    add("assets.json", ASSET_KEYS)
+    return pages
 
 
 def generate_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -311,43 +447,30 @@ def generate_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Itera
     yield ""
 
 
-def generate_reference() -> str:
-    """Return the whole reference."""
-    lines = [
-        "## Reference: the keys of a spec",
-        "",
-        *generate_spec_lines(),
-        *generate_recipe_lines(),
-        *generate_hook_lines(),
-    ]
-    lines += [
-        "## Reference: `metrics.jsonl`",
-        "",
-        "One JSON object per logged step.",
-        "",
-        *generate_key_table(ROW_KEYS),
-    ]
-    lines += [
-        "## Reference: `events.jsonl`",
-        "",
-        "One JSON object per event. Every event has these keys:",
-        "",
-        *generate_key_table(EVENT_KEYS),
-    ]
-    lines += [
-        *generate_table(("event", "written by", "meaning", "details"), [format_event_row(event) for event in EVENTS])
-    ]
-    lines += ["## Reference: `checkpoints/<step>/manifest.json`", "", *generate_key_table(MANIFEST_KEYS)]
-    lines += [
-        "## Reference: `checkpoints/<step>/arrays.<attempt>/<process>.json`",
-        "",
-        *generate_key_table(INDEX_KEYS),
-    ]
-    lines += ["## Reference: `result.json`", "", *generate_key_table(RESULT_KEYS)]
-    lines += ["## Reference: `assets/assets.json`", "", *generate_key_table(ASSET_KEYS)]
-    return "\n".join(lines)
+def generate_pages() -> dict[str, str]:
+    """Return the text of every page by its file name; that of the index below its marker."""
+    sections, files = generate_spec_pages(), generate_file_pages()
+    add_hooks(sections["hooks"])
+    meaning = "A key that the chosen optimizer does not read is refused unless it has its default value."
+    sections["config.optimizer"].add_heading("Optimizers", meaning)
+    sections["config.optimizer"].add_lines(generate_name_table(OPTIMIZERS, "source"))
+    meaning = "`u` is the completed fraction of the steps after the warm-up, `final` is `final_learning_rate`."
+    sections["config.schedule"].add_heading("Schedules", meaning)
+    sections["config.schedule"].add_lines(generate_name_table(SCHEDULES, "after the warm-up"))
+    index = [BEGIN]
+    for title, pages in (("Sections of a spec", sections), ("Files of a run", files)):
+        rows = [(f"[{page.title}]({name}.md)", page.meaning) for name, page in pages.items()]
+        index += [f"## {title}", "", *generate_table(("page", "content"), rows)]
+    found = {f"{name}.md": page.text for name, page in (sections | files).items()}
+    return found | {INDEX: "\n".join(index)}
 
 
 if __name__ == "__main__":
-    PAGE.write_text(PAGE.read_text().partition(BEGIN)[0] + BEGIN + "\n" + generate_reference())
-    print(PAGE.relative_to(ROOT))
+    generated = generate_pages()
+    for former in PAGES.glob("*.md"):
+        if former.name not in generated:
+            former.unlink()
+    for file_name, text in generated.items():
+        kept = (PAGES / file_name).read_text().partition(BEGIN)[0] if file_name == INDEX else ""
+        (PAGES / file_name).write_text(kept + text)
+    print(PAGES.relative_to(ROOT))

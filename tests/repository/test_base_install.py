@@ -179,7 +179,7 @@ def test_the_readme_commands_run_in_the_base_install(base_python, tmp_path):
     (commands,) = [block for block in list_bash_blocks(ROOT / "README.md") if "raw.jsonl.zst" in block]
     own, _, train = commands.rpartition(".venv/bin/python -m runner")
     assert "config.data.source=runs/tokens/corpus" in train
-    for name in ("README.md", "specs", "runner"):
+    for name in (".github", "specs", "runner"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / ".venv").symlink_to(base_python.parents[1])
     sample = ".venv/bin/python -m runner sample --help"

@@ -1,4 +1,4 @@
-"""The feature table in experiments/README.md: each row without "no" names an existing test."""
+"""The feature table in .github/docs/coming_from.md: each row without "no" names an existing test."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ _ROW = re.compile(r"^\| (?P<there>[^|]+) \| (?P<here>.+) \| (?P<test>`[^`|]+`)? 
 
 
 def find_rows() -> list[re.Match[str]]:
-    text = (ROOT / "experiments/README.md").read_text().partition("## Coming from another trainer")[2]
+    text = (ROOT / ".github/docs/coming_from.md").read_text()
     return [row for row in _ROW.finditer(text) if row["there"].strip() not in ("there", "---")]
 
 

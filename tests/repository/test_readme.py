@@ -1,4 +1,4 @@
-"""The commands of every README.md.
+"""The commands of every README.md and of every page in .github/docs.
 
 A ```bash block is run; a ```text block needs a cluster, libtpu or hours and is not. The blocks of a page run in order.
 All pages share one checkout, README.md first, and each has an environment with the base install and the extras that it
@@ -21,14 +21,11 @@ from tests.support.simulated_devices import environment
 from tests.support.virtual_environment import list_named_extras, make_virtual_environment
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    (
-        path
-        for path in ROOT.rglob("README.md")
-        if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
-    ),
-    key=lambda path: (len(path.parts), path),
-)
+DOCS = ROOT / ".github" / "docs"
+READMES = [
+    path for path in ROOT.rglob("README.md") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+]
+PAGES = sorted([*READMES, *DOCS.rglob("*.md")], key=lambda path: (len(path.parts), path))
 DEADLINE_SECONDS = 900.0  # only a hang takes this long
 LANGUAGES = {"bash", "text", "python", "yaml", "json"}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -116,7 +113,7 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT).parent))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_have_a_language_and_links_have_targets(page: Path) -> None:
     text = page.read_text()
     found = FENCE.findall(text)
@@ -159,7 +156,7 @@ def check_demonstration(demonstration_output: str, checkout: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT).parent))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_other_commands_of_a_page_run(page: Path, checkout: Path, request: pytest.FixtureRequest) -> None:
     if "runs/undisturbed" in page.read_text():
         request.getfixturevalue("demonstration_output")  # later commands read its run

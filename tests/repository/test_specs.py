@@ -1,4 +1,4 @@
-"""Shipped specs, and the examples of specs/README.md: they load, validate and make their jobs."""
+"""Shipped specs, and the examples of .github/docs/specs.md: they load, validate and make their jobs."""
 
 import re
 from pathlib import Path
@@ -75,7 +75,7 @@ def test_gpt2_124m_has_whole_micro_batches_on_its_hardware():
 EXAMPLES = [
     text
     for text in re.findall(
-        r"^```yaml\n(.*?)^```$", (ROOT / "specs" / "README.md").read_text(), re.DOTALL | re.MULTILINE
+        r"^```yaml\n(.*?)^```$", (ROOT / ".github" / "docs" / "specs.md").read_text(), re.DOTALL | re.MULTILINE
     )
     if "job:" in text
 ]
@@ -87,7 +87,7 @@ def test_the_specs_page_has_three_examples():
 
 @pytest.mark.parametrize("text", EXAMPLES, ids=["text", "llama", "tokenise"])
 def test_an_example_of_the_specs_page_is_valid(text):
-    document = parse_document(text, "specs/README.md")
+    document = parse_document(text, ".github/docs/specs.md")
     spec = validate_spec(document)
     config = validate_config(document, load_job_class(document, RestoreableJob).Config)
     assert spec.name

@@ -162,7 +162,15 @@ def test_the_manifest_of_every_accelerator_is_accepted(cluster, capsys):
 
 
 def test_the_manifest_with_every_option_is_accepted(cluster, capsys):
-    options = ["--spot", "--node-selector", "a/b=c", "--cpu", "4", "--memory", "16Gi", "--workdir", "/job"]
+    options = [
+        "--label",
+        "kueue.x-k8s.io/queue-name=team",
+        "--label",
+        "team=a.b",
+        "--annotation",
+        "a.b/c=Any text: {1}",
+    ]
+    options += ["--spot", "--node-selector", "a/b=c", "--cpu", "4", "--memory", "16Gi", "--workdir", "/job"]
     options += ["--env", "A=1", "--env", "A=2", "--env-from-secret", "wandb", "--volume-claim", "runs=/runs"]
     options += ["--service-account", "trainer", "--priority-class", "high", "--namespace", "research"]
     options += ["--set", "checkpoint.local_directory=/mnt/fast", "--set", "checkpoint.local_every_steps=5"]
@@ -219,6 +227,11 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         ("--node-selector", "a/b/c=d"),
         ("--node-selector", "a=b c"),
         ("--node-selector", f"a={'b' * 64}"),
+        ("--label", "a b=c"),
+        ("--label", "a=b c"),
+        ("--label", f"a={'b' * 64}"),
+        ("--annotation", "a b=c"),
+        ("--annotation", "a/b/c=d"),
         ("--env", "A B\u00e9=1"),
         ("--env-from-secret", "Wandb_"),
         ("--volume-claim", "Team_Disk=/runs"),

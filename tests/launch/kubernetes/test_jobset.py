@@ -154,7 +154,15 @@ def test_the_manifest_of_every_accelerator_is_valid(render, accelerator):
 
 
 def test_the_manifest_with_every_option_is_valid(render):
-    options = ["--spot", "--node-selector", "a/b=c", "--cpu", "4", "--memory", "16Gi", "--workdir", "/job"]
+    options = [
+        "--label",
+        "kueue.x-k8s.io/queue-name=team",
+        "--label",
+        "team=a.b",
+        "--annotation",
+        "a.b/c=Any text: {1}",
+    ]
+    options += ["--spot", "--node-selector", "a/b=c", "--cpu", "4", "--memory", "16Gi", "--workdir", "/job"]
     options += ["--env", "A=1", "--env", "A=2", "--env-from-secret", "wandb", "--volume-claim", "runs=/runs"]
     options += ["--service-account", "trainer", "--priority-class", "high", "--namespace", "research"]
     options += ["--set", "checkpoint.local_directory=/mnt/fast", "--set", "checkpoint.local_every_steps=5"]
@@ -305,6 +313,17 @@ def test_secrets_are_referenced_by_name(render):
     assert get_container(manifest)["envFrom"] == [{"secretRef": {"name": "wandb"}}, {"secretRef": {"name": "azure"}}]
 
 
+@pytest.mark.parametrize("accelerator", ["v5e-16", "h100-16"])
+def test_labels_and_annotations_are_those_of_jobset_and_pods(render, accelerator):
+    words = ["--label", "kueue.x-k8s.io/queue-name=team", "--label", "cost=a.b", "--annotation", "a.b/c=x: {y} $(Z)=1"]
+    manifest = render("--set", f"topology.accelerator={accelerator}", *words)
+    pod = get_job(manifest)["template"]["metadata"]
+    assert manifest["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team", "cost": "a.b"}
+    assert pod["labels"] == {"cost": "a.b"}  # the queue is that of the JobSet as a whole
+    assert manifest["metadata"]["annotations"]["a.b/c"] == pod["annotations"]["a.b/c"] == "x: {y} $(Z)=1"
+    assert "runner/spec" in pod["annotations"]
+
+
 # Failure policy
 
 
@@ -388,6 +407,11 @@ def test_the_number_of_replaced_pods_fits_into_its_field(render):
         ),
         (["--nodes", "2", "--env", "WANDB_API_KEY=1234"], "--env WANDB_API_KEY would be visible"),
         (["--nodes", "2", "--env", "HF_TOKEN=1234"], "--env HF_TOKEN would be visible"),
+        (["--nodes", "2", "--label", "job-name=x"], "--label job-name: is set by"),
+        (["--nodes", "2", "--label", "jobset.sigs.k8s.io/jobset-name=x"], "--label jobset.sigs.k8s.io/jobset-name: is"),
+        (["--nodes", "2", "--annotation", "runner/spec=x"], "--annotation runner/spec: is set by"),
+        (["--nodes", "2", "--annotation", "a b=x"], "--annotation 'a b': needs [DOMAIN/]NAME"),
+        (["--nodes", "2", "--label", "a=b c"], "--label a 'b c': needs at most 63"),
         (["--nodes", "2", "--set", "name=3b"], "3b cannot name a JobSet: needs a letter"),
         (["--nodes", "2", "--set", "name=gpt-"], "gpt- cannot name a JobSet: needs a letter"),
         (

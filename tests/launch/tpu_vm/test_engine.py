@@ -16,6 +16,7 @@ from launch.tpu_vm import engine
 from launch.tpu_vm.engine import find_exit_code
 from launch.tpu_vm.gcloud import HostStatus
 from tests.support.job_process import DEADLINE_SECONDS
+from tests.support.two_files import PROJECT, commit_all, git
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"
@@ -40,22 +41,16 @@ if [ "$2" = pip ]; then echo "pip: $*"; exit; fi
 }
 
 
-def run_git(repository, *arguments):
-    identity = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
-    subprocess.run(["git", "-C", str(repository), *identity, *arguments], check=True, capture_output=True)
-
-
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     """Git repository with committed specs, as the working directory."""
     path = tmp_path / "project"
     (path / "specs").mkdir(parents=True)
+    (path / "pyproject.toml").write_text(PROJECT)
     (path / "specs" / "tiny.yaml").write_text(SPEC)
     (path / "specs" / "two.yaml").write_text(TWO_SLICES)
     (path / "specs" / "gpt2_124m.yaml").write_text((ROOT / "specs" / "gpt2_124m.yaml").read_text())
-    run_git(path, "init", "-q")
-    run_git(path, "add", ".")
-    run_git(path, "commit", "-qm", "All of it")
+    commit_all(path)
     monkeypatch.chdir(path)
     return path
 
@@ -132,7 +127,7 @@ def test_a_job_runs_and_its_machines_are_deleted(repository, cloud, capsys):
     output = capsys.readouterr().out
     states = re.findall(r"is (\w+)$", output, re.MULTILINE)
     assert states == ["ACCEPTED", "WAITING_FOR_RESOURCES", "ACTIVE"]
-    assert "pip: -m pip install --quiet --editable ./code[tpu,gcs]\n" in output
+    assert "pip: -m pip install --quiet --editable .[tpu,gcs]\n" in output
     assert "step 0 with specs/tiny.yaml --set seed=3 --max-restarts 7 --standby-seconds 0\n" in output
     assert "step 1" not in output
     assert cloud.count_starts() == {"tiny-run-0": 1, "tiny-run-1": 1}
@@ -236,7 +231,7 @@ def test_an_interrupted_launch_leaves_the_job_and_the_next_attaches(repository, 
     assert "gcloud compute tpus queued-resources delete tiny-run --zone=z --force --quiet" in output
     assert cloud.has_resource
     (repository / "specs" / "tiny.yaml").write_text(SPEC + "seed: 5\n")
-    run_git(repository, "commit", "-qam", "Another seed")
+    git(repository, "commit", "-qam", "Another seed")
     (cloud.path / "go").touch()
     assert launch() == 0
     captured = capsys.readouterr()

@@ -62,18 +62,21 @@ def test_the_request_time_is_parsed_from_the_response(monkeypatch, answer, creat
 
 def test_host_programs_are_valid_bash_and_never_execute_user_words(tmp_path):
     special = ['it\'s $(touch hacked) `touch hacked`; "x"\n&& touch hacked', "a b"]
-    host = HostPrograms("tiny", "c0ffee", "tiny.tar.gz", "00", ("tpu", "gcs"), special, "tiny.environment")
+    packages = ["../../runner.tar.gz[tpu,gcs]", *special]
+    host = HostPrograms(
+        "tiny", "c0ffee", "tiny.tar.gz", ["00", "tiny.tar.gz"], packages, special[0], special, "tiny.environment"
+    )
     for text in (host.attend(17), host.attend(None), host.job(), host.tail(None), host.tail(7), host.stop()):
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
         printed = shlex.join(QueuedResource("tiny", 1, ()).ssh("tiny", "all", text))
         subprocess.run(["bash", "-n"], input=printed, text=True, check=True)
         assert shlex.split(printed)[-1] == f"--command={text}"
-    line = next(line for line in host.job().splitlines() if "launch.worker" in line)
-    program = (
-        host.job()[host.job().index(line) :].partition("\ncode=")[0].replace("../venv/bin/python", "printf '%s\\n'")
-    )
+    job = host.job().replace('"$job/venv/bin/python"', "printf '%s\\n'")
+    arrays = job[job.index("packages=") : job.index("trap ")]
+    worker = job[job.index("printf", job.index("end 2")) :].partition("\ncode=")[0]
+    program = f'{arrays}\nprintf \'%s\\n\' "${{packages[@]}}" "$directory"\n{worker}'
     output = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert output == "\n".join(["-u", "-m", "launch.worker", *special, ""])
+    assert output == "\n".join([*packages, special[0], "-u", "-m", "launch.worker", *special, ""])
     assert not list(tmp_path.iterdir())
 
 
