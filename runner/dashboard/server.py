@@ -300,7 +300,9 @@ class PageData:
         def read() -> tuple[JsonObject, dict[str, str], bool]:
             history = reader.read()
             is_living = history.state in (RunState.RUNNING, RunState.STALLED)
-            return _build_line(run, history), _list_keys(history.spec), is_living
+            texts = itertools.islice(flatten_spec(history.spec).items(), _KEYS_MAX)
+            keys = {key: text.strip('"')[:_VALUE_CHARACTERS_MAX] for key, text in texts if key not in _SHOWN_ANYWAY}
+            return _build_line(run, history), keys, is_living
 
         found = _try_reading(read)
         if isinstance(found, str):
@@ -313,12 +315,6 @@ class PageData:
 
 def _make_title(run: DiscoveredRun) -> str:
     return truncate(run.path or run.store.url)
-
-
-def _list_keys(spec: JsonObject) -> dict[str, str]:
-    """Return the keys of a spec that a column may show, with their values as short texts."""
-    texts = itertools.islice(flatten_spec(spec).items(), _KEYS_MAX)
-    return {key: text.strip('"')[:_VALUE_CHARACTERS_MAX] for key, text in texts if key not in _SHOWN_ANYWAY}
 
 
 def _build_line(run: DiscoveredRun, history: History) -> JsonObject:

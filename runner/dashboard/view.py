@@ -36,6 +36,15 @@ _TILE_POINTS_MAX = 60
 _VERSIONS_MAX = 50
 _KEYS_MAX = 300  # of a spec
 
+# Commands that tell more about a run, each with its purpose.
+_COMMANDS = {
+    "status": "attempts, time and checkpoints, in the terminal",
+    "metrics": "all rows, as JSON or CSV",
+    "checkpoints": "checkpoints; with --verify their bits are checked",
+    "lineage": "runs from which this one was forked",
+    "sample": "text generated with the newest weights",
+}
+
 # CSS class of a state.
 _STATE_CLASSES = {
     RunState.DONE: "good",
@@ -88,6 +97,13 @@ def build_view(
         else each
         for each in differences
     ]
+    # Throughput and memory are those of the hardware of each run, and do not continue in a fork.
+    behind = {
+        run_id: {
+            key: series for key, series in run.curves.thin(bins_max, run.newest).items() if not key.startswith("perf/")
+        }
+        for run_id, run in ancestors.items()
+    }
     return {
         "title": title,
         "runs": [
@@ -97,7 +113,7 @@ def build_view(
             {
                 "label": run.name,
                 "part": parts.get(run_id),
-                "charts": _build_charts(run, _drop_performance(run.curves.thin(bins_max, run.newest))),
+                "charts": _build_charts(run, behind[run_id]),
             }
             for run_id, run in ancestors.items()
         ],
@@ -108,11 +124,6 @@ def build_view(
         ],
         "differences": [list(each) for each in differences],
     }
-
-
-def _drop_performance(thinned: Mapping[str, ThinnedSeries]) -> dict[str, ThinnedSeries]:
-    """Return the series that continue in a fork; throughput and memory are those of the hardware of each run."""
-    return {key: series for key, series in thinned.items() if not key.startswith("perf/")}
 
 
 def _build_charts(run: RunSnapshot, thinned: Mapping[str, ThinnedSeries]) -> dict[str, list[JsonObject]]:
@@ -172,6 +183,26 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int, names: Mappin
         text = f"forked from {truncate(parent or history.fork.run)} at step {history.fork.step:,}; its parent {note}"
         fork = {"step": history.fork.step, "text": text}
 
+    # The reason of a failure comes first, and each text once, since attempts may fail again and again.
+    is_told = get_state_class(history) == "bad" and bool(history.reason)
+    reasons = [f"{history.state.value}: {history.reason}"] * is_told
+    reasons += [
+        f"{each.event}: {each.text}" for each in history.warnings if not (is_told and each.text == history.reason)
+    ]
+    counts = collections.Counter(reasons)
+    problems = [text if count == 1 else f"{text} ({count} times)" for text, count in counts.items()]
+
+    defaults = _list_defaults()
+    changed = (
+        [truncate(key), truncate(text), defaults.get(key, "")]
+        for key, text in flatten_spec(history.spec).items()
+        # A section that is absent is written as null.
+        if text != defaults.get(key) and (text not in ("null", "{}") or key in defaults)
+    )
+    end = None
+    if history.state in (RunState.FAILED, RunState.INVALID, RunState.RETRYABLE, RunState.KILLED):
+        end = {"step": history.step, "time": history.attempts[-1].ended, "label": history.state.value}
+
     # Tokens per step place marks on the axis of tokens, which only rows have.
     step, tokens = get_step(history.row), get_int(history.row, "train/tokens")
     tokens_per_step = tokens / step if step and tokens is not None else None
@@ -184,8 +215,8 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int, names: Mappin
         "began": began,
         "seconds": round(history.wall_seconds, 1),
         "facts": [[name, text] for name, text in list_facts(history) if text],
-        "warnings": list(map(truncate, [*_list_problems(history), *notes])),
-        "end": _build_end(history),
+        "warnings": list(map(truncate, [*problems, *notes])),
+        "end": end,
         "rows": run.curves.num_rows + len(run.newest),
         "thinning": thinning,
         "tokens_per_step": tokens_per_step,
@@ -230,32 +261,18 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int, names: Mappin
             for step, texts in run.curves.list_samples(run.newest)
         ],
         "spec": run.spec or "(spec.yaml cannot be read)",
-        "changed": _list_changed_keys(history.spec),
-        "commands": _list_commands(history),
+        "changed": list(itertools.islice(changed, _KEYS_MAX)),
+        "commands": [
+            [f"python -m runner {name} {shlex.quote(history.url)}", purpose]
+            for name, purpose in _COMMANDS.items()
+            if name != "sample" or (history.is_language_model and history.checkpoints)
+        ],
         "events": [
             [get_time(event), get_int(event, "attempt"), get_int(event, "step"), format_event(event)]
             for event in reversed(history.events)
         ],
         "log": None if run.log is None else {"name": run.log.name, "text": run.log.text},
     }
-
-
-def _list_problems(history: History) -> list[str]:
-    """Return the reason of the state, then the notices, each text once with the number of its occurrences."""
-    is_bad = get_state_class(history) == "bad" and history.reason
-    reason = [f"{history.state.value}: {history.reason}"] if is_bad else []
-    notices = [
-        f"{each.event}: {each.text}" for each in history.warnings if not (is_bad and each.text == history.reason)
-    ]
-    found = collections.Counter([*reason, *notices])
-    return [text if count == 1 else f"{text} ({count} times)" for text, count in found.items()]
-
-
-def _build_end(history: History) -> JsonObject | None:
-    """Return the place at which a run has ended badly; None for any other run."""
-    if history.state not in (RunState.FAILED, RunState.INVALID, RunState.RETRYABLE, RunState.KILLED):
-        return None
-    return {"step": history.step, "time": history.attempts[-1].ended, "label": history.state.value}
 
 
 @functools.cache
@@ -276,32 +293,6 @@ def _list_defaults() -> dict[str, str]:
         return found
 
     return flatten_spec(dump(ExecutionSpec) | {"config": dump(TrainerConfig)})
-
-
-def _list_changed_keys(spec: JsonObject) -> list[tuple[str, str, str]]:
-    """Return key, value and default of each key of a spec that differs from its default; "" if there is none."""
-    defaults = _list_defaults()
-    changed = (
-        (key, text, defaults.get(key, ""))
-        for key, text in flatten_spec(spec).items()
-        # A section that is absent is written as null.
-        if text != defaults.get(key) and (text not in ("null", "{}") or key in defaults)
-    )
-    return [(truncate(key), truncate(text), default) for key, text, default in itertools.islice(changed, _KEYS_MAX)]
-
-
-def _list_commands(history: History) -> list[tuple[str, str]]:
-    """Return commands that tell more about a run, each with its purpose."""
-    place = shlex.quote(history.url)
-    commands = [
-        ("status", "attempts, time and checkpoints, in the terminal"),
-        ("metrics", "all rows, as JSON or CSV"),
-        ("checkpoints", "checkpoints; with --verify their bits are checked"),
-        ("lineage", "runs from which this one was forked"),
-    ]
-    if history.is_language_model and history.checkpoints:
-        commands.append(("sample", "text generated with the newest weights"))
-    return [(f"python -m runner {name} {place}", purpose) for name, purpose in commands]
 
 
 def summarize(history: History) -> JsonObject:

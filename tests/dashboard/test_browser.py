@@ -89,7 +89,7 @@ def test_the_table_and_a_comparison_are_legible_at_every_width(tmp_path):
         browser.evaluate(f"{head}.click()")
         assert browser.evaluate(first) == "sweep/gpt-small-learning-rate-0.0008"
         field = "document.querySelector('input[type=search]')"
-        browser.evaluate(f"{field}.focus(); {field}.value = 'sweep done'; {field}.dispatchEvent(new Event('input'))")
+        browser.evaluate(f"{field}.focus(); {field}.value = 'sweep/ done'; {field}.dispatchEvent(new Event('input'))")
         assert browser.evaluate("document.querySelectorAll('tbody tr').length") == 6
         assert browser.evaluate("document.activeElement.type") == "search"
         for index in range(3):
