@@ -15,7 +15,17 @@ from pydantic import BaseModel
 
 from runner.config import TrainerConfig
 from runner.console import format_duration
-from runner.dashboard.charts import CHARTS, HIDDEN_KEYS, LOSS, TIME, Point, RunCurves, ThinnedSeries, find_chart
+from runner.dashboard.charts import (
+    CHARTS,
+    HIDDEN_KEYS,
+    LOSS,
+    TIME,
+    Point,
+    RunCurves,
+    StepHistogram,
+    ThinnedSeries,
+    find_chart,
+)
 from runner.dashboard.reader import RunSnapshot, find_differences, flatten_spec
 from runner.distributed.clock import TimeCategory
 from runner.history.goodput import START_CATEGORIES, list_restarts
@@ -35,6 +45,7 @@ _OWN_TILES_MAX = 2
 _TILE_POINTS_MAX = 60
 _VERSIONS_MAX = 50
 _KEYS_MAX = 300  # of a spec
+_HISTOGRAM_BINS = 32
 
 # Commands that tell more about a run, each with its purpose.
 _COMMANDS = {
@@ -150,6 +161,23 @@ def _build_charts(run: RunSnapshot, thinned: Mapping[str, ThinnedSeries]) -> dic
     return charts
 
 
+def _build_histogram(key: str, known: Sequence[StepHistogram], began: float | None) -> JsonObject:
+    """Return histograms of several steps on common bins, as shares."""
+    low = min(each.edges[0] for each in known)
+    width = (max(each.edges[-1] for each in known) - low) / _HISTOGRAM_BINS or 1.0
+    columns = _build_points([Point(each.step, each.tokens, each.seconds, 0.0) for each in known], began)
+    shares = [[round(share, 3) for share in each.spread(low, width, _HISTOGRAM_BINS)] for each in known]
+    names = {
+        "train/grad_norm": "Logarithm of the gradient norms",
+        "train/param_norm": "Logarithm of the parameter norms",
+    }
+    return columns | {
+        "title": truncate(names.get(key, find_chart(key)[0].title)),
+        "centers": [round_value(low + (index + 0.5) * width) for index in range(_HISTOGRAM_BINS)],
+        "shares": shares,
+    }
+
+
 def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int, names: Mapping[str | None, str]) -> JsonObject:
     history = run.history
     began = history.attempts[0].began if history.attempts else None
@@ -221,6 +249,9 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int, names: Mappin
         "thinning": thinning,
         "tokens_per_step": tokens_per_step,
         "charts": _build_charts(run, thinned),
+        "histograms": [
+            _build_histogram(key, known, began) for key, known in run.curves.list_histograms(run.newest).items()
+        ],
         "fork": fork,
         "stages": [
             {

@@ -89,6 +89,10 @@ def make_synthetic_run(
                "perf/device_bytes": 12_884_901_888, "perf/host_bytes": 6_442_450_944 + index * 1_000_000,
                "perf/host_free_bytes": 60_000_000_000 - index * 1_000_000, "perf/cpu_cores": 3.2,
                "perf/time": moment, "perf/attempt": attempt, "train/router_z": 0.1, "train/accuracy": 0.3}  # fmt: skip
+        if sources:
+            edges = [numbers.gauss(0, 0.01) - 1 + 0.1 * edge for edge in range(17)]
+            row["train/router_load"] = {"counts": [1 + edge * (16 - edge) for edge in range(16)], "edges": edges}
+            row |= {f"train/grad_norm/layer_{layer}": 10 ** numbers.gauss(-1 - step / 3000, 0.4) for layer in range(24)}
         for place, source in enumerate(sources):
             row |= {f"data/{source}/tokens": step * 524288 * (place + 1) // 10, f"data/{source}/epochs": step / 1000}
         if (index + 1) % 10 == 0:

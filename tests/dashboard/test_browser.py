@@ -211,6 +211,9 @@ def test_unlike_runs_have_few_columns_and_a_failure_is_told_once(tmp_path):
         browser.open(path.as_uri())
         heads = browser.evaluate("[...document.querySelectorAll('.runs th')].map((each) => each.textContent)")
         assert heads[:5] == ["run", "loss", "best validation", "optimizer.learning_rate", "seed"]
+        browser.wait_for(DRAWN)
+        marks = browser.evaluate("document.querySelector('.plot').data.filter((each) => each.marker?.symbol === 'x')")
+        assert [mark["meta"]["label"] for mark in marks] == ["run-1, training, failed"]
         press_button(browser, "30 more keys differ")
         assert browser.evaluate("document.querySelectorAll('#differences tbody tr').length") == 32
         # Curves of one colour would be told apart by their names alone.

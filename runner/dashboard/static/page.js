@@ -350,6 +350,11 @@
           const trace = { ...common, x: means && means.x, y: means && smooth(means.y), mode: "lines", ...(hasValues ? { hoverinfo: "skip" } : hover(", smoothed")) };
           if (trace.x) traces.push(...dimmed(trace, (series.means || series).step, run.part));
         }
+        // Where curves of several runs lie over each other, a line at the end of one would belong to none.
+        const last = raw.y.findLastIndex((value) => value !== null);
+        if (!alone && run.end && chart.title === "Loss" && isTraining && last >= 0) {
+          traces.push({ type: "scatter", mode: "markers", x: [raw.x[last]], y: [raw.y[last]], showlegend: false, marker: { color: colour, symbol: "x", size: 11 }, ...hover(`, ${run.end.label}`) });
+        }
         if (series.broken.value.length) {
           const places = axis.of(run, series.broken) || [];
           const level = Math.max(...series.value.filter((value) => value !== null), 1e-9);
@@ -428,17 +433,18 @@
   }
 
   // Returns the stages that have begun, each with its place on the axis of a chart.
-  function begunStages(runs, axis) {
+  function begunStages(runs, axis, isOwn = false) {
     if (runs.length !== 1) return [];
     const [run] = runs;
+    const since = isOwn && run.fork ? run.fork.step : 0; // the stages before were those of the parent
     const places = { step: (stage) => stage.step, tokens: (stage) => stage.tokens, time: (stage) => (stage.began === null || run.began === null ? null : (stage.began - run.began) / axis.size) };
     const of = places[state.axis];
-    return run.stages.filter((stage) => stage.step <= run.values.step).map((stage) => ({ ...stage, at: of(stage) })).filter((stage) => stage.at !== null);
+    return run.stages.filter((stage) => stage.step >= since && stage.step <= run.values.step).map((stage) => ({ ...stage, at: of(stage) })).filter((stage) => stage.at !== null);
   }
 
   // Returns the numbers above the lines of stages, except those that would lie over the one before.
-  function stageNumbers(runs, axis) {
-    const stages = begunStages(runs, axis);
+  function stageNumbers(runs, axis, isOwn) {
+    const stages = begunStages(runs, axis, isOwn);
     if (!stages.length) return [];
     const last = { step: runs[0].values.step, tokens: tokensAt(runs[0], runs[0].values.step), time: (runs[0].seconds || 0) / axis.size }[state.axis];
     let before = -Infinity;
@@ -461,7 +467,7 @@
   }
 
   // Returns shapes that mark where attempts resumed and which steps were recomputed, on the current axis.
-  function marks(runs, axis) {
+  function marks(runs, axis, isOwn) {
     if (runs.length !== 1) return [];
     const [run] = runs;
     const place = (step, seconds) => {
@@ -481,7 +487,7 @@
     }
     const end = run.end && place(run.end.step, run.end.time);
     const begin = run.fork && state.axis !== "time" ? place(run.fork.step, null) : null;
-    const borders = begunStages(runs, axis).map((stage) => `M${stage.at},0L${stage.at},1`).join("");
+    const borders = begunStages(runs, axis, isOwn).map((stage) => `M${stage.at},0L${stage.at},1`).join("");
     const isCrowded = run.attempts.length > 60;
     const shape = { type: "path", xref: "x", yref: "paper", layer: "below" };
     return [
@@ -498,13 +504,16 @@
     state.axisSize = axis.size || 1;
     const zoom = state.zoom && state.zoom.map((value) => value / state.axisSize);
     const shapes = marks(runs, axis);
+    const ownShapes = marks(runs, axis, true);
     const annotations = [...stageNumbers(runs, axis), ...endLabel(runs, axis)];
+    const ownAnnotations = [...stageNumbers(runs, axis, true), ...endLabel(runs, axis)];
     const made = [];
     const single = [];
     for (const chart of data.charts) {
       // Shares of several runs cannot be stacked over each other.
       for (const shown of chart.form === "stack" ? runs.map((run) => [run]) : [runs]) {
-        const traces = [...ancestorTraces(chart, data.ancestors || [], axis), ...seriesTraces(chart, shown, axis)];
+        const behind = ancestorTraces(chart, data.ancestors || [], axis);
+        const traces = [...behind, ...seriesTraces(chart, shown, axis)];
         const legend = chartLegend(chart, shown);
         // A chart whose curves are all hidden stays, so that they can be shown again.
         const isHidden = [...seriesOf(chart, shown).values()].some((series) => isOff(chart, series));
@@ -518,7 +527,7 @@
         const isFirst = !made.length;
         const name = chart.form === "stack" && runs.length > 1 ? `${chart.title}: ${shown[0].label}` : chart.title;
         const id = `chart ${name}`;
-        const drawn = layout(axis.title, { shapes, annotations, hovermode: "x", height: isFirst ? (isNarrow() ? 280 : 380) : 260 });
+        const drawn = layout(axis.title, { shapes: behind.length ? shapes : ownShapes, annotations: behind.length ? annotations : ownAnnotations, hovermode: "x", height: isFirst ? (isNarrow() ? 280 : 380) : 260 });
         const height = state.heights.get(id);
         drawn.uirevision = `${state.axis} ${state.scale} ${zoom} ${height}`;
         if (state.axis === "time") drawn.xaxis.rangemode = "tozero";
@@ -530,6 +539,8 @@
         made.push(element("figure", { class: isFirst ? "wide" : null }, caption, legend, plot(id, traces, drawn, true)));
       }
     }
+    // Histograms of several runs cannot be drawn over each other.
+    if (runs.length === 1) made.push(...histograms(runs[0], axis, zoom));
     const rows = runs.reduce((sum, run) => sum + run.rows, 0);
     const thinned = [...new Set(runs.map((run) => run.thinning))];
     const drawnPoints = runs.length > 1 && thinned.length > 1 ? "Long curves show the lowest and the highest value of each bin, so peaks are kept." : thinned[0];
@@ -542,6 +553,22 @@
     if (stageNumbers(runs, axis).length) notes.push(element("p", { class: "note" }, "Lines with a number: a stage of the run begins; the table of stages below says what it changes."));
     if (!made.length) notes.push(element("p", { class: "empty" }, !runs.length ? "Every run is hidden." : state.axis === "time" ? "These rows have no timestamps." : "No rows yet."));
     return element("section", { id: "charts" }, made.length ? controls() : null, forkNote(data, runs), element("div", { class: "grid" }, ...made), ...notes);
+  }
+
+  // Returns a chart of each histogram over the steps, as in a spectrogram: the darker, the more values.
+  function histograms(run, axis, zoom) {
+    return run.histograms.map((histogram) => {
+      const x = axis.of(run, histogram);
+      if (!x || x.length < 2) return null;
+      const z = histogram.centers.map((_, bin) => histogram.shares.map((shares) => shares[bin]));
+      const trace = { type: "heatmap", x, y: histogram.centers, z, colorscale: [[0, style("--panel")], [1, colours()[0]]], showscale: false, hovertemplate: "%{x:,} · %{y:.4g}: %{z:.1%}<extra></extra>" };
+      const drawn = layout(axis.title, {});
+      drawn.uirevision = `${state.axis} ${zoom}`;
+      if (zoom) drawn.xaxis.range = zoom;
+      if (state.axis !== "time") drawn.xaxis.tickformat = "~s";
+      const caption = element("figcaption", {}, histogram.title, element("span", { class: "unit" }, " histogram over steps"));
+      return element("figure", {}, caption, plot(`histogram ${histogram.title}`, [trace], drawn, true));
+    }).filter(Boolean);
   }
 
   function forkNote(data, runs) {
@@ -1058,6 +1085,7 @@
   }
 
   readView();
+  window.addEventListener("scroll", () => tooltip.remove(), { passive: true });
   window.addEventListener("hashchange", () => { readView(); if (state.data) draw(); });
   isDark.addEventListener("change", () => state.data && draw());
   window.matchMedia("(max-width: 600px)").addEventListener("change", () => state.data && draw());
