@@ -198,12 +198,14 @@ class Session(JobSession):
         job.state = self.hook_dispatcher.start(job.state, job.step)
 
         def on_row(row: Row) -> None:
-            job.state = self.hook_dispatcher.on_given_row(job.state, job.step, row)
+            job.state = self.hook_dispatcher.on_row(job.state, job.step, row)
 
         # Evaluate first: hooks get the complete row.
         if not self.report.complete_row(self.get_evaluated_weights(job.state), job.step, on_row):
             job.save_or_stop()
-        self.call_hooks()
+        # The calls that the attempt before has not made.
+        job.state = self.hook_dispatcher.on_newest_row(job.state, job.step)
+        self._request_hook_save()
         best = job.spec.checkpoint.keep_best
         if best is not None and job.attempt.hosts.is_main:
             # The step may have been saved before it was evaluated.
@@ -260,17 +262,22 @@ class Session(JobSession):
 
         Waits for the device. Raises `RewindError` or `DivergedError` for the losses since the last row.
         """
-        if self.report.is_row_due(self.job.step):
-            self.report.add_row(self.get_evaluated_weights(self.job.state), self.job.step)
-            self.call_hooks()
-
-    def call_hooks(self) -> None:
-        """Call hooks with the row of this step, if it has one. They may request a save, or end the run at this step."""
-        # Counters are part of the state, so hooks return a new one.
         job = self.job
-        job.state = self.hook_dispatcher.on_row(job.state, job.step)
-        if self.hook_dispatcher.save_step == job.step:
-            job.checkpointer.request_save(job.step)
+        if not self.report.is_row_due(job.step):
+            return
+
+        def call_hooks(row: Row) -> None:
+            # Counters are part of the state, so hooks return a new one.
+            job.state = self.hook_dispatcher.on_row(job.state, job.step, row)
+
+        weights = self.get_evaluated_weights(job.state)
+        self.report.add_row(weights, job.step, call_hooks if self.hook_dispatcher.has_hooks else None)
+        self._request_hook_save()
+
+    def _request_hook_save(self) -> None:
+        """Request the save that a hook has asked for at this step."""
+        if self.hook_dispatcher.save_step == self.job.step:
+            self.job.checkpointer.request_save(self.job.step)
 
     def go_back(self, cause: RewindError) -> None:
         """Continue from a checkpoint before the cause, such as a spike of the loss.

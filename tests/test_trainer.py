@@ -657,13 +657,13 @@ class LoadingLookup(TrainLookup):
 
     def prepare(self):
         super().prepare()
-        call_hooks = self.session.call_hooks
+        write_row = self.session.write_row
 
-        def call_and_act():
-            call_hooks()
-            self.act("call_hooks")
+        def write_and_act():
+            write_row()
+            self.act("write_row")
 
-        self.session.call_hooks = call_and_act
+        self.session.write_row = write_and_act
 
     def evaluator(self):
         return [*super().evaluator(), ActingEvaluator(self)]
@@ -702,7 +702,7 @@ LOADING["hooks"] = ["tests.support.hooks:RowCounter", "tests.support.hooks:Diary
         ("three", "save_or_stop", {"checkpoint.every_steps": 100}, 3),
         pytest.param("4", "save_or_stop", {"checkpoint.every_steps": 2}, 4, marks=pytest.mark.soak),
         pytest.param(
-            *("three", "call_hooks", {"checkpoint.every_steps": 4, "checkpoint.keep_last": 1}, 3),
+            *("three", "write_row", {"checkpoint.every_steps": 4, "checkpoint.keep_last": 1}, 3),
             marks=pytest.mark.soak,
         ),
     ],

@@ -6,8 +6,9 @@
 2. `on_row` of each hook.
 3. The evaluation that a hook has requested, if it was not due.
 4. `on_evaluation` of each hook, if the step was evaluated.
-5. The new counters go into the train state, with a record of the calls made (`FiredCalls`).
-6. The state may be saved.
+5. The row is written, with the metrics that hooks have logged; if a hook raises, without those.
+6. The new counters go into the train state, with a record of the calls made (`FiredCalls`).
+7. The state may be saved.
 
 A saved state therefore lacks calls of its own step only if the job was asked to stop during the evaluation. An attempt
 that resumes from such a state evaluates first, and then makes the calls that are missing in `FiredCalls`. Calls of
@@ -76,7 +77,8 @@ def call_hook(listed: ListedHook, method: str, moment: Moment) -> tuple[JsonObje
     continue).
     """
     try:
-        return _encode_returned(listed, method, getattr(listed.hook, method)(moment)), None
+        returned = _encode_returned(listed, method, getattr(listed.hook, method)(moment))
+        return returned | ({"logged": moment.logged} if moment.logged and moment.hosts.is_main else {}), None
     except (RetryableError, FencedError):
         raise
     except KeyboardInterrupt:
@@ -126,8 +128,11 @@ class _HookCaller:
     attempt: Attempt
     _warned: set[tuple[str, str]] = field(default_factory=set)  # hook and subject of each warning
 
-    def get_verdict(self, listed: ListedHook, method: str, moment: Moment) -> Verdict:
-        """Call `on_row` or `on_evaluation` and return process 0's verdict. Raises `HookError` on every host."""
+    def get_verdict(self, listed: ListedHook, method: str, moment: Moment) -> tuple[Verdict, Row]:
+        """Call `on_row` or `on_evaluation`; return process 0's verdict and the metrics that it has logged.
+
+        Raises `HookError` on every host.
+        """
         # A hook that decides differently on hosts is a bug, but a harmless one: warn, and follow process 0.
         returned = self._call_on_all(listed, method, moment)
         acts = [each["act"] for each in returned]
@@ -139,7 +144,7 @@ class _HookCaller:
             )
         first = returned[0]
         counters = None if first["counters"] is None else decode_counters(first["counters"], listed.counters)
-        return Verdict(Act(first["act"]), counters, first["reason"])
+        return Verdict(Act(first["act"]), counters, first["reason"]), first.get("logged", {})
 
     def call(self, listed: ListedHook, method: str, moment: Moment) -> JsonObject:
         """Call one of the other methods and return process 0's result. Raises `HookError` on every host."""
@@ -215,6 +220,7 @@ class HookDispatcher:
         self._caller = _HookCaller(attempt)
         self._seen = FiredCalls()  # calls of observers, which the train state does not record
         self._at_end: HookState | None = None  # with the calls that are made only because the run ends
+        self._logged: Row = {}  # metrics that hooks have logged for the row of the present step
         self._result: JsonObject = {}
         self._run_began = 0.0
         self.stop: HookStop | None = None
@@ -261,23 +267,42 @@ class HookDispatcher:
                 state = self._write_state(state, hook_state, running)
         return state
 
-    def on_row(self, state: TrainState, step: int) -> TrainState:
-        """Make the calls for `step` if the newest row is that of `step` and complete; return the next state."""
-        return self.on_given_row(state, step, self._read_newest_row()) if self._hooks.listed else state
+    @property
+    def has_hooks(self) -> bool:
+        """True if the job has hooks."""
+        return bool(self._hooks.listed)
 
-    def on_given_row(self, state: TrainState, step: int, row: Row) -> TrainState:
-        """Make the calls for `step` with a row that is the same on every host; return the state with new counters."""
+    def on_newest_row(self, state: TrainState, step: int) -> TrainState:
+        """Make the calls for `step` that are missing, if the newest row of the file is that of `step` and complete."""
+        if not self._hooks.listed:
+            return state
+        row = self._read_newest_row()
+        former = dict(row)
+        state = self.on_row(state, step, row)
+        if row != former:
+            self._report.replace_row(row)
+        return state
+
+    def on_row(self, state: TrainState, step: int, row: Row) -> TrainState:
+        """Make the calls for `step`; return the state with new counters.
+
+        `row` is the same on every host, and gets the metrics of an evaluation that a hook requests, and those that
+        hooks log.
+        """
         if row.get("step") != step or not self._hooks.listed:
             return state
         if self._report.is_evaluation_missing(row, step) or self._report.is_suspect(row):
             return state
-        stop = self.stop
+        stop, given = self.stop, dict(row)
+        self._logged = {}
         try:
             return self._call_for_row(state, step, row)
         except HookInterruptedError:
-            # Discard the calls of this step: the state that is saved now lacks them, and the next attempt makes them
-            # again.
+            # Discard the calls of this step, with an evaluation that they have requested: the state that is saved now
+            # lacks them, and the next attempt makes them again.
             self.stop = stop
+            row.clear()
+            row.update(given)
             return state
 
     def _call_for_row(self, state: TrainState, step: int, row: Row) -> TrainState:
@@ -293,7 +318,11 @@ class HookDispatcher:
         if self._report.is_evaluated(row):
             on_evaluation(row)
         elif after.fired.asked == step and self._report.has_evaluators:
-            self._report.evaluate_row(self._get_weights(state), row, on_evaluation)
+            metrics = self._report.evaluate_requested(self._get_weights(state), row)
+            if metrics is not None:  # else the job was asked to stop meanwhile
+                row |= metrics
+                on_evaluation(row)
+        row |= self._logged
         # Exclude the time of slow hooks from the speed of the next steps.
         self._report.restart_clock()
         is_evaluation_kept = not self._report.is_end_evaluation(row) or after.fired.asked == step
@@ -348,8 +377,10 @@ class HookDispatcher:
             is_marked = is_marked or not is_observer
             is_hidden = method == "on_row" and not is_observer and self._report.is_end_evaluation(row)
             seen = self._report.remove_evaluation(row) if is_hidden else row
-            moment = self._make_moment(each, state, step, seen, counters.get(each.name))
-            verdict = self._caller.get_verdict(each, method, moment)
+            moment = self._make_moment(each, state, step, seen, counters.get(each.name), can_log=True)
+            verdict, logged = self._caller.get_verdict(each, method, moment)
+            prefix = f"{'val' if method == 'on_evaluation' else 'hook'}/{each.name}"
+            self._logged |= {f"{prefix}/{key}": value for key, value in logged.items()}
             if verdict.counters is not None:
                 counters[each.name] = verdict.counters
             # The last step of a run is evaluated, so a stop requests an evaluation too.
@@ -371,13 +402,16 @@ class HookDispatcher:
         self._seen = replace(self._seen, **{mark: step})
         return HookState(replace(fired, **{mark: step}) if is_marked else fired, counters)
 
-    def _make_moment(self, each: ListedHook, state: TrainState, step: int, row: Row, counters: Any = None) -> Moment:
+    def _make_moment(
+        self, each: ListedHook, state: TrainState, step: int, row: Row, counters: Any = None, can_log: bool = False
+    ) -> Moment:
         """Return the argument of a hook's call, with copies of row, weights and counters that the hook may modify."""
         if counters is None and each.counters is not None:
             counters = (self._at_end or self._read_state(state)).counters[each.name]
         # Copies, because a hook may modify its arguments.
         own, weights = jax.tree.map(np.copy, counters), copy_containers(self._get_weights(state))
-        return Moment(step, copy.deepcopy(row), weights, own, self._attempt.hosts, self._run_began)
+        logged: dict[str, float | None] | None = {} if can_log else None
+        return Moment(step, copy.deepcopy(row), weights, own, self._attempt.hosts, self._run_began, logged)
 
     def _read_newest_row(self) -> Row:
         """Return the newest row, the same on every host."""

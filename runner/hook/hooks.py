@@ -18,6 +18,8 @@ not restored: an attribute is lost, and an append to a file is repeated. `verify
 import datetime
 import enum
 import math
+import numbers
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,8 +36,11 @@ from runner.errors import InvalidError
 from runner.metrics.rows import Row
 from runner.spec import ExecutionSpec, JobConfig, suggest_choices
 from runner.storage import Store
+from runner.storage.store import INT_MAX
 
 Mode = Literal["min", "max"]
+LOGGED_MAX = 256  # metrics of one call of a hook
+_LOG_KEY = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)
 
 
 class HookConfig(JobConfig):
@@ -96,6 +101,7 @@ class Moment:
         hosts: processes of the job. Put side effects (a file, a message) under `if hosts.is_main`, and never a
             collective.
         run_began: time when the run's directory was first claimed, in Unix seconds.
+        logged: metrics that `log` has added; None in calls that cannot add any.
     """
 
     step: int
@@ -104,6 +110,41 @@ class Moment:
     counters: Any
     hosts: Hosts
     run_began: float
+    logged: dict[str, float | None] | None = None
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Add metrics to the row of this step, in `on_row` and `on_evaluation`; those of process 0 are written.
+
+        A metric becomes `hook/<name of the hook>/<key>` in `on_row`, and `val/<name of the hook>/<key>` in
+        `on_evaluation`. After a kill the call is repeated with the row, so each row has the metrics once. Other hooks
+        do not see them, since an observer must not influence the run.
+
+        Args:
+            metrics: numbers by key, of Python, numpy or JAX; None, or a number that is not finite, is written as null.
+
+        Raises:
+            TypeError: a value is no number, or the call is not one of these two.
+            ValueError: a key has other characters than letters, digits and `_ . - /`, or there are too many.
+        """
+        if self.logged is None:
+            raise TypeError("log adds to a row, so it may be called in on_row and on_evaluation alone")
+        for key, value in metrics.items():
+            if not isinstance(key, str) or _LOG_KEY.fullmatch(key) is None:
+                raise ValueError(f"log: got the key {key!r:.100}, needs letters, digits and _ . - between slashes")
+            self.logged[key] = None if value is None else _convert_number(key, value)
+        if len(self.logged) > LOGGED_MAX:
+            raise ValueError(f"log: {len(self.logged)} metrics in one call, needs at most {LOGGED_MAX}")
+
+
+def _convert_number(key: str, value: Any) -> float | None:
+    """Return a number of Python, numpy or JAX as JSON has it; None for one that is not finite."""
+    is_other = isinstance(value, str | bytes | bool) or np.ndim(value) or np.iscomplexobj(value)
+    is_other = is_other or getattr(value, "dtype", None) == np.bool_
+    if is_other or not hasattr(value, "__float__"):
+        raise TypeError(f"log: {key} is {value!r:.100}, needs a number")
+    if isinstance(value, numbers.Integral) and abs(int(value)) <= INT_MAX:
+        return int(value)
+    return float(value) if math.isfinite(float(value)) else None
 
 
 class Hook:

@@ -186,6 +186,12 @@ ROW_KEYS = (
         "Only at evaluated steps.",
     ),
     Key(
+        "hook/<name>/<key>",
+        float | None,
+        "Number that the hook of this name has logged in `on_row`, null if it was not finite. Those of `on_evaluation` "
+        "are `val/<name>/<key>`.",
+    ),
+    Key(
         "<name>",
         float | list | dict | str | None,
         "Metric that a job other than a trainer has written with `log_metrics`. Its rows also have `step`, "

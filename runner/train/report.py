@@ -15,7 +15,7 @@ from runner.config import TrainerConfig
 from runner.errors import ResumeError
 from runner.metrics.file import METRICS_FILE, find_tail_problem, open_metrics_file, read_encoded_rows
 from runner.metrics.meta import Meta
-from runner.metrics.rows import Row, RowTail
+from runner.metrics.rows import EncodedRow, Row, RowTail
 from runner.metrics.window import NO_SUMS, MetricsWindow, StepTimer
 from runner.metrics.writers import RowDisplay, open_displays
 from runner.parallel.mesh import read_memory_counter, read_peak_memory_bytes
@@ -152,7 +152,15 @@ class Report:
         """
         row = self._attempt.hosts.agree(self._resumed_row)
         if row is not None:
-            return not self.is_evaluation_missing(row, step) or self.evaluate_row(weights, row, before_write)
+            if not self.is_evaluation_missing(row, step):
+                return True
+            metrics = self.evaluate_requested(weights, row)
+            if metrics is not None:
+                row |= metrics
+                # Before it is written: after a kill in between both are repeated, and neither is lost.
+                before_write(row)
+                self.replace_row(row)
+            return metrics is not None
         is_due_now = bool(self._evaluations.list_due(step))
         if not self.lacks_last_row and (step > 0 or not is_due_now):
             return True
@@ -162,12 +170,12 @@ class Report:
                 f"last row; set the total of the run to {step + 1} steps or more"
             )
         row = self._close_window(step) if self.lacks_last_row else {"step": 0, f"train/{self._config.data.unit}": 0}
-        metrics = self._evaluations.evaluate(weights, step) if is_due_now else {}
+        found = self._evaluations.evaluate(weights, step) if is_due_now else {}
         self.restart_clock()
-        if metrics is not None:
-            self._append(row | metrics)
+        if found is not None:
+            self._append(self._finish(row | found))
             self.lacks_last_row = False
-        return metrics is not None
+        return found is not None
 
     # Rows during training.
 
@@ -214,10 +222,11 @@ class Report:
         """
         return self.window.carry if self._end_carry is None else self._end_carry
 
-    def add_row(self, weights: Any, step: int) -> None:
+    def add_row(self, weights: Any, step: int, before_write: Callable[[Row], None] | None = None) -> None:
         """Write the row of `step`, with an evaluation if it is due. Waits for the device.
 
-        Raises `DivergedError` as `MetricsWindow.fetch` does.
+        `before_write` is called with the complete row on every host, may add to it, and is awaited. If it raises, the
+        row is written nevertheless. Raises `DivergedError` as `MetricsWindow.fetch` does.
         """
         # Closing the window fetches losses and meta, which waits for the device.
         row = self._close_window(step)
@@ -228,7 +237,14 @@ class Report:
         if self._evaluations.list_due(step) and not self.is_suspect(row):
             row |= self._evaluations.evaluate(weights, step) or {}
         self.restart_clock()
-        self._append(row)
+        row = self._finish(row)
+        try:
+            if before_write is not None:
+                # The times of processes differ, so all get the row as process 0 will read it.
+                row = self._attempt.hosts.agree(EncodedRow.from_row(row).row if self._attempt.hosts.is_main else {})
+                before_write(row)
+        finally:
+            self._append(row)
         self._after_row()
 
     def _read_usage(self) -> Row:
@@ -269,9 +285,11 @@ class Report:
         due_anyway = [] if self._may_be_discarded(row) else self._evaluations.list_due(step, has_end=False)
         return step == self._config.total_steps and len(due_anyway) < len(due)
 
+    def _finish(self, row: Row) -> Row:
+        """Return a new row with its time and attempt."""
+        return row | {"perf/time": time.time(), "perf/attempt": self._attempt.number} | self._mark_end(row)
+
     def _append(self, row: Row) -> None:
-        row |= {"perf/time": time.time(), "perf/attempt": self._attempt.number}
-        row |= self._mark_end(row)
         if self._attempt.hosts.is_main:
             # A newer attempt may own the directory by now; a fenced one must not write.
             self._attempt.fence.check_locally()
@@ -325,23 +343,20 @@ class Report:
         """Return the row without metrics of an evaluation."""
         return {key: value for key, value in row.items() if not key.startswith("val/") and key != _AT_END}
 
-    def evaluate_row(self, weights: Any, row: Row, before_write: Callable[[Row], None]) -> bool:
-        """Evaluate the weights of the newest row and replace the row by the complete one.
+    def evaluate_requested(self, weights: Any, row: Row) -> Row | None:
+        """Evaluate the weights of a row by all evaluators; return the metrics of the evaluation.
 
-        Returns False if the job was asked to stop meanwhile.
+        Returns None if the job was asked to stop meanwhile.
         """
         metrics = self._evaluations.evaluate(weights, row["step"], is_requested=True)
         self.restart_clock()
-        if metrics is None:
-            return False
-        row |= metrics
-        row |= self._mark_end(row)
-        # Hooks get the row before it is written: after a kill in between both are repeated, and neither is lost.
-        before_write(row)
+        return None if metrics is None else metrics | self._mark_end(row | metrics)
+
+    def replace_row(self, row: Row) -> None:
+        """Replace the newest row, of the same step, by a more complete one."""
         if self._attempt.hosts.is_main:
             self._metrics.replace_last(row)
             self._show(row)
-        return True
 
     # Results.
 

@@ -96,9 +96,7 @@ def run_slices(job: Any, steps: int) -> Iterator[float]:
                 job.state, loss, meta = train_step(job.state, job.batch("train", job.step), key)
                 job.step += 1
                 report.add_step(job.step, loss, meta)
-                if report.is_row_due(job.step):
-                    report.add_row(job.session.get_evaluated_weights(job.state), job.step)
-                    job.state = job.session.hook_dispatcher.on_row(job.state, job.step)
+                job.session.write_row()
                 job.save_or_stop()
             jax.block_until_ready(job.state)
             yield time.perf_counter() - began - (sum(each.seconds for each in timed) - evaluating)

@@ -4,13 +4,17 @@ The table of hooks is `HOOKS`, where a new hook takes one line. The daily tests 
 soak tests each alone.
 """
 
+import contextlib
 import json
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from runner.errors import PreemptedError
+from runner.session import Session
 from runner.storage import parse_lines
+from runner.train.report import Report
 from tests.hook.small_job import make_job
 from tests.support.tiny_jobs import StopAfter
 
@@ -33,9 +37,21 @@ HOOKS: dict[str, list[Any]] = {
         {"hook": f"{HOOKS_MODULE}:StepActionHook", "config": {"step": 3, "act": "save"}},
     ],
     "best at end": ["runner.hook:BestAtEnd"],
+    "logging": [f"{HOOKS_MODULE}:LoggingObserver", f"{HOOKS_MODULE}:LoggingHook"],
+    "logging at a requested evaluation": [
+        f"{HOOKS_MODULE}:LoggingHook",
+        {"hook": f"{HOOKS_MODULE}:StepActionHook", "config": {"step": 3, "act": "evaluate"}},
+        f"{HOOKS_MODULE}:LoggingObserver",
+    ],
 }
 _PATIENT = {"hook": "runner.hook:EarlyStopping", "config": {"patience": 4, "min_delta": 10.0}}
-HOOKS["several"] = [*HOOKS["evaluate"], f"{HOOKS_MODULE}:DiaryObserver", "runner.hook:BestAtEnd", _PATIENT]
+HOOKS["several"] = [
+    *HOOKS["evaluate"],
+    f"{HOOKS_MODULE}:DiaryObserver",
+    "runner.hook:BestAtEnd",
+    *HOOKS["logging"],
+    _PATIENT,
+]
 ALL = [name if name == "several" else pytest.param(name, marks=pytest.mark.soak) for name in HOOKS]
 STOPPING = ["early stopping", "stop at a loss", "stop between evaluations"]
 BEST = {"checkpoint.keep_best": {"metric": "val/loss"}}
@@ -90,21 +106,22 @@ def stop(directory, name, step) -> None:
         assert found.step <= step
 
 
-def kill(directory, name, step) -> None:
-    """Kill the run after the hook calls of `step`, before it can save."""
+def kill(directory, name, step, is_before_row=False) -> None:
+    """Kill the run after the hook calls of `step`, before it can save or, optionally, write the row."""
     found = make_hooked_job(directory, name)
-    call_hooks = found.session.call_hooks
+    owner, method = (Report, "_append") if is_before_row else (Session, "write_row")
+    write = getattr(owner, method)
 
-    def die() -> None:
-        call_hooks()
+    def die(*arguments: object) -> None:
+        if not is_before_row:
+            write(*arguments)
         if found.step == step:
             raise KilledError
+        if is_before_row:
+            write(*arguments)
 
-    found.session.call_hooks = die  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(owner, method, die), contextlib.suppress(KilledError):
         found()
-    except KilledError:
-        return
 
 
 @pytest.mark.soak
@@ -118,10 +135,13 @@ def test_a_repeatedly_stopped_run_makes_the_same_hook_calls(name, get_uninterrup
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("is_before_row", [False, True])
 @pytest.mark.parametrize("name", ALL)
-def test_a_repeatedly_killed_run_repeats_only_the_calls_of_lost_steps(name, get_uninterrupted_run, tmp_path) -> None:
+def test_a_repeatedly_killed_run_repeats_only_the_calls_of_lost_steps(
+    name, is_before_row, get_uninterrupted_run, tmp_path
+) -> None:
     for step in (2, 5, 4, 8):
-        kill(tmp_path / "run", name, step)
+        kill(tmp_path / "run", name, step, is_before_row)
     make_hooked_job(tmp_path / "run", name)()
     assert read_outcome(tmp_path / "run") == read_outcome(get_uninterrupted_run(name))
     assert [*dict.fromkeys(read_calls(tmp_path / "run"))] == read_calls(get_uninterrupted_run(name))

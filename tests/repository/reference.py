@@ -268,11 +268,8 @@ class PageWriter:
                 if known is None or entry.details:
                     anchor = self._reserve(heading)
                     self._described.setdefault(entry.meaning, anchor)
-                    below += [
-                        f"### {heading}",
-                        "",
-                        *(line for part in (entry.meaning, *entry.details) for line in (part, "")),
-                    ]
+                    parts = entry.details if summary == entry.meaning else (entry.meaning, *entry.details)
+                    below += [f"### {heading}", "", *(line for part in parts for line in (part, ""))]
                 else:
                     anchor = known
                 summary = f"{summary} [More](#{anchor})"
@@ -297,7 +294,7 @@ class ChangeRule:
 
     def make_entry(self, key: SpecKey) -> Entry:
         rule, _, exceptions = self.resume(key.name).partition("; ")
-        exceptions = exceptions.replace("free", "Any restart").replace("trajectory", "Affects results")
+        exceptions = exceptions.replace("free", "May change at any restart").replace("trajectory", "Affects results")
         details = (f"{exceptions}.",) if exceptions else ()
         change, affects = self.explain(key.name, rule)
         return Entry(key.name, (key.type, key.default, change, affects), key.meaning, details)
@@ -322,6 +319,8 @@ def name_page(section: str, job: str) -> str:
     """Return the name of the page of a section."""
     if not section.startswith("config"):
         return section.partition(".")[0] or "top"
+    if section.startswith(("config.model.moe", "config.model.rope", "config.model.window_rope")):
+        return "config.model.moe" if ".moe" in section else "config.model.rope"
     first = ".".join(section.split(".")[:2])
     names = {
         ("config.model", "PretrainGPT"): "config.model.gpt",
@@ -339,13 +338,17 @@ def generate_spec_pages() -> dict[str, PageWriter]:
         document = load_document(path)
         job, config = document.data["job"], load_job_class(document, RestoreableJob).Config  # type: ignore[attr-defined]
         schema = config.model_json_schema()
-        sections = collect_sections(schema, "config", schema.get("description", ""))
+        meaning = schema.get("description", "Keys of a trainer's config that may be null or empty.")
+        sections = collect_sections(schema, "config", meaning)
         rule = ResumeRule(path, config, [key for section in sections for key in section.keys])
         stage_keys = list_keys(config, Policy.STAGE) if issubclass(config, TrainerConfig) else ()
         changes = ChangeRule(rule, validate_config(document, config), stage_keys)
         for section in (*top, *sections) if path == TRAINER else sections:
             if section.keys and (path == TRAINER or f"{section.name}.".startswith(f"{own}.")):
                 of = f" of `{job}`" if section.name == own else ""
+                # Alternatives for one section differ in the only value of their key `name`.
+                kinds = [key.choices[0] for key in section.keys if key.name.endswith(".name") and len(key.choices) == 1]
+                of += "".join(f" with `name: {kind}`" for kind in kinds)
                 title = f"`{section.name}`{of}" if section.name else "Top level of a spec"
                 name = name_page(section.name, job)
                 if name in pages:

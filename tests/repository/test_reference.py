@@ -47,3 +47,17 @@ def test_the_reference_lists_the_config_of_every_shipped_hook() -> None:
         section = page.partition(f"## `runner.hook:{each.__name__}`\n")[2].partition("\n## ")[0]
         assert section
         assert all(f"| `{key}` |" in section for key in each.Config.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("page", "key", "cells"),
+    [
+        ("config.optimizer", "config.optimizer.learning_rate", "stage, fork | results"),
+        ("config.model.gpt", "config.model.layers", "no | results"),
+        ("config.data", "config.data.source", "same content | results"),
+        ("config.train", "config.train.micro_batch_examples", "any restart | "),
+    ],
+)
+def test_the_columns_of_a_key_say_how_it_may_change(page: str, key: str, cells: str) -> None:
+    (line,) = [line for line in (PAGES / f"{page}.md").read_text().splitlines() if line.startswith(f"| `{key}` |")]
+    assert f"| {cells} |" in line

@@ -38,6 +38,14 @@ def test_links_to_source_code_lead_to_pages_of_the_site(site: Path) -> None:
     assert 'href="../../' not in (site / "start.html").read_text()
 
 
+def test_lists_and_tables_are_not_paragraphs(site: Path) -> None:
+    """Python-Markdown needs an empty line before them, and four spaces inside lists, where GitHub does not."""
+    for page in site.rglob("*.html"):
+        article = page.read_text().partition("<article")[2].partition("</article>")[0]
+        for paragraph in re.findall(r"<p>(.*?)</p>", re.sub(r"<pre.*?</pre>", "", article, flags=re.DOTALL), re.DOTALL):
+            assert not re.search(r"^\s*(- |\d+\. |\|)|```", paragraph, re.MULTILINE), f"{page}: {paragraph}"
+
+
 def test_the_site_loads_nothing_from_other_hosts(site: Path) -> None:
     for page in (site / "index.html", site / "start.html"):
         assert not re.findall(r'<(?:script|img|link)[^>]*(?:src|href)="https?:', page.read_text())

@@ -4,6 +4,8 @@ import sys
 import time
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from pydantic import Field
@@ -63,6 +65,48 @@ class DiaryObserver(Observer):
     def on_end(self, moment: Moment) -> None:
         """Record the call."""
         append_to_diary(moment, self.job.store.root, "end")
+
+
+def log_all_kinds(moment: Moment) -> None:
+    """Log a number of every kind, and the number of keys of the row, which lacks what other hooks log."""
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(moment.weights)))
+    moment.log({"weights/norm": norm, "keys": len(moment.row), "half": np.float16(0.5), "step": np.int64(moment.step)})
+    moment.log({"none": None, "infinite": np.inf, "bf16": jnp.bfloat16(0.25)})
+
+
+class LoggingObserver(Observer):
+    """Observer that logs in each call for a row; process 0's numbers are written."""
+
+    def on_row(self, moment: Moment) -> None:
+        """Log."""
+        log_all_kinds(moment)
+
+    def on_evaluation(self, moment: Moment) -> None:
+        """Log the loss of the evaluation."""
+        moment.log({"twice": 2 * moment.row["val/loss"], "process": moment.hosts.process_id})
+
+
+class LoggingHook(Hook):
+    """Hook that counts its calls and logs the counters."""
+
+    def init(self) -> Any:
+        """Return the calls by kind."""
+        return {"calls": np.zeros(2, np.int32)}
+
+    def on_row(self, moment: Moment) -> Verdict:
+        """Count the row, and log the number."""
+        log_all_kinds(moment)
+        counters = moment.counters
+        counters["calls"][0] += 1
+        moment.log({"calls": counters["calls"][0]})
+        return Verdict(counters=counters)
+
+    def on_evaluation(self, moment: Moment) -> Verdict:
+        """Count the evaluation, and log the number."""
+        counters = moment.counters
+        counters["calls"][1] += 1
+        moment.log({"calls": counters["calls"][1]})
+        return Verdict(counters=counters)
 
 
 class StepActionConfig(HookConfig):
