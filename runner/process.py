@@ -98,6 +98,14 @@ def read_memory_bytes() -> int:
     return total if limit is None else min(total, limit)
 
 
+def read_resident_bytes() -> int | None:
+    """Return the memory that this process holds; None where the kernel does not tell it, as outside of Linux."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def read_free_memory_bytes() -> int | None:
     """Return the memory that processes of this machine or container may still use; None if unknown."""
     try:

@@ -3,23 +3,37 @@
 A series of any length is kept as bins of neighbouring points. When there are too many bins, neighbours are merged and
 bins are twice as wide from then on. A merged bin holds exactly the extremes of its points, so every peak survives.
 Values that are not finite are counted, and the first of them are kept.
+
+Histograms are kept for some steps, spread over the run, and so is the distribution of norms, if there are too many of
+them for curves.
 """
 
 import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
-from runner.history.ledger import get_int, get_time
+from runner.history.ledger import get_float, get_int, get_time
 from runner.metrics.rows import Row, find_unit
 from runner.storage import JsonObject
 
-BINS_MAX = 1000  # of a series, each with at most two points
+BINS_MAX = 1000  # of a series, each with at most two points, and of a histogram
 _BROKEN_MAX = 100  # values of a series that are not finite
-_SERIES_MAX = 40  # of a run; a job of its own may log any number of them
+_SERIES_MAX = 44  # of a run; a job of its own may log any number of them
+_SAMPLES_MAX = 12  # steps of a run with text samples, and texts of a step
+_SAMPLE_CHARACTERS_MAX = 1500
+_HISTOGRAMS_MAX = 8  # of a run
+_HISTOGRAM_STEPS_MAX = 40
+_HISTOGRAM_BINS_MAX = 64
+_HISTOGRAM_VALUE_MAX = 1e30
+_NORMS = ("train/grad_norm/", "train/param_norm/")
+_NORMS_MAX = 16  # of a row, one kind; of more their distribution is drawn
 TIME = "perf/time"
 _AXES = ("step", TIME, "perf/attempt")  # and the unit that a row counts
+
+
+Item = TypeVar("Item")
 
 
 class Point(NamedTuple):
@@ -163,7 +177,9 @@ _THROUGHPUT = Chart("Throughput", "tokens / s", is_smoothed=True)
 _EXAMPLES = Chart("Examples per second", "examples / s", is_smoothed=True)
 _MFU = Chart("Model FLOPs utilisation", "share of the devices' peak", form="share", is_smoothed=True)
 _STEP_TIME = Chart("Step time", "seconds")
-_MEMORY = Chart("Peak device memory", "GiB", factor=1 / (1 << 30))
+_MEMORY = Chart("Device memory", "GiB", factor=1 / (1 << 30))
+_HOST_MEMORY = Chart("Host memory", "GiB", factor=1 / (1 << 30))
+_CPUS = Chart("CPU cores in use", "cores", is_smoothed=True)
 _NOISE = Chart("Gradient noise scale", "tokens", allows_log_scale=True)
 _TARGETS = Chart("Real target tokens", "tokens of a step", is_smoothed=True)
 _SKIPPED = Chart("Skipped updates", "steps since the start")
@@ -172,8 +188,8 @@ _HIGH_LOSS = Chart("Steps with a high loss", "in succession")
 _MIXTURE = Chart("Mixture of the data", "share of the tokens drawn so far", form="stack")
 _EPOCHS = Chart("Epochs of each source", "passes over the source")
 CHARTS = (
-    LOSS, _BITS, _ACCURACY, _GRADIENT, _RATE, _THROUGHPUT, _EXAMPLES, _MFU, _STEP_TIME, _MEMORY, _NOISE, _TARGETS,
-    _SKIPPED, _ROLL_BACKS, _HIGH_LOSS, _MIXTURE, _EPOCHS, _GRADIENTS, _PARAMETERS,
+    LOSS, _BITS, _ACCURACY, _GRADIENT, _RATE, _THROUGHPUT, _EXAMPLES, _MFU, _STEP_TIME, _MEMORY, _HOST_MEMORY, _CPUS,
+    _NOISE, _TARGETS, _SKIPPED, _ROLL_BACKS, _HIGH_LOSS, _MIXTURE, _EPOCHS, _GRADIENTS, _PARAMETERS,
 )  # fmt: skip
 
 # Keys of the rows, the chart that shows them, and the name of their series.
@@ -203,7 +219,11 @@ _SERIES = tuple(
         ("perf/mfu", _MFU, "all devices"),
         ("perf/step_seconds_median", _STEP_TIME, "median"),
         ("perf/step_seconds_p95", _STEP_TIME, "95th percentile"),
-        ("perf/peak_bytes", _MEMORY, "fullest device of process 0"),
+        ("perf/device_bytes", _MEMORY, "in use, fullest device of process 0"),
+        ("perf/peak_bytes", _MEMORY, "peak so far"),
+        ("perf/host_bytes", _HOST_MEMORY, "process 0"),
+        ("perf/host_free_bytes", _HOST_MEMORY, "free"),
+        ("perf/cpu_cores", _CPUS, "process 0"),
         ("train/noise_scale", _NOISE, "training"),
         ("train/token_count", _TARGETS, "training"),
         ("train/skipped_updates", _SKIPPED, "training"),
@@ -214,14 +234,16 @@ _SERIES = tuple(
     )
 )
 HIDDEN_KEYS = ("train/loss_mean",)  # shown by a click on the legend
+# Number of a repeated part of a model, such as a layer. Any other number belongs to its name, as in `top5`.
+_INDEX = re.compile(r"((?:layer|block|expert|head|stage|group|device)s?[_/]?|/)\d+(?=[_/]|$)")
 _KINDS = {"train": "training", "val": "validation"}
 
 
 def find_chart(key: str) -> tuple[Chart, str]:
     """Return the chart of a key, and the name of its series in the legend.
 
-    Keys that a job has made up share a chart if they differ in the kind, `train` or `val`, or in numbers alone, such as
-    those of layers and experts.
+    Keys that a job has made up share a chart if they differ in the kind, `train` or `val`, or in the number of a layer,
+    an expert, or another repeated part.
     """
     for keys, chart, label in _SERIES:
         if match := keys.fullmatch(key):
@@ -229,8 +251,7 @@ def find_chart(key: str) -> tuple[Chart, str]:
     kind, slash, name = key.partition("/")
     if kind not in (*_KINDS, "perf", "data") or not slash:
         kind, name = "", key
-    label = re.sub(r"[_/]+", " ", name).strip() or key
-    title = re.sub(r"\d+", "#", label)
+    label, title = (re.sub(r"[_/]+", " ", text).strip() or key for text in (name, _INDEX.sub(r"\1#", name)))
     kind = _KINDS.get(kind, "")
     if "#" not in title:
         return Chart(title[:1].upper() + title[1:], "value", allows_log_scale=True, starts_at_zero=False), kind or label
@@ -239,14 +260,71 @@ def find_chart(key: str) -> tuple[Chart, str]:
     )
 
 
+class StepHistogram(NamedTuple):
+    """Histogram of one row, with the position of the row on each axis."""
+
+    step: int
+    tokens: int | None
+    seconds: float | None
+    counts: Sequence[float]
+    edges: Sequence[float]  # one more than `counts`, ascending
+
+    def merge_bins(self, bins_max: int) -> "StepHistogram":
+        """Return the histogram with neighbouring bins merged, so that it has at most `bins_max`."""
+        stride = math.ceil(len(self.counts) / bins_max)
+        counts = [sum(self.counts[start : start + stride]) for start in range(0, len(self.counts), stride)]
+        return self._replace(counts=counts, edges=[*self.edges[:-1:stride], self.edges[-1]])
+
+    def spread(self, low: float, width: float, num_bins: int) -> list[float]:
+        """Return the share of the counts in each of `num_bins` bins of one width, beginning at `low`."""
+        shares = [0.0] * num_bins
+        total = sum(self.counts) or 1.0
+        for count, left, right in zip(self.counts, self.edges, self.edges[1:], strict=False):
+            first, last = (min(int((edge - low) / width), num_bins - 1) for edge in (left, right))
+            for index in range(first, last + 1):
+                # A bin of no width lies in one bin as a whole.
+                begin, end = max(left, low + index * width), min(right, low + (index + 1) * width)
+                shares[index] += count / total * ((end - begin) / (right - left) if first < last else 1.0)
+        return shares
+
+
+class EvenSample(Generic[Item]):
+    """At most `num_max` items of a growing sequence, evenly spread, and its newest item."""
+
+    def __init__(self, num_max: int, items: Iterable[Item] = ()):
+        self._num_max = num_max
+        self._kept: list[Item] = []
+        self._newest: list[Item] = []  # if it is not kept
+        self._every, self._num = 1, 0
+        for item in items:
+            self.add(item)
+
+    def add(self, item: Item) -> None:
+        """Add the next item."""
+        is_kept = self._num % self._every == 0
+        self._kept += [item] * is_kept
+        self._newest = [] if is_kept else [item]
+        self._num += 1
+        if len(self._kept) > self._num_max:
+            self._kept, self._newest = self._kept[::2], self._kept[-1:] * (len(self._kept) % 2 == 0)
+            self._every *= 2
+
+    @property
+    def items(self) -> list[Item]:
+        """The kept items in order."""
+        return self._kept + self._newest
+
+
 class RunCurves:
-    """All series of one run."""
+    """All series of one run, and some of its histograms and texts."""
 
     def __init__(self, bins_max: int = BINS_MAX):
         self._bins_max = bins_max
         self._by_key: dict[str, SeriesReducer] = {}
         self.left_out: set[str] = set()  # keys that are not drawn since there are too many
         self.num_rows = 0
+        self._samples: EvenSample[tuple[int, dict[str, str]]] = EvenSample(_SAMPLES_MAX)
+        self._histograms: dict[str, EvenSample[StepHistogram]] = {}
 
     @property
     def keys(self) -> list[str]:
@@ -256,6 +334,12 @@ class RunCurves:
     def add(self, row: Row) -> None:
         """Add the next row."""
         self.num_rows += 1
+        if texts := _list_samples(row):
+            self._samples.add((row["step"], texts))
+        for key, histogram in _list_histograms(row):
+            if key in self._histograms or len(self._histograms) < _HISTOGRAMS_MAX:
+                known = self._histograms.setdefault(key, EvenSample(_HISTOGRAM_STEPS_MAX))
+                known.add(histogram.merge_bins(_HISTOGRAM_BINS_MAX))
         for key, point in _list_points(row):
             if key in self._by_key:
                 self._by_key[key].add(point)
@@ -264,6 +348,20 @@ class RunCurves:
                 self._by_key[key].add(point)
             elif len(self.left_out) < _SERIES_MAX:
                 self.left_out.add(key)
+
+    def list_samples(self, newest: Iterable[Row] = ()) -> list[tuple[int, dict[str, str]]]:
+        """Return steps spread over the run, the newest first, with the text samples of each by key."""
+        more = ((row["step"], texts) for row in newest if (texts := _list_samples(row)))
+        return (self._samples.items + EvenSample(_SAMPLES_MAX, more).items)[::-1]
+
+    def list_histograms(self, newest: Iterable[Row] = ()) -> dict[str, list[StepHistogram]]:
+        """Return histograms of steps spread over the run, in order, by key."""
+        found = {key: known.items for key, known in self._histograms.items()}
+        more: dict[str, EvenSample[StepHistogram]] = {}
+        for key, histogram in (each for row in newest for each in _list_histograms(row)):
+            more.setdefault(key, EvenSample(_HISTOGRAM_STEPS_MAX)).add(histogram)
+        known_keys = [*found, *(key for key in more if key not in found)][:_HISTOGRAMS_MAX]
+        return {key: found.get(key, []) + (more[key].items if key in more else []) for key in known_keys}
 
     def thin(self, bins_max: int, newest: Iterable[Row] = ()) -> dict[str, ThinnedSeries]:
         """Return each thinned series by its key, followed by the `newest` rows, which are not stored."""
@@ -276,13 +374,50 @@ class RunCurves:
         return {key: series.thin(bins_max, more.get(key, ())) for key, series in list(known.items())[:_SERIES_MAX]}
 
 
+def _list_samples(row: Row) -> dict[str, str]:
+    """Return the texts that an evaluation has added to a row, shortened, by key."""
+    texts = {key: value[:_SAMPLE_CHARACTERS_MAX] for key, value in row.items() if isinstance(value, str)}
+    return dict([(key, text) for key, text in texts.items() if key.startswith("val/")][:_SAMPLES_MAX])
+
+
+def _list_histograms(row: Row) -> list[tuple[str, StepHistogram]]:
+    """Return the histograms of a row by key, and that of the logarithms of its norms where these are too many."""
+    place = row["step"], get_int(row, "train/tokens"), get_time(row, TIME)
+    found = []
+    for key, value in row.items():
+        if isinstance(value, dict) and {*value} == {"counts", "edges"}:
+            counts, edges = value["counts"], value["edges"]
+            if not isinstance(counts, list) or not isinstance(edges, list) or not 0 < len(counts) <= BINS_MAX:
+                continue
+            numbers = [get_float({"": each}, "") for each in (*counts, *edges)]
+            known = [number for number in numbers if number is not None and abs(number) < _HISTOGRAM_VALUE_MAX]
+            heights, borders = known[: len(counts)], known[len(counts) :]
+            if len(known) == 2 * len(counts) + 1 and min(heights) >= 0 and borders == sorted(borders):
+                found.append((key, StepHistogram(*place, heights, borders)))
+    for prefix in _NORMS:
+        norms = sorted(
+            math.log10(norm) for key in row if key.startswith(prefix) and (norm := get_float(row, key) or 0) > 0
+        )
+        if _count_norms(row, prefix) > _NORMS_MAX and norms:
+            # Each norm is a bin of no width.
+            edges = [edge for norm in norms for edge in (norm, norm)]
+            heights = [1.0, *(height for _ in norms[1:] for height in (0.0, 1.0))]
+            found.append((prefix.rstrip("/"), StepHistogram(*place, heights, edges)))
+    return found
+
+
+def _count_norms(row: Row, prefix: str) -> int:
+    return sum(key.startswith(prefix) for key in row)
+
+
 def _list_points(row: Row) -> list[tuple[str, Point]]:
     """Return the numbers of a row that can be drawn, by key. A value that was not finite is null in the row."""
     tokens, seconds = get_int(row, "train/tokens"), get_time(row, TIME)
     points = []
     axes = (*_AXES, f"train/{find_unit(row)}")
+    many = tuple(prefix for prefix in _NORMS if _count_norms(row, prefix) > _NORMS_MAX)
     for key, value in row.items():
-        if key in axes or isinstance(value, bool) or not isinstance(value, int | float | None):
+        if key in axes or key.startswith(many) or isinstance(value, bool) or not isinstance(value, int | float | None):
             continue
         try:
             number = float("nan") if value is None else float(value)

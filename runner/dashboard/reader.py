@@ -159,7 +159,7 @@ def find_differences(specs: Sequence[str | None]) -> list[SpecDifference]:
     flat: list[dict[str, str] | None] = []
     for text in specs:
         try:
-            flat.append(None if text is None else dict(_flatten(parse_document(text, "spec.yaml").data, "")))
+            flat.append(None if text is None else flatten_spec(parse_document(text, "spec.yaml").data))
         # The spec of a killed or foreign run may be damaged.
         except (SpecError, ValueError, RecursionError):
             flat.append(None)
@@ -171,12 +171,17 @@ def find_differences(specs: Sequence[str | None]) -> list[SpecDifference]:
     return [each for each in found if len(set(each.values)) > 1]
 
 
-def _flatten(value: Any, path: str) -> list[tuple[str, str]]:
-    """Return the leaves of a tree of mappings as pairs of dotted key and JSON."""
-    if isinstance(value, Mapping) and value:
+def flatten_spec(value: Any, path: str = "") -> dict[str, str]:
+    """Return the leaves of a tree of mappings as JSON by dotted key."""
+    if isinstance(value, Mapping) and (value or not path):
         prefix = f"{path}." if path else ""
-        return [leaf for key, inner in value.items() for leaf in _flatten(inner, f"{prefix}{key}")]
-    return [(path, json.dumps(value))]
+        return {
+            leaf: text for key, inner in value.items() for leaf, text in flatten_spec(inner, prefix + str(key)).items()
+        }
+    try:
+        return {path: json.dumps(value, default=str)}
+    except ValueError:  # a whole number of thousands of digits
+        return {path: UNREADABLE}
 
 
 @dataclass(frozen=True)

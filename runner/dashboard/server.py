@@ -15,8 +15,10 @@ again after a while. A round over the table of runs takes a bounded time; the ne
 """
 
 import collections
+import itertools
 import logging
 import os
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +34,15 @@ from waitress.task import ThreadedTaskDispatcher
 
 from runner.console import format_duration, say
 from runner.dashboard.app import METRICS, DashboardApp, ResponseBody, is_loopback, make_access_policy, parse_address
-from runner.dashboard.reader import DiscoveredRun, DiscoveryResult, RunReader, confine, find_runs, read_ancestors
+from runner.dashboard.reader import (
+    DiscoveredRun,
+    DiscoveryResult,
+    RunReader,
+    confine,
+    find_runs,
+    flatten_spec,
+    read_ancestors,
+)
 from runner.dashboard.report import encode_json
 from runner.dashboard.view import (
     build_view,
@@ -44,7 +54,7 @@ from runner.dashboard.view import (
     truncate,
 )
 from runner.errors import InvalidError, RunnerError
-from runner.history.ledger import get_float
+from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader
 from runner.history.records import ForkRecord, History, RunState
 from runner.storage import JsonObject, Store, parse_number
@@ -66,6 +76,11 @@ _SAME_NAMES_MAX = 20  # runs of one last name that are asked for their id
 _READERS_MAX = 16  # kept for the runs that were requested last
 _NUM_THREADS_PER_TABLE = 8
 _TREND_MAX = 100
+_KEYS_MAX = 300  # of a spec
+_KEYS_SHOWN_MAX = 40  # in which runs differ
+_VALUE_CHARACTERS_MAX = 80
+_TAGS_MAX = 20
+_SHOWN_ANYWAY = ("name", "directory", "project", "group", "logging.wandb_tags")  # in columns of their own
 _WATCHED_FILES = ("events.jsonl", "metrics.jsonl", "result.json", "spec.yaml", "job.json", "checkpoints", "attempts")
 
 # Settings of the HTTP server.
@@ -146,6 +161,7 @@ class _RunSummary:
     """Line of the table of all runs."""
 
     line: JsonObject
+    keys: dict[str, str]  # keys of its spec and their values, as short texts
     when: float  # time of reading by the monotonic clock
     signature: Signature | None  # state of the run's files, None in a bucket
     is_living: bool  # the run is running or stalled
@@ -259,26 +275,42 @@ class PageData:
                 some = stale[start : start + _NUM_THREADS_PER_TABLE]
                 summaries = pool.map(lambda run: self._summarize(run, signatures[run.id]), some)
                 self._summaries |= {run.id: summary for run, summary in zip(some, summaries, strict=True)}
-        lines = [self._summaries[run.id].line for run in self._found.runs if run.id in self._summaries]
-        num_left = len(self._found.runs) - len(lines)
+        known = [self._summaries[run.id] for run in self._found.runs if run.id in self._summaries]
+        num_left = len(self._found.runs) - len(known)
         notes = [*self._found.notes, *([f"{num_left} more runs are being read."] if num_left else [])]
-        return {"title": truncate(f"Runs below {self._root.url}"), "table": lines, "notes": notes}
+        # Keys in which runs differ can be shown as columns, and runs can be filtered by them.
+        specs = [summary.keys for summary in known if summary.keys]
+        names = sorted({key for spec in specs for key in spec})
+        differing = [key for key in names if len({spec.get(key) for spec in specs}) > 1][:_KEYS_SHOWN_MAX]
+        return {
+            "title": truncate(f"Runs below {self._root.url}"),
+            "table": [
+                summary.line | {"keys": {key: summary.keys[key] for key in differing if key in summary.keys}}
+                for summary in known
+            ],
+            "keys": differing,
+            "notes": notes,
+            "next": f"python -m runner specs/gpt_nano.yaml --set directory={shlex.quote(f'{self._root.url}/first')}",
+        }
 
     def _summarize(self, run: DiscoveredRun, signature: Signature | None) -> _RunSummary:
         before = self._summaries.get(run.id)
         reader = (None if before is None else before.reader) or HistoryReader(run.store)
 
-        def read() -> tuple[JsonObject, bool]:
+        def read() -> tuple[JsonObject, dict[str, str], bool]:
             history = reader.read()
-            return _build_line(run, history), history.state in (RunState.RUNNING, RunState.STALLED)
+            is_living = history.state in (RunState.RUNNING, RunState.STALLED)
+            texts = itertools.islice(flatten_spec(history.spec).items(), _KEYS_MAX)
+            keys = {key: text.strip('"')[:_VALUE_CHARACTERS_MAX] for key, text in texts if key not in _SHOWN_ANYWAY}
+            return _build_line(run, history), keys, is_living
 
         found = _try_reading(read)
         if isinstance(found, str):
             line = {"id": run.id, "name": _make_title(run), "state": found, "kind": "bad", "trend": []}
             # A run that cannot be read counts as living, so that it is tried again.
-            return _RunSummary(line, time.monotonic(), signature, is_living=True, reader=None)
-        line, is_living = found
-        return _RunSummary(line, time.monotonic(), signature, is_living, reader if is_living else None)
+            return _RunSummary(line, {}, time.monotonic(), signature, is_living=True, reader=None)
+        line, keys, is_living = found
+        return _RunSummary(line, keys, time.monotonic(), signature, is_living, reader if is_living else None)
 
 
 def _make_title(run: DiscoveredRun) -> str:
@@ -291,11 +323,16 @@ def _build_line(run: DiscoveredRun, history: History) -> JsonObject:
     trend = losses if share <= 1 else [losses[int(index * share)] for index in range(_TREND_MAX)]
     total = "" if history.total_steps is None else f" / {history.total_steps:,}"
     unit, per_second, _ = history.speed.rate
+    logging_config = history.spec.get("logging")
+    tags = logging_config.get("wandb_tags") if isinstance(logging_config, dict) else None
     # The column counts tokens.
     speed = format_number(per_second, ",.0f") + (f" {unit}" if unit != "tokens" else "")
     return {
         "id": run.id,
         "name": _make_title(run),
+        "project": to_single_line(history.spec.get("project", "")),
+        "group": to_single_line(history.spec.get("group", "")),
+        "tags": list(map(to_single_line, tags[:_TAGS_MAX])) if isinstance(tags, list) else [],
         "state": format_state(history),
         "kind": get_state_class(history),
         "steps": f"{history.step:,}{total}",

@@ -1,20 +1,38 @@
 """JSON that `page.js` draws: texts, and numbers rounded to visible digits, of bounded size."""
 
-import json
+import collections
+import functools
+import itertools
 import math
+import shlex
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import get_args
 
+from pydantic import BaseModel
+
+from runner.config import TrainerConfig
 from runner.console import format_duration
-from runner.dashboard.charts import CHARTS, HIDDEN_KEYS, LOSS, TIME, Point, RunCurves, ThinnedSeries, find_chart
-from runner.dashboard.reader import RunSnapshot, find_differences
+from runner.dashboard.charts import (
+    CHARTS,
+    HIDDEN_KEYS,
+    LOSS,
+    TIME,
+    Point,
+    RunCurves,
+    StepHistogram,
+    ThinnedSeries,
+    find_chart,
+)
+from runner.dashboard.reader import RunSnapshot, find_differences, flatten_spec
 from runner.distributed.clock import TimeCategory
 from runner.history.goodput import START_CATEGORIES, list_restarts
-from runner.history.ledger import get_float, get_int, get_step, get_time, to_single_line
+from runner.history.ledger import format_event, get_float, get_int, get_step, get_time, to_single_line
 from runner.history.reader import format_changes
 from runner.history.records import AttemptRecord, History, RunState, to_json
+from runner.spec import ExecutionSpec
 from runner.storage import JsonObject
 
 _ATTEMPTS_MAX = 2000  # of all runs of a page together
@@ -26,6 +44,17 @@ _HOSTS_MAX = 8
 _OWN_TILES_MAX = 2
 _TILE_POINTS_MAX = 60
 _VERSIONS_MAX = 50
+_KEYS_MAX = 300  # of a spec
+_HISTOGRAM_BINS = 32
+
+# Commands that tell more about a run, each with its purpose.
+_COMMANDS = {
+    "status": "attempts, time and checkpoints, in the terminal",
+    "metrics": "all rows, as JSON or CSV",
+    "checkpoints": "checkpoints; with --verify their bits are checked",
+    "lineage": "runs from which this one was forked",
+    "sample": "text generated with the newest weights",
+}
 
 # CSS class of a state.
 _STATE_CLASSES = {
@@ -79,6 +108,13 @@ def build_view(
         else each
         for each in differences
     ]
+    # Throughput and memory are those of the hardware of each run, and do not continue in a fork.
+    behind = {
+        run_id: {
+            key: series for key, series in run.curves.thin(bins_max, run.newest).items() if not key.startswith("perf/")
+        }
+        for run_id, run in ancestors.items()
+    }
     return {
         "title": title,
         "runs": [
@@ -88,7 +124,7 @@ def build_view(
             {
                 "label": run.name,
                 "part": parts.get(run_id),
-                "charts": _build_charts(run, run.curves.thin(bins_max, run.newest)),
+                "charts": _build_charts(run, behind[run_id]),
             }
             for run_id, run in ancestors.items()
         ],
@@ -125,6 +161,23 @@ def _build_charts(run: RunSnapshot, thinned: Mapping[str, ThinnedSeries]) -> dic
     return charts
 
 
+def _build_histogram(key: str, known: Sequence[StepHistogram], began: float | None) -> JsonObject:
+    """Return histograms of several steps on common bins, as shares."""
+    low = min(each.edges[0] for each in known)
+    width = (max(each.edges[-1] for each in known) - low) / _HISTOGRAM_BINS or 1.0
+    columns = _build_points([Point(each.step, each.tokens, each.seconds, 0.0) for each in known], began)
+    shares = [[round(share, 3) for share in each.spread(low, width, _HISTOGRAM_BINS)] for each in known]
+    names = {
+        "train/grad_norm": "Logarithm of the gradient norms",
+        "train/param_norm": "Logarithm of the parameter norms",
+    }
+    return columns | {
+        "title": truncate(names.get(key, find_chart(key)[0].title)),
+        "centers": [round_value(low + (index + 0.5) * width) for index in range(_HISTOGRAM_BINS)],
+        "shares": shares,
+    }
+
+
 def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int, names: Mapping[str | None, str]) -> JsonObject:
     history = run.history
     began = history.attempts[0].began if history.attempts else None
@@ -158,6 +211,26 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int, names: Mappin
         text = f"forked from {truncate(parent or history.fork.run)} at step {history.fork.step:,}; its parent {note}"
         fork = {"step": history.fork.step, "text": text}
 
+    # The reason of a failure comes first, and each text once, since attempts may fail again and again.
+    is_told = get_state_class(history) == "bad" and bool(history.reason)
+    reasons = [f"{history.state.value}: {history.reason}"] * is_told
+    reasons += [
+        f"{each.event}: {each.text}" for each in history.warnings if not (is_told and each.text == history.reason)
+    ]
+    counts = collections.Counter(reasons)
+    problems = [text if count == 1 else f"{text} ({count} times)" for text, count in counts.items()]
+
+    defaults = _list_defaults()
+    changed = (
+        [truncate(key), truncate(text), defaults.get(key, "")]
+        for key, text in flatten_spec(history.spec).items()
+        # A section that is absent is written as null.
+        if text != defaults.get(key) and (text not in ("null", "{}") or key in defaults)
+    )
+    end = None
+    if history.state in (RunState.FAILED, RunState.INVALID, RunState.RETRYABLE, RunState.KILLED):
+        end = {"step": history.step, "time": history.attempts[-1].ended, "label": history.state.value}
+
     # Tokens per step place marks on the axis of tokens, which only rows have.
     step, tokens = get_step(history.row), get_int(history.row, "train/tokens")
     tokens_per_step = tokens / step if step and tokens is not None else None
@@ -170,11 +243,15 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int, names: Mappin
         "began": began,
         "seconds": round(history.wall_seconds, 1),
         "facts": [[name, text] for name, text in list_facts(history) if text],
-        "warnings": [truncate(text) for text in (*(f"{each.event}: {each.text}" for each in history.warnings), *notes)],
+        "warnings": list(map(truncate, [*problems, *notes])),
+        "end": end,
         "rows": run.curves.num_rows + len(run.newest),
         "thinning": thinning,
         "tokens_per_step": tokens_per_step,
         "charts": _build_charts(run, thinned),
+        "histograms": [
+            _build_histogram(key, known, began) for key, known in run.curves.list_histograms(run.newest).items()
+        ],
         "fork": fork,
         "stages": [
             {
@@ -210,10 +287,43 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int, names: Mappin
             for each in reversed(history.checkpoints[-_CHECKPOINTS_MAX:])
         ],
         "environment": [[truncate(name), truncate(text)] for name, text in list_environment(history)],
+        "samples": [
+            [step, [[truncate(key.removeprefix("val/")), text] for key, text in texts.items()]]
+            for step, texts in run.curves.list_samples(run.newest)
+        ],
         "spec": run.spec or "(spec.yaml cannot be read)",
-        "events": [truncate(json.dumps(to_json(event))) for event in reversed(history.events)],
+        "changed": list(itertools.islice(changed, _KEYS_MAX)),
+        "commands": [
+            [f"python -m runner {name} {shlex.quote(history.url)}", purpose]
+            for name, purpose in _COMMANDS.items()
+            if name != "sample" or (history.is_language_model and history.checkpoints)
+        ],
+        "events": [
+            [get_time(event), get_int(event, "attempt"), get_int(event, "step"), format_event(event)]
+            for event in reversed(history.events)
+        ],
         "log": None if run.log is None else {"name": run.log.name, "text": run.log.text},
     }
+
+
+@functools.cache
+def _list_defaults() -> dict[str, str]:
+    """Return the defaults of all keys of a spec that have one, as JSON by dotted key."""
+
+    def dump(model: type[BaseModel]) -> JsonObject:
+        found: JsonObject = {}
+        for name, field in model.model_fields.items():
+            value = field.get_default(call_default_factory=True)
+            # A section that is required, or absent by default, has defaults inside.
+            kinds = (type(value), field.annotation, *get_args(field.annotation))
+            section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+            if section is not None and not isinstance(value, list):
+                found[name] = dump(section)
+            elif not field.is_required():
+                found[name] = value
+        return found
+
+    return flatten_spec(dump(ExecutionSpec) | {"config": dump(TrainerConfig)})
 
 
 def summarize(history: History) -> JsonObject:
@@ -245,7 +355,8 @@ def _build_tiles(history: History) -> list[JsonObject]:
     # A page is sent again only if it has changed, so it contains times instead of ages.
     is_over = history.state not in (RunState.RUNNING, RunState.DONE)
     since = time.strftime("since %Y-%m-%d %H:%M UTC", time.gmtime(history.since)) if is_over else ""
-    state_note = history.reason or since or f"attempt {last.number}"
+    # The reason of a failure stands below the tiles, in full.
+    state_note = since or history.reason or f"attempt {last.number}"
     tiles: list[JsonObject] = [
         {"label": "State", "value": history.state.value, "note": truncate(state_note), "kind": get_state_class(history)}
     ]
@@ -396,7 +507,7 @@ def list_facts(history: History) -> list[tuple[str, str]]:
         changes = f"with {'; '.join(lines)}" if lines else "without changes"
         fork_text = f"{fork.run} at step {fork.step:,}, {changes}"
     return [
-        ("state", format_state(history)),
+        ("state", history.state.value if get_state_class(history) == "bad" else format_state(history)),
         ("steps", f"{history.step:,}{of_total}"),
         ("stage", _format_stage(history)),
         (unit, format_number(get_int(row, f"train/{unit}"), ",.0f")),

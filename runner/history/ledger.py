@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from runner.attempts.events import EVENT_KEYS
+from runner.console import format_duration
 from runner.distributed.clock import TimeCategory
 from runner.history.records import Notice, SaveRecord
 from runner.storage import STEP_MAX, TIME_MAX, JsonlTail, JsonObject, Store
@@ -331,6 +333,57 @@ def _apply_commit(summary: LedgerSummary, attempt: AttemptEvents, row: JsonObjec
             del summary.commits[known]
             summary.verified.discard(known)
             summary.forgotten = max(summary.forgotten, known)
+
+
+# Texts of events that are no notices. A name in braces stands for a detail of the event.
+_WORDS = {
+    "start": "the attempt has begun with {processes} processes on {devices} x {device_kind}",
+    "prepare": "everything is compiled, after {seconds}",
+    "compile": "the train step is compiled, with micro-batches of {micro_batch_examples} examples per device",
+    "stage": "stage {number} begins",
+    "kernels": "the kernels have passed their tests: {kernels}",
+    "init": "the state was initialised in {seconds}",
+    "restore": "the state was restored from the {tier} tier in {seconds}",
+    "fork": "the state was taken from step {step} of {run} in {seconds}",
+    "load": "checkpoint {name} was loaded, instead of step {before}",
+    "save": "a save has begun; training waited for {blocked_seconds}",
+    "commit": "the save is durable, {seconds_to_durable} after it began",
+    "cadence": "there is a save every {seconds} from now on",
+    "progress": "training goes on",
+    "straggler": "processes that are late: {late}",
+    "evaluate": "the weights were evaluated: {figures}",
+    "stop": "{hook} ends the run: {reason}",
+    "slow_hook": "{hook} took {seconds}",
+    "preempt": "the job was asked to stop",
+    "done": "the job is done",
+}
+_COMMON_KEYS = frozenset(key.name for key in EVENT_KEYS)
+
+
+def format_event(row: JsonObject) -> str:
+    """Return an event of the ledger in words, in one line. Names and details may be those of another version."""
+    event = row.get("event")
+    details = collections.defaultdict(lambda: "?", {key: _format_detail(key, value) for key, value in row.items()})
+    if isinstance(event, str) and event in _WORDS:
+        return to_single_line(_WORDS[event].format_map(details))
+    words = str(event).replace("_", " ")
+    if isinstance(event, str) and event in NOTICES:
+        return to_single_line(f"{words}: {NOTICES[event](row)}")
+    rest = ", ".join(f"{key.replace('_', ' ')} {details[key]}" for key in row if key not in _COMMON_KEYS)
+    return to_single_line(f"{words}: {rest}" if rest else words)
+
+
+def _format_detail(key: str, value: Any) -> str:
+    """Return the value of a detail, seconds as a duration, and the numbers of a mapping with their names."""
+    if isinstance(value, dict):
+        numbers = {name: inner for name, inner in value.items() if isinstance(inner, int | float)}
+        return ", ".join(f"{name} {_format_detail(name, inner)}" for name, inner in numbers.items()) or "none"
+    if isinstance(value, list):
+        return ", ".join(map(to_single_line, value[:_NAMED_PROCESSES_MAX])) or "none"
+    if isinstance(value, float) and math.isfinite(value):
+        is_duration = "seconds" in key and 0.1 <= value < TIME_MAX
+        return format_duration(value) if is_duration else f"{value:.2g} s" if "seconds" in key else f"{value:.4g}"
+    return to_single_line(value)
 
 
 # Events that are shown as notices, and the text of each.

@@ -111,6 +111,20 @@ ROW_KEYS = (
         "bytes",
     ),
     Key(
+        "perf/device_bytes",
+        int,
+        "Memory in use on the fullest device of process 0 when the row is written. Absent as `perf/peak_bytes`.",
+        "bytes",
+    ),
+    Key("perf/host_bytes", int, "Memory that process 0 holds on its host when the row is written.", "bytes"),
+    Key(
+        "perf/host_free_bytes",
+        int,
+        "Memory that processes on the host of process 0, or in its container, may still use at that time.",
+        "bytes",
+    ),
+    Key("perf/cpu_cores", float, "Mean number of CPU cores that process 0 used since the previous row.", "cores"),
+    Key(
         "perf/at_end",
         bool,
         "True if the row has its evaluation only because the run ends at this step. If the run is extended, the "

@@ -258,8 +258,16 @@ def list_micro_batch_sizes(
 
 def read_peak_memory_bytes() -> int | None:
     """Return the peak memory of any device of this process since it started; None if the backend does not count it."""
+    return read_memory_counter("peak_bytes_in_use")
+
+
+def read_memory_counter(name: str) -> int | None:
+    """Return a counter of the backend, such as `bytes_in_use`, of the device with most; None if there is none.
+
+    Does not wait for the devices.
+    """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    return max((int(each["peak_bytes_in_use"]) for each in stats if "peak_bytes_in_use" in each), default=None)
+    return max((int(each[name]) for each in stats if name in each), default=None)
 
 
 def has_host_memory(mesh: Mesh | AbstractMesh) -> bool:

@@ -18,7 +18,8 @@ from runner.metrics.meta import Meta
 from runner.metrics.rows import EncodedRow, Row, RowTail
 from runner.metrics.window import NO_SUMS, MetricsWindow, StepTimer
 from runner.metrics.writers import RowDisplay, open_displays
-from runner.parallel.mesh import read_peak_memory_bytes
+from runner.parallel.mesh import read_memory_counter, read_peak_memory_bytes
+from runner.process import read_free_memory_bytes, read_resident_bytes
 from runner.spec import ExecutionSpec
 from runner.storage import JsonObject
 from runner.train.evaluators import Evaluator, EvaluatorSchedule
@@ -75,6 +76,7 @@ class Report:
         self._end_carry: JsonObject | None = None  # at the last step, for a run that is extended beyond it
         self.lacks_last_row = False
         self._timer: StepTimer | None = None  # on process 0, while rows are displayed
+        self._cpu_mark = (time.process_time(), time.monotonic())  # at the previous row
         self._features = features
         self.window = MetricsWindow(0, watchers=features)
 
@@ -183,6 +185,7 @@ class Report:
         if self._attempt.hosts.is_main:
             self._displays = self._open_displays(step)
             self._timer = StepTimer()
+            self._cpu_mark = (time.process_time(), time.monotonic())
         self.restart_clock()
         self._profiler.watch_requests()
         self._profiler.on_step(step)
@@ -229,9 +232,7 @@ class Report:
         row = self._close_window(step)
         if self._mfu_per_token_rate:
             row["perf/mfu"] = row[f"perf/{self._config.data.unit}_per_second"] * self._mfu_per_token_rate
-        row |= {} if self._timer is None else self._timer.pop_percentiles()
-        peak_bytes = read_peak_memory_bytes()
-        row |= {} if peak_bytes is None else {"perf/peak_bytes": peak_bytes}
+        row |= {} if self._timer is None else self._timer.pop_percentiles() | self._read_usage()
         # A stop during the evaluation leaves the row without it; the next attempt completes it (`complete_row`).
         if self._evaluations.list_due(step) and not self.is_suspect(row):
             row |= self._evaluations.evaluate(weights, step) or {}
@@ -245,6 +246,19 @@ class Report:
         finally:
             self._append(row)
         self._after_row()
+
+    def _read_usage(self) -> Row:
+        """Return the use of memory and CPUs by process 0 and its devices. Does not wait for the devices."""
+        before, self._cpu_mark = self._cpu_mark, (time.process_time(), time.monotonic())
+        busy_seconds, seconds = (after - earlier for after, earlier in zip(self._cpu_mark, before, strict=True))
+        usage = {
+            "perf/peak_bytes": read_peak_memory_bytes(),
+            "perf/device_bytes": read_memory_counter("bytes_in_use"),
+            "perf/host_bytes": read_resident_bytes(),
+            "perf/host_free_bytes": read_free_memory_bytes(),
+            "perf/cpu_cores": busy_seconds / max(seconds, 1e-9),
+        }
+        return {key: value for key, value in usage.items() if value is not None}
 
     def _close_window(self, step: int) -> Row:
         """Return the metrics of the row of `step`, the newest one, and keep what a save of the last step needs."""

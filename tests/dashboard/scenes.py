@@ -86,11 +86,21 @@ def make_synthetic_run(
                "train/tokens": stage.units + (step - stage.step) * stage.units_per_step,
                "perf/tokens_per_second": 874_000 + numbers.gauss(0, 9000), "perf/mfu": 0.52 + numbers.gauss(0, 0.004),
                "perf/step_seconds_median": 0.6, "perf/step_seconds_p95": 0.64, "perf/peak_bytes": 13_958_643_712,
+               "perf/device_bytes": 12_884_901_888, "perf/host_bytes": 6_442_450_944 + index * 1_000_000,
+               "perf/host_free_bytes": 60_000_000_000 - index * 1_000_000, "perf/cpu_cores": 3.2,
                "perf/time": moment, "perf/attempt": attempt, "train/router_z": 0.1, "train/accuracy": 0.3}  # fmt: skip
+        if sources:
+            edges = [numbers.gauss(0, 0.01) - 1 + 0.1 * edge for edge in range(17)]
+            row["train/router_load"] = {"counts": [1 + edge * (16 - edge) for edge in range(16)], "edges": edges}
+            row |= {f"train/grad_norm/layer_{layer}": 10 ** numbers.gauss(-1 - step / 3000, 0.4) for layer in range(24)}
         for place, source in enumerate(sources):
             row |= {f"data/{source}/tokens": step * 524288 * (place + 1) // 10, f"data/{source}/epochs": step / 1000}
         if (index + 1) % 10 == 0:
             row |= {"val/loss": loss + 0.12, "val/accuracy": 0.31, "val/bits_per_byte": loss / 2.9}
+            row |= {
+                f"val/sample/{number}": f"Once upon a time\nthere was, at step {step}, a <b>fox</b>."
+                for number in (0, 1)
+            }
         rows.append(row)
         if (index + 1) % 20 == 0:
             events.append(
@@ -146,6 +156,33 @@ def make_stalled(root: Path) -> None:
 
 def make_failed(root: Path) -> None:
     make_synthetic_run(root, "failed", 80, 6000, ago_seconds=60, end=OUT_OF_MEMORY)
+
+
+def make_failed_early(root: Path) -> None:
+    """Make a run that failed before its first row, and one that diverged at its first row."""
+    make_synthetic_run(root, "early/failed", 0, 6000, ago_seconds=60, end=OUT_OF_MEMORY)
+    end = OUT_OF_MEMORY | {"reason": "DivergedError: the loss of step 10 is not finite"}
+    diverged = LocalStore(make_synthetic_run(root, "early/diverged", 1, 6000, ago_seconds=60, end=end))
+    (row,) = map(json.loads, diverged.read("metrics.jsonl").splitlines())
+    diverged.write(
+        "metrics.jsonl", encode_line(row | {"train/loss": None, "train/loss_mean": None, "train/grad_norm": None})
+    )
+
+
+def make_unlike(root: Path) -> None:
+    """Make three runs that differ in dozens of keys, some of which have long values."""
+    for index in range(3):
+        name = f"unlike/run-{index}"
+        end: JsonObject | None = [{"event": "done"}, OUT_OF_MEMORY, None][index]
+        place = make_synthetic_run(
+            root, name, 40 + 60 * index, 2000, rate=[1e-3, 3e-4, 2e-3][index], seed=index, end=end
+        )
+        more = {
+            f"key_{number}": [index, f"gs://corpus/of-run-{index}/shards-of-text-{number}/*.bin"]
+            for number in range(30)
+        }
+        store = LocalStore(place)
+        store.write("spec.yaml", store.read("spec.yaml") + f"  more: {json.dumps(more)}\n".encode())
 
 
 def make_empty(root: Path) -> None:
@@ -223,6 +260,8 @@ SCENES: dict[str, Callable[[Path], None]] = {
         make_running,
         make_stalled,
         make_failed,
+        make_failed_early,
+        make_unlike,
         make_empty,
         make_one_point,
         make_many_attempts,

@@ -5,6 +5,7 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,7 +81,7 @@ def test_the_table_and_a_comparison_are_legible_at_every_width(tmp_path):
     (root / "broken").mkdir()
     (root / "broken" / "job.json").write_text("{}")
     with serve_dashboard(root) as top, Browser(tmp_path / "profile") as browser:
-        assert measure(browser, top, "document.querySelectorAll('tbody tr').length === 24") == []
+        assert measure(browser, top, "document.querySelectorAll('tbody tr').length === 29") == []
         # Sort, filter, select and compare runs.
         browser.set_viewport(1600)
         first = "document.querySelector('tbody tr a').textContent"
@@ -88,7 +89,7 @@ def test_the_table_and_a_comparison_are_legible_at_every_width(tmp_path):
         browser.evaluate(f"{head}.click()")
         assert browser.evaluate(first) == "sweep/gpt-small-learning-rate-0.0008"
         field = "document.querySelector('input[type=search]')"
-        browser.evaluate(f"{field}.focus(); {field}.value = 'sweep done'; {field}.dispatchEvent(new Event('input'))")
+        browser.evaluate(f"{field}.focus(); {field}.value = 'sweep/ done'; {field}.dispatchEvent(new Event('input'))")
         assert browser.evaluate("document.querySelectorAll('tbody tr').length") == 6
         assert browser.evaluate("document.activeElement.type") == "search"
         for index in range(3):
@@ -108,6 +109,156 @@ def test_the_table_and_a_comparison_are_legible_at_every_width(tmp_path):
         assert browser.evaluate("document.querySelectorAll('tbody tr').length") >= 3
         assert browser.evaluate("[...document.querySelectorAll('nav a')].map((each) => each.href)") == [top, compare]
         assert browser.page_errors == []
+
+
+def move_pointer(browser: Browser, kind: str, x: float, y: float, **more: Any) -> None:
+    browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
+
+
+def get_chart_box(browser: Browser) -> tuple[float, float, float, float]:
+    """Return left, top, width and height of the plane of the first chart."""
+    box = "document.querySelector('.plot .nsewdrag').getBoundingClientRect()"
+    left, top, width, height = browser.evaluate(
+        f"(({{left, top, width, height}}) => [left, top, width, height])({box})"
+    )
+    return left, top, width, height
+
+
+def press_button(browser: Browser, text: str) -> None:
+    browser.evaluate(f"[...document.querySelectorAll('button')].find((each) => each.textContent === '{text}').click()")
+
+
+def test_the_view_is_shared_by_all_charts_and_kept_in_the_address(tmp_path):
+    SCENES["ten_runs"](tmp_path / "runs")
+    stores: list[Store] = [LocalStore(path.parent) for path in sorted((tmp_path / "runs").rglob("job.json"))]
+    (tmp_path / "report.html").write_text(render_report(stores[:5]))
+    ranges = "[...document.querySelectorAll('#charts .plot')].map((each) => each.layout.xaxis.range.map(Math.round))"
+    with Browser(tmp_path / "profile") as browser:
+        browser.set_viewport(1600)
+        browser.open((tmp_path / "report.html").as_uri())
+        browser.wait_for(DRAWN)
+        left, top, width, height = get_chart_box(browser)
+        # The pointer shows the values of all runs at its place, and draws over a part of the steps.
+        move_pointer(browser, "mouseMoved", left + width * 0.4, top + height / 2)
+        browser.wait_for("document.querySelector('.tooltip')")
+        shown = browser.evaluate("document.querySelector('.tooltip').textContent")
+        assert [shown.count(f"rate-{rate}, training") for rate in ("0.0001", "0.0002", "0.0003", "0.0005")] == [1] * 4
+        button = {"button": "left", "buttons": 1, "clickCount": 1}
+        move_pointer(browser, "mousePressed", left + width * 0.2, top + height / 2, **button)
+        for part in (0.3, 0.4, 0.5, 0.6):
+            move_pointer(browser, "mouseMoved", left + width * part, top + height / 2, **button)
+        move_pointer(browser, "mouseReleased", left + width * 0.6, top + height / 2, **button)
+        browser.wait_for("location.hash.includes('zoom')")
+        ((first, last), *others) = browser.evaluate(ranges)
+        assert 150 < first < last < 700
+        assert others == [[first, last]] * len(others)
+        # The same part of the run on another axis, and in another window.
+        press_button(browser, "tokens")
+        (tokens, *_) = browser.evaluate(ranges)
+        assert [round(each / 524288 / 10) for each in tokens] == [round(first / 10), round(last / 10)]
+        browser.evaluate("document.querySelector('td .chip').click()")
+        press_button(browser, "95th percentile")
+        address = browser.evaluate("location.href")
+        browser.call("Page.navigate", url="about:blank")
+        browser.open(address)
+        browser.wait_for(DRAWN)
+        assert browser.evaluate(ranges)[-1] == pytest.approx(tokens, rel=1e-6)
+        assert browser.evaluate("document.querySelector('td .chip').ariaPressed") == "false"
+        chip = "[...document.querySelectorAll('.chip')].find((each) => each.textContent === '95th percentile')"
+        assert browser.evaluate(f"{chip}.ariaPressed") == "true"
+        press_button(browser, "reset zoom")
+        browser.wait_for("!location.hash.includes('zoom')")
+        assert browser.page_errors == []
+
+
+@pytest.mark.parametrize("hash", ["zoom=1", "zoom=5,1", "zoom=NaN,Infinity", "axis=__proto__&scale=x&smoothing=9", "%"])
+def test_an_invalid_view_is_the_initial_one(tmp_path, hash):
+    SCENES["running"](tmp_path / "runs")
+    (tmp_path / "report.html").write_text(render_report([LocalStore(tmp_path / "runs/gpt-small-running")]))
+    with Browser(tmp_path / "profile") as browser:
+        browser.open(f"{(tmp_path / 'report.html').as_uri()}#{hash}")
+        browser.wait_for(DRAWN)
+        assert browser.evaluate("location.hash") == ""
+        assert browser.page_errors == []
+
+
+def test_progress_never_runs_backwards_in_time(tmp_path):
+    SCENES["running"](tmp_path / "runs")
+    store = LocalStore(tmp_path / "runs/gpt-small-running")
+    page = render_report([store])
+    # A stage that is compiled beside the steps adds to the time of compilation.
+    late = re.sub(r'"stepping":([0-9.]+)', lambda found: f'"stepping":{float(found[1]) + 40}', page)
+    (tmp_path / "report.html").write_text(late)
+    with Browser(tmp_path / "profile") as browser:
+        browser.open((tmp_path / "report.html").as_uri())
+        browser.wait_for(DRAWN)
+        traces = "[...document.querySelectorAll('.plot')].flatMap((each) => each.data)"
+        kept = browser.evaluate(
+            f"{traces}.find((each) => each.name === 'surviving steps').x.filter((each) => each !== null)"
+        )
+        assert late != page
+        assert kept == sorted(kept)
+
+
+def test_unlike_runs_have_few_columns_and_a_failure_is_told_once(tmp_path):
+    SCENES["unlike"](tmp_path / "runs")
+    SCENES["failed_early"](tmp_path / "runs")
+    places = [path.parent for path in sorted((tmp_path / "runs/unlike").rglob("job.json"))]
+    with Browser(tmp_path / "profile") as browser:
+        browser.set_viewport(1600)
+        path = tmp_path / "report.html"
+        path.write_text(render_report(list(map(LocalStore, places))))
+        browser.open(path.as_uri())
+        heads = browser.evaluate("[...document.querySelectorAll('.runs th')].map((each) => each.textContent)")
+        assert heads[:5] == ["run", "loss", "best validation", "optimizer.learning_rate", "seed"]
+        browser.wait_for(DRAWN)
+        marks = browser.evaluate("document.querySelector('.plot').data.filter((each) => each.marker?.symbol === 'x')")
+        assert [mark["meta"]["label"] for mark in marks] == ["run-1, training, failed"]
+        press_button(browser, "30 more keys differ")
+        assert browser.evaluate("document.querySelectorAll('#differences tbody tr').length") == 32
+        # Curves of one colour would be told apart by their names alone.
+        off = browser.evaluate(
+            "[...document.querySelectorAll('.chip[aria-pressed=false]')].map((each) => each.textContent)"
+        )
+        assert {"95th percentile", "peak so far", "free"} <= set(off)
+
+        path.write_text(render_report([LocalStore(tmp_path / "runs/early/failed")]))
+        browser.open(path.as_uri())
+        assert browser.evaluate("document.body.innerText.split('RESOURCE_EXHAUSTED').length") == 2
+        assert browser.evaluate("document.querySelectorAll('.plot').length") == 2
+        path.write_text(render_report([LocalStore(tmp_path / "runs/early/diverged")]))
+        browser.open(path.as_uri())
+        browser.wait_for(DRAWN)
+        assert browser.evaluate("document.querySelectorAll('#charts .plot').length") == 1
+        assert browser.evaluate("document.querySelector('#charts .plot').layout.annotations[0].text") == "failed"
+        assert browser.page_errors == []
+
+
+def test_an_empty_root_shows_the_next_command(tmp_path):
+    with serve_dashboard(tmp_path) as top, Browser(tmp_path / "profile") as browser:
+        browser.open(top)
+        browser.wait_for("document.querySelector('code')")
+        command = browser.evaluate("document.querySelector('code').textContent")
+        assert command == f"python -m runner specs/gpt_nano.yaml --set directory={tmp_path}/first"
+        browser.evaluate("document.oncopy = (event) => { window.copied = document.activeElement.value; }")
+        click = "document.querySelector('.copy').click()"
+        browser.call("Runtime.evaluate", expression=click, userGesture=True)
+        assert browser.evaluate("window.copied") == command
+
+
+def test_runs_are_sorted_by_activity_and_filtered_by_their_keys(tmp_path):
+    SCENES["ten_runs"](tmp_path)
+    names = "[...document.querySelectorAll('tbody tr a')].map((each) => each.textContent.split('-').pop())"
+    with serve_dashboard(tmp_path) as top, Browser(tmp_path / "profile") as browser:
+        browser.open(top)
+        browser.wait_for("document.querySelectorAll('tbody tr').length === 10")
+        assert browser.evaluate(names)[:3] == ["0.0001", "0.0002", "0.0003"]
+        browser.evaluate("location.hash = 'filter=learning_rate%3D0.001+general&columns=seed&columns=mfu'")
+        browser.wait_for("document.querySelectorAll('tbody tr').length === 2")
+        assert browser.evaluate(names) == ["0.001", "0.0015"]
+        heads = browser.evaluate("[...document.querySelectorAll('thead th')].map((each) => each.textContent)")
+        assert "seed" in heads
+        assert "MFU" not in heads
 
 
 def make_hostile_run(directory: Path) -> LocalStore:

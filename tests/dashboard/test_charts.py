@@ -1,13 +1,39 @@
 """Thinned series: peaks are kept for every length and insertion order."""
 
+import itertools
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.dashboard.charts import CHARTS, Point, SeriesReducer, find_chart
+from runner.dashboard.charts import CHARTS, EvenSample, Point, SeriesReducer, StepHistogram, find_chart
 from runner.metrics.rows import ROW_KEYS
+
+
+@pytest.mark.parametrize(
+    ("counts", "edges", "shares"),
+    [
+        ([1.0, 3.0], [0.0, 1.0, 2.0], [0.125, 0.125, 0.375, 0.375]),
+        ([4.0], [0.0, 2.0], [0.25] * 4),
+        ([1.0, 0.0, 1.0], [0.0, 0.0, 2.0, 2.0], [0.5, 0.0, 0.0, 0.5]),
+        ([0.0], [1.0, 1.0], [0.0] * 4),
+    ],
+)
+def test_a_histogram_is_spread_over_common_bins(counts, edges, shares):
+    histogram = StepHistogram(1, None, None, counts, edges)
+    assert histogram.spread(0.0, 0.5, 4) == shares
+    merged = histogram.merge_bins(1)
+    assert (sum(merged.counts), merged.edges) == (sum(counts), [edges[0], edges[-1]])
+
+
+@given(st.integers(1, 500), st.sampled_from([1, 2, 7, 12]))
+def test_a_sample_is_evenly_spread_and_has_both_ends(num, num_max):
+    items = EvenSample(num_max, range(num)).items
+    gaps = {after - before for before, after in itertools.pairwise(items[:-1])}
+    assert (items[0], items[-1], len(gaps) <= 1) == (0, num - 1, True)
+    assert min(num, num_max) / 2 <= len(items) <= num_max + 1
+
 
 VALUES = st.lists(st.floats(allow_nan=True, width=32), max_size=400)
 
@@ -94,7 +120,11 @@ def test_bin_means_include_all_values(values, bins_max, drawn_max):
         ("other/own_thing", "Other own thing", "other own thing"),
         ("", "", ""),
         ("///", "///", "///"),
-        ("<b>{0}%s<i>", "<b>{#}%s<i>", "<b>{0}%s<i>"),
+        ("<b>{0}%s<i>", "<b>{0}%s<i>", "<b>{0}%s<i>"),
+        ("train/top5", "Top5", "training"),
+        ("val/recall_10", "Recall 10", "validation"),
+        ("train/router/3/load", "Router # load", "router 3 load"),
+        ("val/experts12/load", "Experts# load", "experts12 load, validation"),
     ],
 )
 def test_each_key_has_a_title_and_a_label(key, title, label):

@@ -104,6 +104,22 @@ def test_the_table_and_pages_show_the_state_of_runs(run_directory):
     assert reader.read("../a") is None
 
 
+def test_the_table_has_project_tags_and_the_keys_in_which_runs_differ(tmp_path):
+    spec = "name: {0}\nproject: {1}\nlogging: {{wandb_tags: [{0}, 7]}}\nconfig: {{rate: {2}, same: 1, kind: x{0}}}\n"
+    for name, project, rate in (("a", "one", 1), ("b", "one", 2), ("c", "[two]", 2)):
+        make_run(LocalStore(tmp_path / name), spec=spec.format(name, project, rate))
+    make_run(LocalStore(tmp_path / "d"), spec="config: [")
+    data = read(PageData(LocalStore(tmp_path)))
+    assert data["keys"] == ["config.kind", "config.rate"]
+    assert [(line["project"], line["tags"], line["keys"]) for line in data["table"]] == [
+        ("one", ["a", "7"], {"config.kind": "xa", "config.rate": "1"}),
+        ("one", ["b", "7"], {"config.kind": "xb", "config.rate": "2"}),
+        ("['two']", ["c", "7"], {"config.kind": "xc", "config.rate": "2"}),
+        ("", [], {}),
+    ]
+    assert data["next"].endswith(f" --set directory={tmp_path}/first")
+
+
 def test_a_fork_is_drawn_over_ancestors_below_the_root_alone(tmp_path):
     make_forks(tmp_path)
     reader = PageData(LocalStore(tmp_path))

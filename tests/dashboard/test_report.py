@@ -2,23 +2,25 @@
 
 import base64
 import hashlib
+import itertools
 import json
 import re
+import shlex
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from runner.cli.app import main
+from runner.cli.app import COMMANDS, main
 from runner.dashboard import report
 from runner.dashboard import report as report_module
 from runner.dashboard.report import make_run_names, render_report
 from runner.history.ledger import STAGES_MAX
 from runner.history.records import ForkRecord
-from runner.storage import JsonObject, LocalStore, encode_json
-from tests.dashboard.scenes import make_forks, make_stages
-from tests.dashboard.synthetic_runs import LOST_STEPS, encode_lines, make_events, make_rows, make_run
+from runner.storage import JsonObject, LocalStore, encode_json, encode_line
+from tests.dashboard.scenes import make_failed, make_forks, make_stages
+from tests.dashboard.synthetic_runs import LOST_STEPS, START_TIME, encode_lines, make_events, make_rows, make_run
 from tests.support.memory_bucket import make_memory_bucket
 
 VOID_ELEMENTS = {"meta", "link", "br", "img", "input", "hr"}
@@ -230,6 +232,75 @@ def test_a_run_without_rows_has_a_headline_too(tmp_path):
     assert run["charts"] == {}
 
 
+def test_a_failure_is_told_once_and_marked_at_its_step(tmp_path):
+    make_failed(tmp_path)
+    (run,) = parse_page(render_report([LocalStore(tmp_path / "failed")]))["runs"]
+    assert (run["end"]["step"], run["end"]["label"]) == (800, "failed")
+    shown = {key: run[key] for key in ("tiles", "warnings", "facts")}
+    assert json.dumps(shown).count("RESOURCE_EXHAUSTED") == 1
+    (run,) = parse_page(render_report([make_run(LocalStore(tmp_path / "life"))]))["runs"]
+    assert (run["end"], run["warnings"]) == (None, [])
+
+
+def test_repeated_notices_are_counted(tmp_path):
+    store = make_run(LocalStore(tmp_path))
+    event = {"time": START_TIME + 300, "attempt": 1, "process": 0, "event": "grace", "reason": "late"}
+    store.write("events.jsonl", store.read("events.jsonl") + encode_line(event) * 3)
+    (run,) = parse_page(render_report([store]))["runs"]
+    assert run["warnings"] == ["grace: late (3 times)"]
+
+
+def test_events_are_shown_in_words(tmp_path):
+    (run,) = parse_page(render_report([make_run(LocalStore(tmp_path), num_attempts=1)]))["runs"]
+    assert [[attempt, step, text] for _, attempt, step, text in run["events"]] == [
+        [1, 20, "the job is done"],
+        [1, 20, "the save is durable, 5.0 s after it began"],
+        [1, 20, "a save has begun; training waited for 1.0 s"],
+        [1, 0, "the state was initialised in 20.0 s"],
+        [1, None, "everything is compiled, after 50.0 s"],
+        [1, None, "the attempt has begun with 1 processes on 8 x TPU v5e"],
+    ]
+
+
+def test_keys_that_are_no_defaults_come_before_the_spec(tmp_path):
+    spec = "name: a\nseed: 0\nlogging: {every_steps: 5, level: info}\nconfig: {own: [1], train: {total_steps: null}}\n"
+    (run,) = parse_page(render_report([make_run(LocalStore(tmp_path), spec=spec)]))["runs"]
+    assert run["changed"] == [["name", '"a"', ""], ["logging.every_steps", "5", "10"], ["config.own", "[1]", ""]]
+
+
+def test_samples_are_spread_over_the_run_with_the_newest_first(tmp_path):
+    store = make_run(LocalStore(tmp_path), num_attempts=1, num_rows=2000, **{"val/sample/0": "a" * 5000})
+    (run,) = parse_page(render_report([store]))["runs"]
+    steps = [step for step, _ in run["samples"]]
+    assert (steps[0], steps == sorted(steps, reverse=True), len(steps) <= 13) == (2000, True, True)
+    assert max(before - after for before, after in itertools.pairwise(steps)) < 300
+    assert run["samples"][0][1] == [["sample/0", "a" * 1500]]
+
+
+def test_histograms_and_many_norms_are_drawn_over_steps(tmp_path):
+    norms = {f"train/grad_norm/{index}": 10.0**index for index in range(40)}
+    more = {"train/h": {"counts": [1, 3], "edges": [0.0, 1.0, 2.0]}, "train/torn": {"counts": [1], "edges": [0.0]}}
+    store = make_run(LocalStore(tmp_path), num_attempts=1, num_rows=500, **norms, **more)
+    (run,) = parse_page(render_report([store]))["runs"]
+    own, gradients = run["histograms"]
+    assert (own["title"], gradients["title"]) == ("H", "Logarithm of the gradient norms")
+    assert (sum(own["shares"][0][:16]), sum(own["shares"][0])) == (
+        pytest.approx(0.25, abs=0.02),
+        pytest.approx(1, abs=0.02),
+    )
+    assert (own["step"][0], len(own["step"]) <= 41, len(own["centers"])) == (1, True, 32)
+    assert gradients["centers"][0] > 0 > gradients["centers"][0] - 1
+    assert "Gradient norm by module" not in run["charts"]
+    assert run["warnings"] == []
+
+
+def test_commands_name_the_directory(tmp_path):
+    (run,) = parse_page(render_report([make_run(LocalStore(tmp_path / "a b"))]))["runs"]
+    assert {shlex.split(text)[-1] for text, _ in run["commands"]} == {str(tmp_path / "a b")}
+    for text, _ in run["commands"]:
+        COMMANDS.parse(shlex.split(text)[3:])
+
+
 def test_smoothing_of_a_thinned_curve_uses_bin_means(tmp_path, monkeypatch):
     monkeypatch.setattr(report_module, "POINTS_MAX", 500)
     (run,) = parse_page(render_report([make_run(LocalStore(tmp_path), num_attempts=1, num_rows=2000)]))["runs"]
@@ -316,6 +387,8 @@ def test_a_fork_is_drawn_over_its_ancestors(tmp_path):
     assert (trunk["label"], trunk["part"]) == ("trunk", 1000)
     assert run["charts"]["Loss"][0]["step"][0] == 1010
     assert trunk["charts"]["Loss"][0]["step"][-1] == 2000
+    # Throughput and memory are those of the parent's hardware.
+    assert run["charts"].keys() - trunk["charts"].keys() >= {"Throughput", "Step time", "Device memory"}
     facts = dict(map(tuple, run["facts"]))
     assert (
         facts["forked from"] == f"{place / 'trunk'} at step 1,000, with config.optimizer.learning_rate: 0.001 -> 0.003"

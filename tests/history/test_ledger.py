@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runner.attempts.events import EVENTS
 from runner.history import ledger as ledgers
-from runner.history.ledger import LedgerReader, LedgerSummary, apply_events
+from runner.history.ledger import LedgerReader, LedgerSummary, apply_events, format_event
 from runner.storage import LocalStore, Store, encode_line, iterate_log, jsonl
 from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 
@@ -183,6 +184,19 @@ def test_a_failed_reading_is_repeated(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no disk"):
         reader.read({10})
     assert summarise(reader.read({10}), {10}) == summarise(read_at_once(LocalStore(tmp_path), {10}), {10})
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.name)
+def test_each_event_has_words(event) -> None:
+    examples = {float: 75.0, int: 3, str: "x", list: ["x"], dict: {"val/loss": 2.5}, bool: True}
+    kinds = {key.name: next(kind for kind in examples if isinstance(examples[kind], key.type)) for key in event.details}
+    row = {"event": event.name, "step": 7} | {name: examples[kind] for name, kind in kinds.items()}
+    words = format_event(row)
+    assert "?" not in words
+    assert "_" not in words
+    # Nothing is known about the details of another version, and of another program.
+    assert format_event({"event": event.name}).isprintable()
+    assert len(format_event(row | {key.name: "a\n" * 5000 for key in event.details})) <= 300
 
 
 def test_a_late_restore_of_an_older_attempt_drops_no_steps() -> None:

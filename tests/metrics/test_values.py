@@ -121,3 +121,4 @@ def test_peak_memory_is_that_of_the_fullest_device(monkeypatch: pytest.MonkeyPat
     devices = [type("Device", (), {"memory_stats": staticmethod(lambda each=each: each)}) for each in stats]
     monkeypatch.setattr("jax.local_devices", lambda: devices)
     assert mesh.read_peak_memory_bytes() == 9
+    assert mesh.read_memory_counter("bytes_in_use") is None

@@ -16,10 +16,38 @@
   const DIMMED = 0.35;
   const FORKS_MAX = 6;
   const POLL_MILLISECONDS = 2000;
-  const state = {
-    axis: "step", scale: "auto", smoothing: 0.012, hidden: new Set(), off: new Set(), seen: new Set(), open: new Set(["charts"]),
-    data: null, filter: "", chosen: new Set(), sort: { key: null, isDescending: false },
-  };
+  const state = { open: new Set(["charts"]), data: null, axisSize: 1, heights: new Map() };
+
+  // The view: what is drawn, and how. It is kept in the part of the address after `#`, so that a link shows the same.
+
+  const CHOICES = { axis: ["step", "tokens", "time"], scale: ["auto", "linear", "log"], smoothing: [0.012, 0, 0.004, 0.04] }; // the first is initial
+  const SETS = ["hidden", "toggled", "chosen", "columns"]; // runs, entries of legends, ticked runs, columns that are toggled
+
+  function readView() {
+    const given = new URLSearchParams(location.hash.slice(1));
+    for (const [name, choices] of Object.entries(CHOICES)) state[name] = choices.find((choice) => String(choice) === given.get(name)) ?? choices[0];
+    for (const name of SETS) state[name] = new Set(given.getAll(name));
+    const zoom = (given.get("zoom") || "").split(",").map(Number);
+    state.zoom = zoom.length === 2 && zoom.every(Number.isFinite) && zoom[0] < zoom[1] ? zoom : null;
+    state.filter = given.get("filter") || "";
+    state.sort = { key: given.get("sort"), isDescending: given.get("order") === "descending" };
+  }
+
+  function writeView() {
+    const shown = new URLSearchParams();
+    for (const [name, choices] of Object.entries(CHOICES)) if (state[name] !== choices[0]) shown.set(name, state[name]);
+    if (state.zoom) shown.set("zoom", state.zoom.map((value) => Number(value.toPrecision(8))).join(","));
+    for (const name of SETS) for (const value of state[name]) shown.append(name, value);
+    if (state.filter) shown.set("filter", state.filter);
+    if (state.sort.key) shown.set("sort", state.sort.key);
+    if (state.sort.isDescending) shown.set("order", "descending");
+    const hash = shown.toString();
+    try {
+      if (hash !== location.hash.slice(1)) history.replaceState(null, "", hash ? `#${hash}` : location.pathname + location.search);
+    } catch { /* a page without an address of its own, as in the preview of a mail */ }
+  }
+
+  const toggle = (name, value) => { if (!state[name].delete(value)) state[name].add(value); draw(); };
   const plots = new Map(); // id -> element, which is kept when the page is redrawn, so that its zoom is kept
 
   // Text and elements.
@@ -37,6 +65,7 @@
   }
 
   function table(heads, rows, kind) {
+    if (!rows.length) return element("p", { class: "note" }, "None.");
     const cells = (tag, row) => row.map((cell) => element(tag, {}, cell instanceof Node ? cell : String(cell ?? "")));
     const body = rows.map((row) => element("tr", {}, ...cells("td", row)));
     const head = heads ? element("thead", {}, element("tr", {}, ...cells("th", heads))) : null;
@@ -76,6 +105,7 @@
   };
   // What a run has recorded as a time need not be one.
   const clock = (seconds) => (seconds > 0 && seconds < 253402300800 ? new Date(seconds * 1000).toISOString().replace("T", " ").slice(0, 19) + "Z" : "");
+  const count6 = (number) => Number(Number(number).toPrecision(6)).toLocaleString("en-US", { maximumSignificantDigits: 6 });
   const count = (number) => (number === null || number === undefined ? "" : Number(number).toLocaleString("en-US"));
 
   // Charts.
@@ -94,7 +124,7 @@
       {
         paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", uirevision: "stays",
         font: { color: style("--text"), family: style("--font"), size: 12 }, modebar: { bgcolor: "rgba(0,0,0,0)", color: style("--quiet"), activecolor: style("--link") },
-        margin: { l: 12, r: 14, t: 26, b: 12 }, hovermode: "closest", showlegend: false, height: 260, autosize: true,
+        margin: { l: 12, r: 14, t: 26, b: 12 }, hovermode: "closest", hoverdistance: 30, showlegend: false, height: 260, autosize: true,
         hoverlabel: { bgcolor: style("--panel"), font: { color: style("--text") }, namelength: 40 },
         xaxis: { ...axis, title: { text: plain(x), standoff: 6 }, nticks: isNarrow() ? 6 : 9 }, yaxis: { ...axis, nticks: 6 },
       },
@@ -108,16 +138,87 @@
     for (const { target, contentRect } of entries) if (contentRect.width > 0 && target.data) Plotly.Plots.resize(target);
   });
 
-  function plot(id, traces, drawn) {
+  function plot(id, traces, drawn, isZoomLinked = false) {
     if (!plots.has(id)) {
       plots.set(id, element("div", { class: "plot" }));
       resizes.observe(plots.get(id));
     }
     const made = plots.get(id);
     made.style.height = `${drawn.height}px`;
-    const config = { displaylogo: false, displayModeBar: "hover", modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]] };
-    queue.push(() => Plotly.react(made, traces, drawn, config));
+    const reset = isZoomLinked ? { name: "resetZoom", title: "Reset the zoom of all charts", icon: Plotly.Icons && Plotly.Icons.home, click: resetZoom } : "resetScale2d";
+    const config = { displaylogo: false, displayModeBar: "hover", modeBarButtons: [["zoom2d", "pan2d", reset, "toImage"]], doubleClick: isZoomLinked ? false : "reset+autosize", showTips: false };
+    queue.push(() => {
+      Plotly.react(made, traces, drawn, config);
+      if (!isZoomLinked || made.dataset.linked) return;
+      made.dataset.linked = "yes";
+      made.on("plotly_hover", showValues);
+      made.on("plotly_unhover", () => tooltip.remove());
+      made.on("plotly_relayout", (change) => zoomTo(id, change));
+      made.on("plotly_doubleclick", resetZoom);
+    });
     return made;
+  }
+
+  // Shows the values of all curves at the place of the pointer, since curves of several runs lie close together. The box of
+  // Plotly would be cut off at the border of its chart.
+  const tooltip = element("div", { class: "tooltip", "aria-hidden": "true" });
+  const VALUES_MAX = 16;
+
+  function showValues({ points, event, xvals, yvals }) {
+    const known = points.filter((point) => point.data.meta && point.y !== null && point.y !== undefined);
+    if (!known.length) return tooltip.remove();
+    const [place] = known.reduce((best, point) => (Math.abs(point.x - xvals[0]) < best[1] ? [point.x, Math.abs(point.x - xvals[0])] : best), [0, Infinity]);
+    const distance = (point) => Math.abs(Math.log(Math.abs(point.y) || 1e-12) - Math.log(Math.abs(point.yaxis.type === "log" ? 10 ** yvals[0] : yvals[0]) || 1e-12));
+    const nearest = known.reduce((best, point) => (distance(point) < distance(best) ? point : best));
+    // Of very many values those that are nearest to the pointer are shown, in the order of the curves.
+    const shown = [...known].sort((a, b) => distance(a) - distance(b)).slice(0, VALUES_MAX).sort((a, b) => b.y - a.y);
+    const rows = shown.map((point) => {
+      const { label, form } = point.data.meta;
+      const value = form === "share" ? `${(100 * point.y).toPrecision(4)}%` : form === "broken" ? "not finite" : count6(point.y);
+      const from = point.x === place ? "" : ` at ${count6(point.x)}`;
+      const { color, dash } = point.data.line || point.data.marker;
+      return element("tr", { class: point === nearest ? "nearest" : null }, element("td", {}, stroke(color, dash || "solid")), element("td", {}, value), element("td", {}, label + from));
+    });
+    const left = known.length - shown.length;
+    tooltip.replaceChildren(element("div", { class: "note" }, `${count6(place)} ${axisOf(state.data.runs).title}${left ? `, ${left} more curves` : ""}`), element("table", {}, element("tbody", {}, ...rows)));
+    document.body.append(tooltip);
+    // To the right of the pointer, or to its left where there is no room.
+    const { offsetWidth: width, offsetHeight: height } = tooltip;
+    const [x, y] = [event.clientX, event.clientY];
+    tooltip.style.left = `${Math.max(x + 18 + width < window.innerWidth ? x + 18 : x - 18 - width, 4)}px`;
+    tooltip.style.top = `${Math.min(Math.max(y - height / 2, 4), Math.max(window.innerHeight - height - 4, 4))}px`;
+  }
+
+  // Zooms all charts of curves to the steps, tokens or seconds that were chosen in one of them, and that one to its values.
+  function zoomTo(id, change) {
+    const range = (axis) => [0, 1].map((end) => change[`${axis}.range[${end}]`] ?? (change[`${axis}.range`] || [])[end]);
+    const [horizontal, vertical] = [range("xaxis"), range("yaxis")];
+    if (horizontal[0] === undefined && vertical[0] === undefined) return;
+    if (horizontal[0] !== undefined) state.zoom = horizontal.map((value) => value * state.axisSize);
+    if (vertical[0] !== undefined) state.heights.set(id, vertical);
+    setTimeout(draw); // once Plotly is done with the event
+  }
+
+  function resetZoom() {
+    state.zoom = null;
+    state.heights.clear();
+    setTimeout(draw);
+  }
+
+  // Returns a range of one axis as the range of another one in which the longest curve has the same rows; null if it is unknown.
+  function convertRange(range, from, to) {
+    const columns = { step: "step", tokens: "tokens", time: "seconds" };
+    const known = state.data.runs.flatMap((run) => Object.values(run.charts).flat()).filter((series) => series[columns[from]] && series[columns[to]]);
+    if (!range || !known.length) return null;
+    const longest = known.reduce((best, series) => (series.step.length > best.step.length ? series : best));
+    const pairs = longest[columns[from]].map((value, index) => [value, longest[columns[to]][index]]).filter((pair) => !pair.includes(null));
+    const converted = range.map((value) => {
+      const after = pairs.findIndex(([place]) => place >= value);
+      if (after <= 0) return (after ? pairs[pairs.length - 1] : pairs[0] || [0, 0])[1];
+      const [[left, low], [right, high]] = [pairs[after - 1], pairs[after]];
+      return low + ((high - low) * (value - left)) / (right - left || 1);
+    });
+    return converted[0] < converted[1] ? converted : null;
   }
   let queue = []; // plots to draw once their elements are on the page, since Plotly reads their width
 
@@ -150,20 +251,26 @@
     });
   }
 
-  const isOff = (chart, series) => state.off.has(`${chart.title} ${series.key}`);
-  const percent = (text) => plain(text).replace(/%/g, "%\u200b"); // a name in a template of Plotly
+  const idOf = (chart, series) => `${chart.title} ${series.key}`;
+  const isValidation = (series) => series.key.startsWith("val/");
+
+  // Returns true if a curve is hidden until its entry in the legend is clicked. All curves of a run have its colour, so a
+  // comparison shows one of training and one of validation in each chart.
+  function isSecondary(chart, series) {
+    if (series.hidden) return true;
+    if (state.data.runs.length < 2 || chart.form === "stack") return false;
+    const first = state.data.runs.flatMap((run) => run.charts[chart.title] || []).find((other) => !other.hidden && isValidation(other) === isValidation(series));
+    return first !== undefined && first.key !== series.key;
+  }
+
+  const isOff = (chart, series) => isSecondary(chart, series) !== state.toggled.has(idOf(chart, series));
 
   // Returns the series of a chart by key, each with the place of its colour, its name and the runs that have it.
   function seriesOf(chart, runs) {
     const found = new Map();
     for (const run of runs) {
       for (const series of run.charts[chart.title] || []) {
-        if (!found.has(series.key)) {
-          found.set(series.key, { key: series.key, label: series.label, index: found.size });
-          const id = `${chart.title} ${series.key}`;
-          if (series.hidden && !state.seen.has(id)) state.off.add(id);
-          state.seen.add(id);
-        }
+        if (!found.has(series.key)) found.set(series.key, { key: series.key, label: series.label, hidden: series.hidden, index: found.size });
       }
     }
     return found;
@@ -185,20 +292,23 @@
     if (chart.form === "stack" || state.axis === "time") return [];
     return ancestors.flatMap((run) => (run.charts[chart.title] || []).flatMap((series) => {
       const x = axis.of(run, series);
-      if (!x || isOff(chart, series) || (series.hidden && !state.seen.has(`${chart.title} ${series.key}`))) return [];
-      const isTraining = !series.key.startsWith("val/");
+      if (!x || isOff(chart, series)) return [];
+      const isTraining = !isValidation(series);
       const isSmoothed = chart.smooth && isTraining && state.smoothing > 0 && series.value.length > 20;
       const shown = isSmoothed && series.means ? series.means : series;
       const trace = {
         type: "scatter", name: plain(series.label), showlegend: false, mode: series.value.length === 1 ? "markers" : "lines",
         x: axis.of(run, shown), y: isSmoothed ? smooth(shown.value) : shown.value, line: { color: GREY, width: 2, dash: isTraining ? "solid" : "dot" }, marker: { color: GREY },
-        hovertemplate: `%{x:,} · %{y:.5g}<extra>${percent(run.label)}, ${percent(series.label)}</extra>`,
+        hoverinfo: "none", meta: { label: `${run.label}, ${series.label}`, form: chart.form },
       };
       return dimmed(trace, shown.step, run.part);
     }));
   }
 
   const colourOf = (index) => colours()[index % colours().length];
+  const strokeOf = (index) => ({ dash: DASHES[Math.floor(index / colours().length) % DASHES.length], width: 2 });
+  // Returns the stroke of a curve among those of several runs, each of which has a colour.
+  const compared = (chart, series, dash) => (isSecondary(chart, series) ? { dash: "dashdot", width: 1 } : { dash: isValidation(series) ? "dot" : dash, width: 2 });
 
   function seriesTraces(chart, runs, axis) {
     const traces = [];
@@ -214,35 +324,43 @@
         const raw = columns(series);
         if (!raw || !raw.x) continue;
         const colour = alone ? colourOf(index) : run.colour;
-        const isTraining = !series.key.startsWith("val/");
+        const isTraining = !isValidation(series);
         const isSparse = series.value.length <= 60 || !isTraining;
-        const dash = alone ? DASHES[Math.floor(index / colours().length) % DASHES.length] : isTraining ? run.dash : "dot";
-        const hover = (what) => `%{x:,} · %{y:.5g}<extra>${percent(alone ? series.label : run.label)}${what}</extra>`;
-        const common = { type: "scatter", name: plain(series.label), showlegend: false, connectgaps: false, line: { color: colour, width: 2, dash } };
+        const { dash, width } = alone ? strokeOf(index) : compared(chart, series, run.dash);
+        // A legend entry that is the only one of its chart adds nothing to the name of the run.
+        const name = alone ? series.label : named.size > 1 ? `${run.label}, ${series.label}` : run.label;
+        const hover = (what) => ({ hoverinfo: "none", meta: { label: name + what, form: chart.form } });
+        const common = { type: "scatter", name: plain(series.label), showlegend: false, connectgaps: false, line: { color: colour, width, dash } };
         if (chart.form === "stack") {
-          traces.push({ ...common, x: raw.x, y: raw.y, mode: "lines", stackgroup: "one", groupnorm: "fraction", line: { color: colour, width: 0.5 }, fillcolor: colour, hovertemplate: `%{x:,} · %{y:.1%}<extra>${percent(series.label)}</extra>` });
+          traces.push({ ...common, x: raw.x, y: raw.y, mode: "lines", stackgroup: "one", groupnorm: "fraction", line: { color: colour, width: 0.5 }, fillcolor: colour, hoverinfo: "none", meta: { label: series.label, form: chart.form } });
           continue;
         }
         const isSmoothed = chart.smooth && isTraining && state.smoothing > 0 && series.value.length > 20;
-        if (!isSmoothed || alone || runs.length <= 4) {
+        const hasValues = !isSmoothed || runs.length <= 4;
+        if (hasValues) {
           const trace = {
             ...common, x: raw.x, y: raw.y, mode: isSparse && !isSmoothed ? "lines+markers" : "lines", opacity: isSmoothed ? 0.32 : 1,
-            line: { color: colour, width: isSmoothed ? 1 : 2, dash: isSmoothed ? "solid" : dash },
-            marker: { color: colour, symbol: SYMBOLS[index % SYMBOLS.length], size: series.value.length === 1 ? 9 : 5 }, hovertemplate: hover(""),
+            line: { color: colour, width: isSmoothed ? 1 : width, dash: isSmoothed ? "solid" : dash },
+            marker: { color: colour, symbol: SYMBOLS[index % SYMBOLS.length], size: series.value.length === 1 ? 9 : 5 }, ...hover(""),
           };
           traces.push(...dimmed(trace, series.step, run.part));
         }
         if (isSmoothed) {
           const means = columns(series.means || series);
-          const trace = { ...common, x: means && means.x, y: means && smooth(means.y), mode: "lines", hovertemplate: hover(", smoothed") };
+          const trace = { ...common, x: means && means.x, y: means && smooth(means.y), mode: "lines", ...(hasValues ? { hoverinfo: "skip" } : hover(", smoothed")) };
           if (trace.x) traces.push(...dimmed(trace, (series.means || series).step, run.part));
+        }
+        // Where curves of several runs lie over each other, a line at the end of one would belong to none.
+        const last = raw.y.findLastIndex((value) => value !== null);
+        if (!alone && run.end && chart.title === "Loss" && isTraining && last >= 0) {
+          traces.push({ type: "scatter", mode: "markers", x: [raw.x[last]], y: [raw.y[last]], showlegend: false, marker: { color: colour, symbol: "x", size: 11 }, ...hover(`, ${run.end.label}`) });
         }
         if (series.broken.value.length) {
           const places = axis.of(run, series.broken) || [];
           const level = Math.max(...series.value.filter((value) => value !== null), 1e-9);
           traces.push({
             type: "scatter", mode: "markers", x: places, y: places.map(() => level), showlegend: false,
-            marker: { color: "#D55E00", symbol: "x", size: 10 }, hovertemplate: "%{x:,} · not finite<extra></extra>",
+            marker: { color: "#D55E00", symbol: "x", size: 10 }, hoverinfo: "none", meta: { label: name, form: "broken" },
           });
         }
       }
@@ -251,14 +369,21 @@
   }
 
   // Returns the settings of the vertical axis: linear, or logarithmic where a linear curve would be flat; ticks that can be read.
-  function scaleOf(chart, traces) {
+  function scaleOf(chart, traces, zoom) {
     if (chart.form === "stack") return { tickformat: ".0%", range: [0, 1] };
     let [low, high] = [Infinity, -Infinity];
-    for (const trace of traces) for (const value of trace.y) if (value !== null) [low, high] = [Math.min(low, value), Math.max(high, value)];
+    for (const { x, y } of traces) {
+      y.forEach((value, index) => {
+        if (value !== null && (!zoom || (x[index] >= zoom[0] && x[index] <= zoom[1]))) [low, high] = [Math.min(low, value), Math.max(high, value)];
+      });
+    }
     const isLog = low > 0 && high > low && (state.scale === "log" || (state.scale === "auto" && chart.auto && high / low > 25));
     if (!isLog) {
       const form = chart.form === "share" ? { tickformat: ".0%" } : { exponentformat: high < 1e-2 ? "e" : "SI" };
-      return { ...form, type: "linear", rangemode: chart.zero || chart.form === "share" ? "tozero" : "normal" };
+      const startsAtZero = chart.zero || chart.form === "share";
+      const margin = 0.05 * (high - low) || 0.05 * Math.abs(high) || 1;
+      const range = zoom && high >= low ? { range: [startsAtZero && low >= 0 ? 0 : low - margin, high + margin] } : {};
+      return { ...form, type: "linear", rangemode: startsAtZero ? "tozero" : "normal", ...range };
     }
     const [from, to] = [Math.log10(low), Math.log10(high)];
     const parts = to - from < 1.2 ? [1, 1.5, 2, 3, 5, 7] : to - from < 2.5 ? [1, 2, 5] : [1];
@@ -278,22 +403,22 @@
     if (named.length < 2) return null;
     const alone = runs.length === 1;
     const chips = named.slice(0, LEGEND_MAX).map((series) => {
-      const id = `${chart.title} ${series.key}`;
-      const dash = alone ? DASHES[Math.floor(series.index / colours().length) % DASHES.length] : series.key.startsWith("val/") ? "dot" : "solid";
-      const toggle = () => { state.off[state.off.has(id) ? "delete" : "add"](id); draw(); };
-      return element("button", { type: "button", class: "chip", "aria-pressed": String(!state.off.has(id)), onclick: toggle, title: series.key },
-        stroke(alone ? colourOf(series.index) : style("--text"), dash), series.label);
+      const { dash, width } = alone ? strokeOf(series.index) : compared(chart, series, "solid");
+      const isShown = !isOff(chart, series);
+      const attributes = { type: "button", class: "chip", "aria-pressed": String(isShown), title: `${series.key}: click to ${isShown ? "hide" : "show"}` };
+      return element("button", { ...attributes, onclick: () => toggle("toggled", idOf(chart, series)) },
+        stroke(alone ? colourOf(series.index) : style("--text"), dash, width), series.label);
     });
     const more = named.length > LEGEND_MAX ? element("span", { class: "note" }, `and ${named.length - LEGEND_MAX} more`) : null;
     return element("div", { class: "names" }, ...chips, more);
   }
 
-  function stroke(colour, dash) {
+  function stroke(colour, dash, width = 2) {
     const line = document.createElementNS("http://www.w3.org/2000/svg", "svg");
     const made = document.createElementNS("http://www.w3.org/2000/svg", "line");
     for (const [name, value] of Object.entries({ width: 22, height: 8 })) line.setAttribute(name, value);
     const dashes = { solid: "", dash: "6 3", dot: "2 2", dashdot: "6 2 2 2" }[dash];
-    for (const [name, value] of Object.entries({ x1: 0, x2: 22, y1: 4, y2: 4, stroke: colour, "stroke-width": 3, "stroke-dasharray": dashes })) made.setAttribute(name, value);
+    for (const [name, value] of Object.entries({ x1: 0, x2: 22, y1: 4, y2: 4, stroke: colour, "stroke-width": width + 1, "stroke-dasharray": dashes })) made.setAttribute(name, value);
     line.append(made);
     return line;
   }
@@ -308,17 +433,18 @@
   }
 
   // Returns the stages that have begun, each with its place on the axis of a chart.
-  function begunStages(runs, axis) {
+  function begunStages(runs, axis, isOwn = false) {
     if (runs.length !== 1) return [];
     const [run] = runs;
+    const since = isOwn && run.fork ? run.fork.step : 0; // the stages before were those of the parent
     const places = { step: (stage) => stage.step, tokens: (stage) => stage.tokens, time: (stage) => (stage.began === null || run.began === null ? null : (stage.began - run.began) / axis.size) };
     const of = places[state.axis];
-    return run.stages.filter((stage) => stage.step <= run.values.step).map((stage) => ({ ...stage, at: of(stage) })).filter((stage) => stage.at !== null);
+    return run.stages.filter((stage) => stage.step >= since && stage.step <= run.values.step).map((stage) => ({ ...stage, at: of(stage) })).filter((stage) => stage.at !== null);
   }
 
   // Returns the numbers above the lines of stages, except those that would lie over the one before.
-  function stageNumbers(runs, axis) {
-    const stages = begunStages(runs, axis);
+  function stageNumbers(runs, axis, isOwn) {
+    const stages = begunStages(runs, axis, isOwn);
     if (!stages.length) return [];
     const last = { step: runs[0].values.step, tokens: tokensAt(runs[0], runs[0].values.step), time: (runs[0].seconds || 0) / axis.size }[state.axis];
     let before = -Infinity;
@@ -332,8 +458,16 @@
     }));
   }
 
+  // Returns the label of the line at which a run has ended badly.
+  function endLabel(runs, axis) {
+    if (runs.length !== 1 || !runs[0].end) return [];
+    const [{ end, began }] = runs;
+    const at = { step: end.step, tokens: tokensAt(runs[0], end.step), time: began === null ? null : (end.time - began) / axis.size }[state.axis];
+    return at === null ? [] : [{ x: at, y: 1, xref: "x", yref: "paper", xanchor: "right", yanchor: "bottom", showarrow: false, text: plain(end.label), font: { size: 11, color: style("--bad") } }];
+  }
+
   // Returns shapes that mark where attempts resumed and which steps were recomputed, on the current axis.
-  function marks(runs, axis) {
+  function marks(runs, axis, isOwn) {
     if (runs.length !== 1) return [];
     const [run] = runs;
     const place = (step, seconds) => {
@@ -351,53 +485,90 @@
       const to = place(attempt.reached, attempt.ended);
       if (from !== null && to !== null) bands += `M${from},0L${to},0L${to},1L${from},1Z`;
     }
+    const end = run.end && place(run.end.step, run.end.time);
     const begin = run.fork && state.axis !== "time" ? place(run.fork.step, null) : null;
-    const borders = begunStages(runs, axis).map((stage) => `M${stage.at},0L${stage.at},1`).join("");
+    const borders = begunStages(runs, axis, isOwn).map((stage) => `M${stage.at},0L${stage.at},1`).join("");
     const isCrowded = run.attempts.length > 60;
     const shape = { type: "path", xref: "x", yref: "paper", layer: "below" };
     return [
       bands && { ...shape, path: bands, opacity: isCrowded ? 0.4 : 1, fillcolor: style("--ghost"), line: { width: 0 } },
       lines && { ...shape, path: lines, opacity: isCrowded ? 0.15 : 1, line: { color: GREY, width: 1, dash: isCrowded ? "solid" : "dot" } },
       borders && { ...shape, path: borders, opacity: 0.6, line: { color: style("--quiet"), width: 1 } },
+      end !== null && { ...shape, layer: "above", path: `M${end},0L${end},1`, line: { color: style("--bad"), width: 2 } },
       begin !== null && { ...shape, layer: "above", path: `M${begin},0L${begin},1`, line: { color: style("--text"), width: 1, dash: "dash" } },
     ].filter(Boolean);
   }
 
   function charts(data, runs) {
     const axis = axisOf(runs);
+    state.axisSize = axis.size || 1;
+    const zoom = state.zoom && state.zoom.map((value) => value / state.axisSize);
     const shapes = marks(runs, axis);
-    const annotations = stageNumbers(runs, axis);
+    const ownShapes = marks(runs, axis, true);
+    const annotations = [...stageNumbers(runs, axis), ...endLabel(runs, axis)];
+    const ownAnnotations = [...stageNumbers(runs, axis, true), ...endLabel(runs, axis)];
     const made = [];
+    const single = [];
     for (const chart of data.charts) {
       // Shares of several runs cannot be stacked over each other.
       for (const shown of chart.form === "stack" ? runs.map((run) => [run]) : [runs]) {
-        const traces = [...ancestorTraces(chart, data.ancestors || [], axis), ...seriesTraces(chart, shown, axis)];
+        const behind = ancestorTraces(chart, data.ancestors || [], axis);
+        const traces = [...behind, ...seriesTraces(chart, shown, axis)];
         const legend = chartLegend(chart, shown);
         // A chart whose curves are all hidden stays, so that they can be shown again.
         const isHidden = [...seriesOf(chart, shown).values()].some((series) => isOff(chart, series));
         if (!traces.length && !isHidden) continue;
+        // One value, or none that is finite, makes no curve.
+        const values = traces.flatMap((trace) => (trace.meta && trace.meta.form === "broken" ? [] : trace.y)).filter((value) => value !== null);
+        if (made.length && !isHidden && traces.every((trace) => trace.y.length < 2 || (trace.meta && trace.meta.form === "broken"))) {
+          single.push([chart.title, ...(values.length ? values.slice(0, 3).map((value) => (chart.form === "share" ? share100(value) : count6(value))) : ["not finite"]), chart.unit]);
+          continue;
+        }
         const isFirst = !made.length;
-        const drawn = layout(axis.title, { shapes, annotations, height: isFirst ? (isNarrow() ? 280 : 380) : 260 });
-        drawn.uirevision = `${state.axis} ${state.scale}`;
+        const name = chart.form === "stack" && runs.length > 1 ? `${chart.title}: ${shown[0].label}` : chart.title;
+        const id = `chart ${name}`;
+        const drawn = layout(axis.title, { shapes: behind.length ? shapes : ownShapes, annotations: behind.length ? annotations : ownAnnotations, hovermode: "x", height: isFirst ? (isNarrow() ? 280 : 380) : 260 });
+        const height = state.heights.get(id);
+        drawn.uirevision = `${state.axis} ${state.scale} ${zoom} ${height}`;
         if (state.axis === "time") drawn.xaxis.rangemode = "tozero";
         else drawn.xaxis.tickformat = "~s"; // 1.5k
-        Object.assign(drawn.yaxis, scaleOf(chart, traces));
-        const name = chart.form === "stack" && runs.length > 1 ? `${chart.title}: ${shown[0].label}` : chart.title;
+        Object.assign(drawn.xaxis, { showspikes: true, spikemode: "across", spikethickness: 1, spikedash: "solid", spikecolor: GREY, spikesnap: "cursor" });
+        if (zoom) drawn.xaxis.range = zoom;
+        Object.assign(drawn.yaxis, scaleOf(chart, traces, zoom), height ? { range: height } : {});
         const caption = element("figcaption", {}, name, element("span", { class: "unit" }, ` ${chart.unit}`));
-        made.push(element("figure", { class: isFirst ? "wide" : null }, caption, legend, plot(`chart ${name}`, traces, drawn)));
+        made.push(element("figure", { class: isFirst ? "wide" : null }, caption, legend, plot(id, traces, drawn, true)));
       }
     }
+    // Histograms of several runs cannot be drawn over each other.
+    if (runs.length === 1) made.push(...histograms(runs[0], axis, zoom));
     const rows = runs.reduce((sum, run) => sum + run.rows, 0);
     const thinned = [...new Set(runs.map((run) => run.thinning))];
     const drawnPoints = runs.length > 1 && thinned.length > 1 ? "Long curves show the lowest and the highest value of each bin, so peaks are kept." : thinned[0];
-    const notes = made.length ? [element("p", { class: "note" }, `${count(rows)} rows. ${drawnPoints[0].toUpperCase()}${drawnPoints.slice(1)}`)] : [];
+    if (single.length) made.push(element("figure", {}, element("figcaption", {}, "Single values"), table(null, single.map(([title, ...rest]) => [title, rest.slice(0, -1).join(", "), rest[rest.length - 1]]), "facts")));
+    const notes = made.length ? [element("p", { class: "note" }, `${count(rows)} ${rows === 1 ? "row" : "rows"}. ${drawnPoints[0].toUpperCase()}${drawnPoints.slice(1)}`)] : [];
     if (runs.some((run) => run.attempts.length > 1 || run.attempts.some((attempt) => attempt.lost)) && shapes.length) {
       notes.push(element("p", { class: "note" }, "Dotted lines, or thin ones if there are many: an attempt resumed here. Grey bands: steps that were lost and " +
         "recomputed; their rows are removed from metrics.jsonl, so there is no curve of them."));
     }
-    if (annotations.length) notes.push(element("p", { class: "note" }, "Lines with a number: a stage of the run begins; the table of stages below says what it changes."));
+    if (stageNumbers(runs, axis).length) notes.push(element("p", { class: "note" }, "Lines with a number: a stage of the run begins; the table of stages below says what it changes."));
     if (!made.length) notes.push(element("p", { class: "empty" }, !runs.length ? "Every run is hidden." : state.axis === "time" ? "These rows have no timestamps." : "No rows yet."));
-    return element("section", { id: "charts" }, controls(), forkNote(data, runs), element("div", { class: "grid" }, ...made), ...notes);
+    return element("section", { id: "charts" }, made.length ? controls() : null, forkNote(data, runs), element("div", { class: "grid" }, ...made), ...notes);
+  }
+
+  // Returns a chart of each histogram over the steps, as in a spectrogram: the darker, the more values.
+  function histograms(run, axis, zoom) {
+    return run.histograms.map((histogram) => {
+      const x = axis.of(run, histogram);
+      if (!x || x.length < 2) return null;
+      const z = histogram.centers.map((_, bin) => histogram.shares.map((shares) => shares[bin]));
+      const trace = { type: "heatmap", x, y: histogram.centers, z, colorscale: [[0, style("--panel")], [1, colours()[0]]], showscale: false, hovertemplate: "%{x:,} · %{y:.4g}: %{z:.1%}<extra></extra>" };
+      const drawn = layout(axis.title, {});
+      drawn.uirevision = `${state.axis} ${zoom}`;
+      if (zoom) drawn.xaxis.range = zoom;
+      if (state.axis !== "time") drawn.xaxis.tickformat = "~s";
+      const caption = element("figcaption", {}, histogram.title, element("span", { class: "unit" }, " histogram over steps"));
+      return element("figure", {}, caption, plot(`histogram ${histogram.title}`, [trace], drawn, true));
+    }).filter(Boolean);
   }
 
   function forkNote(data, runs) {
@@ -412,13 +583,18 @@
     const button = (text, isOn, act) => element("button", { type: "button", "aria-pressed": String(isOn), onclick: () => { act(); draw(); } }, text);
     const group = (label, choices, name) => element(
       "div", { class: "choice", role: "group", "aria-label": label }, element("span", {}, label),
-      ...choices.map(([value, text]) => button(text, state[name] === value, () => { state[name] = value; })),
+      ...choices.map(([value, text]) => button(text, state[name] === value, () => {
+        if (name === "axis") state.zoom = convertRange(state.zoom, state.axis, value);
+        if (name !== "smoothing") state.heights.clear();
+        state[name] = value;
+      })),
     );
     return element(
       "div", { class: "controls" },
       group("by", [["step", "step"], ["tokens", "tokens"], ["time", "time"]], "axis"),
       group("scale", [["auto", "auto"], ["linear", "linear"], ["log", "log"]], "scale"),
       group("smoothing", [[0, "off"], [0.004, "low"], [0.012, "medium"], [0.04, "high"]], "smoothing"),
+      state.zoom || state.heights.size ? element("button", { type: "button", onclick: resetZoom }, "reset zoom") : null,
     );
   }
 
@@ -504,7 +680,8 @@
       if (attempt.resumed === null || attempt.reached === null) continue;
       const [from, to] = [attempt.began - run.began, attempt.ended - run.began];
       const own = rows.filter(([seconds, step]) => seconds >= from && seconds <= to && step <= attempt.kept);
-      const points = [[attempt.stepping - run.began, attempt.resumed], ...own];
+      // A later stage may be compiled beside the steps, so the time of compilation may reach beyond the first rows.
+      const points = [[Math.min(attempt.stepping - run.began, own.length ? own[0][0] : Infinity), attempt.resumed], ...own];
       if (!own.length && attempt.kept > attempt.resumed) points.push([(attempt.lost ? attempt.lost_since : attempt.ended) - run.began, attempt.kept]);
       for (const [seconds, step] of points) { kept.x.push(seconds / size); kept.y.push(step); }
       kept.x.push(null); kept.y.push(null);
@@ -547,7 +724,7 @@
       Object.assign(trace, { base: undefined, x: shares, y: runs.map((run, index) => index), hovertemplate: "%{x:.2%}<extra>" + plain(bucket.label) + "</extra>" });
       if (shares.some((value) => value)) traces.push(trace);
     }
-    const drawn = layout("share of wall time", { barmode: "stack", height: 86 + 24 * runs.length, bargap: 0.2 });
+    const drawn = layout("share of wall time", { barmode: "stack", height: 100 + 24 * runs.length, bargap: 0.2 });
     Object.assign(drawn.xaxis, { tickformat: ".0%", range: [0, 1] });
     Object.assign(drawn.yaxis, { tickmode: "array", tickvals: runs.map((run, index) => index), ticktext: names, autorange: "reversed", showgrid: false, zeroline: false });
     return plot("share", traces, drawn);
@@ -568,11 +745,13 @@
     const known = runs.filter((run) => run.began !== null && run.attempts.length);
     if (!known.length) return null;
     const figure = (text, ...children) => element("figure", {}, element("figcaption", {}, text), ...children);
-    const made = [figure("Where the time went", share(data, known), buckets(data, known)), figure("Goodput so far: time of surviving steps / wall time", goodput(known))];
+    // Runs that have never made a step would have empty charts.
+    const made = [figure("Where the time went", share(data, known), buckets(data, known))];
+    if (known.some((run) => run.values.step > 0)) made.push(figure("Goodput so far: time of surviving steps / wall time", goodput(known)));
     const parts = known.map((run) => [
-      figure("Progress: optimizer steps, lost ones dotted", progress(run)),
+      run.values.step > 0 ? figure("Progress: optimizer steps, lost ones dotted", progress(run)) : null,
       figure("Attempts, one lane each: time by category, in no order within a lane", ...timeline(data, run)),
-    ]);
+    ].filter(Boolean));
     if (known.length === 1) made.push(...parts[0]);
     const each = known.length === 1 ? [] : known.map((run, index) => section(`time ${run.id}`, `Progress and attempts: ${run.label}`, element("div", { class: "pairs" }, ...parts[index])));
     if (!state.open.has("time seen")) state.open.add("time").add("time seen");
@@ -603,66 +782,71 @@
   const fixed = (value) => (value === null || value === undefined ? "" : value.toFixed(4));
   const share100 = (value) => (value === null || value === undefined ? "" : `${(100 * value).toFixed(1)}%`);
   const number = (value) => (value === null || value === undefined ? "" : amount(value));
-  const DIFFERENCES_MAX = 6;
+  const DIFFERENCES_MAX = 4;
+  const cut = (text, length) => (text.length > length ? element("span", { title: text }, `${text.slice(0, length)}…`) : text);
 
   function comparison(data, runs) {
     const best = bestOf(runs);
-    const differences = data.differences.slice(0, DIFFERENCES_MAX).map(([key, values]) => ({
-      title: key.replace(/^config\./, ""), key,
-      of: (run) => { const text = values[data.runs.indexOf(run)]; const value = Number(text); return text.trim() && Number.isFinite(value) ? value : text; },
-      show: (run) => values[data.runs.indexOf(run)],
+    // Unlike runs differ in dozens of keys, which would push everything else off the screen. A column is worth a key that
+    // every run has, with a short value, such as the learning rate of a sweep.
+    const short = data.differences.filter(([, values]) => values.every((text) => text !== "(absent)" && text.length <= 16));
+    const differences = short.slice(0, DIFFERENCES_MAX).map(([key, values]) => ({
+      title: cut(key.replace(/^config\./, ""), 28), key, of: (run) => sortValue(values[data.runs.indexOf(run)]), show: (run) => values[data.runs.indexOf(run)],
     }));
     const columns = [
       {
         title: "run", key: "label", of: (run) => run.label, show: (run) => {
-          const toggle = () => { state.hidden[state.hidden.has(run.id) ? "delete" : "add"](run.id); draw(); };
-          const line = element("button", { type: "button", class: "chip", "aria-pressed": String(!state.hidden.has(run.id)), onclick: toggle, title: "show or hide its curves" }, stroke(run.colour, run.dash), run.label);
+          const line = element("button", { type: "button", class: "chip", "aria-pressed": String(!state.hidden.has(run.id)), onclick: () => toggle("hidden", run.id), title: "show or hide its curves" }, stroke(run.colour, run.dash), run.label);
           return run === best ? element("span", {}, line, element("span", { class: "best" }, "★ best")) : line;
         },
       },
+      { title: "loss", key: "loss", of: (run) => run.values.loss, show: (run) => fixed(run.values.loss) },
+      { title: "best validation", key: "best_validation_loss", of: (run) => run.values.best_validation_loss, show: (run) => fixed(run.values.best_validation_loss) },
       ...differences,
       { title: "state", key: "state", of: (run) => run.values.state, show: (run) => badge(run.kind, run.values.state) },
       { title: "steps", key: "step", of: (run) => run.values.step, show: (run) => count(run.values.step) },
-      { title: "loss", key: "loss", of: (run) => run.values.loss, show: (run) => fixed(run.values.loss) },
-      { title: "best validation", key: "best_validation_loss", of: (run) => run.values.best_validation_loss, show: (run) => fixed(run.values.best_validation_loss) },
       { title: "tokens / s", key: "tokens_per_second", of: (run) => run.values.tokens_per_second ?? run.values.examples_per_second, show: (run) => number(run.values.tokens_per_second ?? run.values.examples_per_second) + (run.values.examples_per_second === null ? "" : " examples") },
       { title: "MFU", key: "mfu", of: (run) => run.values.mfu, show: (run) => share100(run.values.mfu) },
       { title: "goodput", key: "goodput", of: (run) => run.values.goodput, show: (run) => share100(run.values.goodput) },
     ];
-    const note = data.differences.length > DIFFERENCES_MAX ? element("p", { class: "note" }, `${data.differences.length} keys differ; all of them are below.`) : null;
+    const open = () => { state.open.add("differences"); draw(); document.getElementById("differences").scrollIntoView(); };
+    const left = data.differences.length - differences.length;
+    const note = left > 0 ? element("p", {}, element("button", { type: "button", onclick: open }, `${left}${differences.length ? " more" : ""} ${left > 1 ? "keys differ" : "key differs"}`)) : null;
     return element("section", {}, sortable(columns, runs, (run) => (run === best ? "best-row" : null)), note);
   }
 
+  const textOf = (title) => (title instanceof Node ? title.textContent : title);
   const badge = (kind, text) => element("span", { class: `state ${kind || ""}`.trim(), title: text }, text);
 
   // Returns a table whose rows are sorted by a click on a head, and which is a list of cards where it is narrow.
-  function sortable(columns, items, kindOf, note) {
-    const chosen = columns.find((column) => column.key === state.sort.key);
+  function sortable(columns, items, kindOf, initial = { key: null, isDescending: false }) {
+    const order = state.sort.key ? state.sort : initial;
+    const chosen = columns.find((column) => column.key === order.key);
     const sorted = [...items];
     if (chosen) {
       const isKnown = (value) => value !== null && value !== undefined && value !== "";
       sorted.sort((a, b) => {
         const [left, right] = [chosen.of(a), chosen.of(b)];
         if (!isKnown(left) || !isKnown(right)) return isKnown(right) - isKnown(left);
-        const order = typeof left === "number" && typeof right === "number" ? left - right : String(left).localeCompare(String(right), "en", { numeric: true });
-        return state.sort.isDescending ? -order : order;
+        const difference = typeof left === "number" && typeof right === "number" ? left - right : String(left).localeCompare(String(right), "en", { numeric: true });
+        return order.isDescending ? -difference : difference;
       });
     }
     const sortBy = (key, isDescending) => { state.sort = { key, isDescending }; draw(); };
     const head = columns.map((column) => {
       if (!column.of) return element("th", {}, column.title);
       const isChosen = column === chosen;
-      const order = !isChosen ? "none" : state.sort.isDescending ? "descending" : "ascending";
-      const arrow = !isChosen ? "" : state.sort.isDescending ? " ▾" : " ▴";
-      return element("th", { "aria-sort": order }, element("button", { type: "button", class: "sort", onclick: () => sortBy(column.key, isChosen && !state.sort.isDescending) }, column.title + arrow));
+      const direction = !isChosen ? "none" : order.isDescending ? "descending" : "ascending";
+      const arrow = !isChosen ? "" : order.isDescending ? " ▾" : " ▴";
+      return element("th", { "aria-sort": direction }, element("button", { type: "button", class: "sort", onclick: () => sortBy(column.key, isChosen && !order.isDescending) }, column.title, arrow));
     });
     const rows = sorted.map((item) => element("tr", { class: kindOf ? kindOf(item) : null }, ...columns.map((column) => {
       const cell = column.show(item);
       const isEmpty = cell === "" || cell === null || cell === undefined;
-      return element("td", { "data-label": column.title, class: isEmpty ? "none" : null }, isEmpty ? "" : cell);
+      return element("td", { "data-label": textOf(column.title), class: isEmpty ? "none" : null }, isEmpty ? "" : cell);
     })));
     const choice = element("select", { "aria-label": "sort by", onchange: (event) => sortBy(event.target.value || null, false) },
-      element("option", { value: "" }, "as found"), ...columns.filter((column) => column.of).map((column) => element("option", { value: column.key, selected: column === chosen ? "" : null }, column.title)));
+      element("option", { value: "" }, initial.key ? "newest activity" : "as found"), ...columns.filter((column) => column.of).map((column) => element("option", { value: column.key, selected: column === chosen ? "" : null }, textOf(column.title))));
     return element("div", {}, element("label", { class: "narrow sorting" }, "sort by ", choice),
       element("div", { class: "scroll" }, element("table", { class: "runs" }, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows))));
   }
@@ -676,25 +860,62 @@
   function tables(data, runs) {
     const made = [];
     if (data.differences.length) {
-      if (!state.open.has("differences seen")) state.open.add("differences").add("differences seen");
-      made.push(section("differences", "Differences of the specs", table(["key", ...data.runs.map((run) => run.label)], data.differences.map(([key, values]) => [key, ...values]), "code")));
+      made.push(section("differences", `Differences of the specs (${data.differences.length})`, table(["key", ...data.runs.map((run) => run.label)], data.differences.map(([key, values]) => [key, ...values]), "code")));
     }
     for (const run of runs) {
       const attempts = run.attempts.map((each) => [each.number, clock(each.began), duration(each.ended - each.began), each.how, count(each.resumed), count(each.reached), count(each.lost)]);
       const heads = ["attempt", "began", "lasted", "how it ended", "from step", "to step", "steps lost"];
       const saves = run.checkpoints.map((save) => [save.name, save.bytes === null ? "" : bytes(save.bytes), clock(save.time), save.text]);
       const own = [
-        section(`attempts ${run.id}`, `Attempts (${count(run.attempts.length)})`, table(heads, attempts.reverse())),
+        section(`attempts ${run.id}`, `Attempts (${count(run.attempts.length)})`, table(heads, attempts.reverse(), "attempts")),
         section(`checkpoints ${run.id}`, `Checkpoints (${count(run.checkpoints.length)})`, table(["checkpoint", "size", "committed", ""], saves)),
         section(`environment ${run.id}`, "Environment and versions", table(null, run.environment, "facts")),
-        section(`spec ${run.id}`, "Spec", element("pre", {}, run.spec)),
-        section(`events ${run.id}`, "Newest events", element("pre", {}, run.events.join("\n"))),
+        section(`spec ${run.id}`, "Spec", copyButton(() => run.spec), element("p", { class: "note" }, "Keys whose values are not the defaults, then all of them:"),
+          table(["key", "value", "default"], run.changed, "code"), element("pre", {}, run.spec)),
+        section(`events ${run.id}`, "Newest events", table(["time", "attempt", "step", "event"], run.events.map(([time, attempt, step, text]) => [clock(time), count(attempt), count(step), text]), "events")),
+        section(`commands ${run.id}`, "Commands that tell more", ...run.commands.map(([text, purpose]) => element("div", {}, element("span", { class: "note" }, purpose), copied(text)))),
       ];
-      if (run.log) own.push(section(`log ${run.id}`, `Log: ${run.log.name}`, element("pre", { class: "log" }, run.log.text)));
+      if (run.samples.length) own.unshift(samples(run));
+      if (run.log && (runs.length > 1 || !run.end)) own.unshift(log(run));
       made.push(...(runs.length > 1 ? [section(`run ${run.id}`, run.label, ...own)] : own));
     }
     return made;
   }
+
+  const LINES_MAX = 8;
+
+  // Returns the last lines of a log, with the lines before them behind a click.
+  function log(run) {
+    const lines = run.log.text.trimEnd().split("\n");
+    const earlier = lines.slice(0, -LINES_MAX);
+    const id = `log ${run.id}`;
+    if (run.end && !state.open.has(`${id} seen`)) state.open.add(id).add(`${id} seen`);
+    return section(id, `Last lines of ${run.log.name}`, earlier.length ? section(`${id} earlier`, `${count(earlier.length)} lines before them`, element("pre", { class: "log" }, earlier.join("\n"))) : null,
+      element("pre", { class: "log" }, lines.slice(-LINES_MAX).join("\n")));
+  }
+
+  // Returns the text samples of a run, those of the newest step first.
+  function samples(run) {
+    const names = [...new Set(run.samples.flatMap(([, texts]) => texts.map(([name]) => name)))];
+    const rows = run.samples.map(([step, texts]) => [count(step), ...names.map((name) => element("div", { class: "sample" }, (texts.find(([other]) => other === name) || ["", ""])[1]))]);
+    return section(`samples ${run.id}`, "Samples over steps", table(["step", ...names.map((name) => name.replace(/^sample\//, "prompt "))], rows, "samples"));
+  }
+
+  // Returns a button that copies a text, by a selection, which also works over plain HTTP.
+  function copyButton(getText) {
+    const act = ({ target }) => {
+      const field = element("textarea", { readonly: "" });
+      field.value = getText();
+      target.after(field);
+      field.select();
+      target.textContent = document.execCommand("copy") ? "copied" : "cannot copy";
+      field.remove();
+      setTimeout(() => { target.textContent = "copy"; }, 1500);
+    };
+    return element("button", { type: "button", class: "copy", onclick: act }, "copy");
+  }
+
+  const copied = (text) => element("div", { class: "command" }, element("code", { class: "scroll" }, text), copyButton(() => text));
 
   // The table of all runs.
 
@@ -722,6 +943,10 @@
     return element("div", { class: "progress" }, bar, element("span", {}, run.steps));
   }
 
+  const tagsOf = (run) => (run.tags || []).join(", ");
+  // Returns a text of a spec as a number, if it is one, so that it is sorted as one.
+  const sortValue = (text) => (text.trim() && Number.isFinite(Number(text)) ? Number(text) : text);
+
   const COMPARED_MAX = 10;
   function overview(data) {
     const now = Date.now() / 1000;
@@ -731,11 +956,14 @@
     const columns = [
       {
         title: "run", key: "name", of: (run) => run.name, show: (run) => {
-          const choose = (event) => { state.chosen[event.target.checked ? "add" : "delete"](run.id); draw(); };
-          const box = element("input", { type: "checkbox", "aria-label": `compare ${run.name}`, title: "compare", onchange: choose, checked: state.chosen.has(run.id) ? "" : null });
+          const box = element("input", { type: "checkbox", "aria-label": `compare ${run.name}`, title: "compare", onchange: () => toggle("chosen", run.id), checked: state.chosen.has(run.id) ? "" : null });
           return element("span", {}, box, element("a", { href: `run/${run.id}` }, run.name));
         },
       },
+      { title: "project", key: "project", isExtra: true, of: (run) => run.project, show: (run) => run.project },
+      { title: "group", key: "group", isExtra: true, of: (run) => run.group, show: (run) => run.group },
+      { title: "tags", key: "tags", isExtra: true, of: (run) => tagsOf(run), show: (run) => tagsOf(run) },
+      ...data.keys.map((key) => ({ title: key.replace(/^config\./, ""), key, isExtra: true, of: (run) => sortValue(run.keys[key] ?? ""), show: (run) => cut(run.keys[key] ?? "", 24) })),
       { title: "state", key: "state", of: (run) => run.state, show: (run) => badge(run.kind, run.state) },
       { title: "progress", key: "progress", of: (run) => (run.values && run.values.total_steps ? run.values.step / run.values.total_steps : null), show: (run) => (run.values ? progressCell(run) : "") },
       { title: "loss trend", show: (run) => (run.trend.length > 1 ? sparkline(run.trend, "trend of the loss") : "") },
@@ -752,20 +980,32 @@
         },
       },
     ];
+    const isShown = (column) => column.key === "name" || Boolean(column.isExtra) === state.columns.has(column.key ?? column.title);
     const words = state.filter.toLowerCase().split(/\s+/).filter(Boolean);
-    const shown = data.table.filter((run) => words.every((word) => `${run.name} ${run.state}`.toLowerCase().includes(word)));
+    const textIn = (run) => [run.name, run.state, run.project, run.group, tagsOf(run), ...Object.entries(run.keys).map(([key, text]) => `${key}=${text}`)].join(" ").toLowerCase();
+    const shown = words.length ? data.table.filter((run) => { const text = textIn(run); return words.every((word) => text.includes(word)); }) : data.table;
     filterField.value = state.filter;
+    const choices = columns.slice(1).map((column) => {
+      const box = element("input", { type: "checkbox", checked: isShown(column) ? "" : null, onchange: () => toggle("columns", column.key ?? column.title) });
+      return element("label", {}, box, column.title);
+    });
     const chosen = [...state.chosen].slice(0, COMPARED_MAX);
     const compare = chosen.length > 1 ? element("a", { class: "button", href: `run/${chosen.join(",")}` }, `compare ${chosen.length} runs`)
       : element("span", { class: "note" }, "tick up to ten runs to compare them");
     const notes = data.notes.map((text) => element("p", { class: "note" }, text));
     const tally = element("span", { class: "note" }, shown.length === data.table.length ? `${count(shown.length)} runs` : `${count(shown.length)} of ${count(data.table.length)} runs`);
-    if (!data.table.length) return [element("p", { class: "empty" }, "No runs here yet."), ...notes];
-    return [element("div", { class: "controls" }, filterField, tally, compare), sortable(columns, shown), ...notes];
+    if (!data.table.length) {
+      const next = element("div", { class: "empty" }, element("p", {}, "No runs here yet. Start the first one:"), copied(data.next));
+      return [data.notes.length ? null : next, ...notes];
+    }
+    return [
+      element("div", { class: "controls" }, filterField, tally, compare), section("columns", "Columns", element("div", { class: "choices" }, ...choices)),
+      sortable(columns.filter(isShown), shown, null, { key: "alive", isDescending: true }), ...notes,
+    ];
   }
 
   // The field outlives a redraw, so that whoever types in it is not interrupted.
-  const filterField = element("input", { type: "search", placeholder: "filter by name or state", "aria-label": "filter runs", oninput: (event) => { state.filter = event.target.value; draw(); } });
+  const filterField = element("input", { type: "search", placeholder: "name, state, project, tag, key=value", "aria-label": "filter runs", oninput: (event) => { state.filter = event.target.value; draw(); } });
 
   // The page.
 
@@ -798,6 +1038,7 @@
   function draw() {
     const data = prepare(state.data);
     document.title = data.title;
+    writeView();
     // The field loses the focus when it moves into the new table.
     const held = document.activeElement === filterField;
     const caret = [filterField.selectionStart, filterField.selectionEnd];
@@ -814,7 +1055,7 @@
       const isOne = data.runs.length === 1;
       if (data.notes && data.notes.length) made.push(element("ul", { class: "warnings" }, ...data.notes.map((text) => element("li", {}, text))));
       made.push(isOne ? element("div", { class: "tiles" }, ...data.runs[0].tiles.map(tile)) : comparison(data, data.runs), warnings(data.runs),
-        charts(data, shown), stages(shown), time(data, shown), facts(data.runs), ...tables(data, shown));
+        isOne && data.runs[0].end && data.runs[0].log ? log(data.runs[0]) : null, charts(data, shown), stages(shown), time(data, shown), facts(data.runs), ...tables(data, shown));
     }
     made.push(element("footer", {}, first.source ? "This page updates itself." : `Created at ${clock(data.made)}.`));
     const { scrollX, scrollY } = window;
@@ -843,6 +1084,9 @@
     setTimeout(poll, POLL_MILLISECONDS);
   }
 
+  readView();
+  window.addEventListener("scroll", () => tooltip.remove(), { passive: true });
+  window.addEventListener("hashchange", () => { readView(); if (state.data) draw(); });
   isDark.addEventListener("change", () => state.data && draw());
   window.matchMedia("(max-width: 600px)").addEventListener("change", () => state.data && draw());
   if (first.source) poll();
