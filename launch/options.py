@@ -36,7 +36,7 @@ GraceSeconds = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpecArguments:
+class SpecOptions:
     """A spec and its overrides, and checks of the values of all options."""
 
     # Options whose text is checked elsewhere, or is arbitrary: YAML, and options that an engine checks itself.
@@ -71,7 +71,7 @@ class SpecArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchArguments(SpecArguments):
+class LaunchArguments(SpecOptions):
     """Arguments of every engine that runs a job."""
 
     max_restarts: Annotated[

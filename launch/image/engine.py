@@ -18,7 +18,7 @@ import typer
 
 from launch.code import Code, RequirementsOption, RunnerOption, read_code
 from launch.kubernetes.engine import IMAGE
-from launch.options import DryRun, SpecArguments, fill_program, read_program
+from launch.options import DryRun, SpecOptions, fill_program, read_program
 from runner.accelerator import parse_accelerator
 from runner.console import say, write_text
 from runner.errors import EXIT_DONE, FailedError, InvalidError
@@ -32,10 +32,10 @@ _PACKAGES = "/opt/packages"  # wheel or archive of the runner in the image
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageArguments(SpecArguments):
+class ImageArguments(SpecOptions):
     """Arguments of `launch image`."""
 
-    free_texts: ClassVar[tuple[str, ...]] = (*SpecArguments.free_texts, "base")
+    free_texts: ClassVar[tuple[str, ...]] = (*SpecOptions.free_texts, "base")
 
     tag: Annotated[str, typer.Option(metavar="IMAGE", help="Name of the image, such as registry/job:1.")]
     base: Annotated[
