@@ -1045,7 +1045,7 @@
     queue = [];
     const links = [];
     if (first.source && !data.table) links.push(element("a", { href: first.top }, "all runs"));
-    if (first.source && data.run_ids) links.push(element("a", { href: `${first.top}report/${data.run_ids}` }, "report: this page as one file"));
+    if (first.source && data.run_ids) links.push(element("a", { href: `${first.top}report/${data.run_ids}${location.hash}` }, "report: this page as one file"));
     if (data.links) links.push(element("a", { href: data.links.top }, "all runs"), element("a", { href: data.links.live }, "live page"));
     const made = [element("header", {}, element("h1", {}, data.title), links.length ? element("nav", {}, ...links) : null)];
     if (data.problem) made.push(element("p", { class: "warnings" }, data.problem));
