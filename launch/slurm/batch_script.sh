@@ -12,8 +12,8 @@
 # - If SLURM itself is ending the job, as the job's state says, the script waits for the tasks and does nothing else.
 # - While the command runs, a second step waits on the same nodes: the standby. A restart on these nodes takes it.
 #
-# Variables that the lines above this program set: name, command, standby_line, step_options, max_restarts, num_nodes
-# (those of the command), num_spare_nodes, standby_seconds.
+# Variables that the lines above this program set: name, command, own_python (the Python of this script), standby_line,
+# step_options, max_restarts, num_nodes (those of the command), num_spare_nodes, standby_seconds.
 
 export PYTHONUNBUFFERED=1
 # The time in the queue counts too: before the first start or, after a requeue, since that.
@@ -229,7 +229,7 @@ while :; do
   [[ $code == 76 ]] || break
   RUNNER_SUBMITTED=$(date +%s)  # a restart on the same nodes begins now
   # No commits are read while the directory cannot be read.
-  num_commits=$(timeout 20 "${command[0]}" -c "$count_commits" "${command[@]:3}" 2>/dev/null)
+  num_commits=$(timeout 20 "$own_python" -c "$count_commits" "${command[@]:3}" 2>/dev/null)
   last_commits=$(tail -n 1 "$restarts_file" 2>/dev/null)
   if ((${num_commits:-0} > ${last_commits:-0})); then
     rm -f -- "$restarts_file"

@@ -42,7 +42,7 @@ _UNREACHABLE = ("Unable to contact slurm controller", "Socket timed out", "Zero 
 class SlurmArguments(LaunchArguments):
     """Arguments of `launch slurm`."""
 
-    free_texts: ClassVar[tuple[str, ...]] = (*LaunchArguments.free_texts, "sbatch_option")
+    free_texts: ClassVar[tuple[str, ...]] = (*LaunchArguments.free_texts, "sbatch_option", "srun_option")
 
     nodes: Nodes = None
     spare_nodes: Annotated[
@@ -69,6 +69,12 @@ class SlurmArguments(LaunchArguments):
     sbatch_option: Annotated[
         list[str],
         typer.Option(metavar="OPTION", help="Option for sbatch, as in --sbatch-option=--qos=high; repeatable."),
+    ] = field(default_factory=list)
+    srun_option: Annotated[
+        list[str],
+        typer.Option(
+            metavar="OPTION", help="Option for srun, as in --srun-option=--container-image=registry#job:1; repeatable."
+        ),
     ] = field(default_factory=list)
     is_skip_checks: SkipChecks = False
     dry_run: DryRun = False
@@ -177,6 +183,11 @@ def render(spec: ExecutionSpec, allocation: _Allocation, arguments: SlurmArgumen
     if arguments.cpus_per_task is not None:
         options.append(f"--cpus-per-task={arguments.cpus_per_task}")
         step_options.append(f"--cpus-per-task={arguments.cpus_per_task}")  # srun does not inherit it from sbatch
+    for option in arguments.srun_option:
+        _validate_option("--srun-option", option)
+    step_options += arguments.srun_option
+    # The batch script itself runs outside of the containers of its steps, where `--python` may not exist.
+    has_container = any(option.startswith("--container") for option in arguments.srun_option)
     optional = {"time": arguments.time, "partition": arguments.partition, "account": arguments.account}
     options += [f"--{name}={value}" for name, value in optional.items() if value is not None]
     command = [arguments.python, *runner_arguments(arguments.spec, arguments.overrides)]
@@ -189,6 +200,7 @@ def render(spec: ExecutionSpec, allocation: _Allocation, arguments: SlurmArgumen
         "set -u",
         f"name={spec.name}",
         f"command=({' '.join(map(_quote, command))})",
+        f"own_python={_quote(sys.executable if has_container else arguments.python)}",
         f"standby_line={_quote(line)}",
         f"step_options=({shlex.join(step_options)})",
         f"max_restarts={arguments.max_restarts}",
@@ -227,11 +239,16 @@ def _quote(text: str) -> str:
     return f"$'{''.join(escaped)}'"
 
 
-def _format_directive(option: str) -> str:
-    """Return a line with an option for sbatch, whose quoting is that of a shell but for backslashes."""
+def _validate_option(name: str, option: str) -> None:
+    """Raise `InvalidError` if the value of an option of the command line is no option of SLURM."""
     if not option.startswith("-") or not option.isprintable():
         raise InvalidError(
-            f"--sbatch-option={option!r}: needs one option of sbatch, such as --sbatch-option=--qos=high"
+            f"{name}={option!r}: needs one option of {name[2:].partition('-')[0]}, such as {name}=--qos=high"
         )
+
+
+def _format_directive(option: str) -> str:
+    """Return a line with an option for sbatch, whose quoting is that of a shell but for backslashes."""
+    _validate_option("--sbatch-option", option)
     escaped = option.replace("\\", "\\\\")
     return f"#SBATCH {shlex.quote(escaped)}"

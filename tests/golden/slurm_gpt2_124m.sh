@@ -18,6 +18,7 @@
 set -u
 name=gpt2_124m
 command=(/opt/env/bin/python -m runner specs/gpt2_124m.yaml --set topology.accelerator=h100-16 --set 'directory=/data/it'"'"'s here')
+own_python=/opt/env/bin/python
 standby_line='{"variables": {"RUNNER_SUBMITTED": "@submit_time@"}, "words": ["specs/gpt2_124m.yaml", "--set", "topology.accelerator=h100-16", "--set", "directory=/data/it'"'"'s here"]}'
 step_options=(--label --kill-on-bad-exit=0 --wait=120)
 max_restarts=7
@@ -239,7 +240,7 @@ while :; do
   [[ $code == 76 ]] || break
   RUNNER_SUBMITTED=$(date +%s)  # a restart on the same nodes begins now
   # No commits are read while the directory cannot be read.
-  num_commits=$(timeout 20 "${command[0]}" -c "$count_commits" "${command[@]:3}" 2>/dev/null)
+  num_commits=$(timeout 20 "$own_python" -c "$count_commits" "${command[@]:3}" 2>/dev/null)
   last_commits=$(tail -n 1 "$restarts_file" 2>/dev/null)
   if ((${num_commits:-0} > ${last_commits:-0})); then
     rm -f -- "$restarts_file"

@@ -11,6 +11,7 @@
 set -u
 name=gpt_nano
 command=(/opt/env/bin/python -m runner specs/gpt_nano.yaml)
+own_python=/opt/env/bin/python
 standby_line='{"variables": {"RUNNER_SUBMITTED": "@submit_time@"}, "words": ["specs/gpt_nano.yaml"]}'
 step_options=(--label --kill-on-bad-exit=0 --wait=120 --cpus-per-task=4)
 max_restarts=100
@@ -232,7 +233,7 @@ while :; do
   [[ $code == 76 ]] || break
   RUNNER_SUBMITTED=$(date +%s)  # a restart on the same nodes begins now
   # No commits are read while the directory cannot be read.
-  num_commits=$(timeout 20 "${command[0]}" -c "$count_commits" "${command[@]:3}" 2>/dev/null)
+  num_commits=$(timeout 20 "$own_python" -c "$count_commits" "${command[@]:3}" 2>/dev/null)
   last_commits=$(tail -n 1 "$restarts_file" 2>/dev/null)
   if ((${num_commits:-0} > ${last_commits:-0})); then
     rm -f -- "$restarts_file"

@@ -17,6 +17,7 @@ from tests.support import job_process
 from tests.support.leftover import is_dead
 from tests.support.slurm_cluster import NODES, SlurmCluster, wait_until
 from tests.support.special_characters import MULTILINE_OVERRIDE, TEXTS
+from tests.support.two_files import write_two_files
 
 pytestmark = pytest.mark.soak
 
@@ -135,6 +136,24 @@ def test_restarts_take_the_standby_of_each_task(cluster: SlurmCluster, tmp_path:
     # Nothing is said of a standby that has ended unused.
     tail = submitted.log.read_text().rpartition("counter: done")[2]
     assert "error" not in tail, submitted.report()
+
+
+def test_a_repository_of_two_files_runs_on_two_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """The user's module is found in the directory of the submission, and options of srun reach each step."""
+    write_two_files(tmp_path / "work", str(tmp_path / "run"), total_steps=6)
+    variables = cluster.variables | job_process.environment(1, tmp_path / "cache")
+    variables |= {name: cluster.variables[name] for name in ("SLURM_CONF", "PATH")}
+    variables["PYTHONPATH"] = str(job_process.ROOT)
+    options = ["--nodes", "2", "--cpus-per-task", "1", "--output", "job.log", "--srun-option=--comment=two files"]
+    command = [sys.executable, "-m", "launch", "slurm", "rnn.yaml", *options]
+    result = subprocess.run(command, cwd=tmp_path / "work", env=variables, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    number = re.fullmatch(r"submitted as job (\d+)\n", result.stdout)[1]
+    over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+    wait_until(lambda: cluster.job(number)["JobState"] in over, "the end of the job", cluster.report)
+    log = (tmp_path / "work" / "job.log").read_text()
+    assert cluster.job(number)["JobState"] == "COMPLETED", log
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["step"] == 6
 
 
 def is_idle(pid: int) -> bool:

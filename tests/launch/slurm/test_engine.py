@@ -57,6 +57,22 @@ def test_the_script_equals_the_golden_file(name, capsys):
     assert dry_run(capsys, *RENDERED_OPTIONS[name]) == (GOLDEN / name).read_text()
 
 
+def test_options_of_srun_are_those_of_each_step(capsys):
+    options = ["--srun-option=--mpi=none", "--srun-option=--comment=it's two words"]
+    script = dry_run(capsys, "specs/gpt_nano.yaml", "--nodes", "2", *options)
+    (line,) = [line for line in script.splitlines() if line.startswith("step_options=")]
+    program = f'{line}; printf "%s\n" "${{step_options[@]}}"'
+    words = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert words[-2:] == ["--mpi=none", "--comment=it's two words"]
+    assert "own_python=/opt/env/bin/python\n" in script
+
+
+def test_the_script_uses_the_python_outside_of_a_container(capsys):
+    script = dry_run(capsys, "specs/gpt_nano.yaml", "--nodes", "2", "--srun-option=--container-image=registry#job:1")
+    assert f"own_python={sys.executable}\n" in script
+    assert "command=(/opt/env/bin/python -m runner specs/gpt_nano.yaml)" in script
+
+
 @pytest.mark.parametrize("name", RENDERED_OPTIONS)
 def test_the_script_is_valid_bash(name):
     result = subprocess.run(["bash", "-n", GOLDEN / name], capture_output=True, text=True)
@@ -103,6 +119,8 @@ def test_the_notice_before_the_time_limit_is_derived_from_the_spec(capsys):
         (["specs/gpt_nano.yaml", "--time", "soon"], "--time soon: needs MINUTES"),
         (["specs/gpt_nano.yaml", "--sbatch-option=qos=high"], "needs one option of sbatch"),
         (["specs/gpt_nano.yaml", "--sbatch-option=--qos=high\nrm x"], "needs one option of sbatch"),
+        (["specs/gpt_nano.yaml", "--srun-option=mpi=none"], "needs one option of srun"),
+        (["specs/gpt_nano.yaml", "--srun-option=--mpi\nrm x"], "needs one option of srun"),
     ],
 )
 def test_invalid_submissions_are_rejected_in_one_line(arguments, line, capsys):
