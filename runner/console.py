@@ -24,9 +24,11 @@ import math
 import os
 import re
 import select
+import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from runner.errors import StorageError
@@ -43,6 +45,7 @@ _CONTROLS = re.compile(
 _SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|CONNECTION_STRING)$")
 _MIN_SECRET_CHARACTERS = 8  # A shorter value would hide parts of ordinary words.
 _secrets: set[str] = set()
+_INDENT = 4  # of the rest of a line without columns
 _READER_IS_GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that is closed
 _NON_BLOCKING_WAIT_SECONDS = 2.0
 
@@ -184,6 +187,26 @@ def write_text(text: str, *, is_program: bool = False) -> bool:
     sys.stdout.buffer.write(shown.encode(errors="surrogateescape"))
     sys.stdout.buffer.flush()
     return finish_output()
+
+
+def write_lines(lines: Iterable[str]) -> bool:
+    """Print lines of a command's result; see `write_text`. A terminal gets lines that are broken between words.
+
+    The rest of a line begins below its last column that leaves half of the width; columns are two blanks apart.
+    """
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        lines = [part for line in lines for part in _break_line(line, width)]
+    return write_text("".join(f"{line}\n" for line in lines))
+
+
+def _break_line(line: str, width: int) -> list[str]:
+    columns = [match.end() for match in re.finditer(r"  +", line) if match.end() <= width // 2]
+    indent = " " * (columns[-1] if columns else min(_INDENT, width // 2))
+    broken = textwrap.wrap(
+        line, max(width, 2), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return broken or [""]
 
 
 def warn(line: str) -> None:

@@ -351,7 +351,7 @@ class Lifecycle:
         # spec.
         if attempt.hosts.is_main:
             attempt.update_owner(compute_trajectory(job.spec, job.config))
-            job.store.write("spec.yaml", dump_spec(job.resolved_spec()).encode())
+            job.store.write("spec.yaml", dump_spec(job.resolved_spec(), job.list_spec_comments()).encode())
         if is_fork and found is not None:
             self.commit_fork(found.manifest.metric)
         job.session.after_restore()

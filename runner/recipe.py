@@ -236,6 +236,10 @@ class Recipe:
         """Return the identity to compare with a saved trajectory. `identity` has this job's keys known so far."""
         return RunIdentity(self.document, self.config, identity, self.unread_keys, self.former_values)
 
+    def list_spec_comments(self) -> list[str]:
+        """Return lines of comment above the resolved spec, about what its keys do not say."""
+        return []
+
     def resolved_spec(self) -> ExecutionSpec:
         """Return the spec with every default and `auto` filled in, as it is written to `spec.yaml`. Needs `prepare`."""
         spec = self.spec.model_copy(update={"config": self.config.model_dump(mode="json")})

@@ -195,6 +195,10 @@ class BaseTrainer(TrainRecipe):
             keys["config.model.vocabulary_size"] = self.vocabulary_size
         return keys
 
+    def list_spec_comments(self) -> list[str]:
+        """Return a line for the optimizer and for the schedule, if the code of the job chooses it."""
+        return self.setup_builder.optimizer_choice.describe_code(type(self))
+
     def resolved_spec(self) -> ExecutionSpec:
         """Return the spec with mesh, vocabulary size, micro-batch and the config of each hook filled in."""
         spec = super().resolved_spec().model_copy(update={"hooks": self.hooks.entries()})

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from runner import console
 from runner.console import LineFormatter, configure_console, format_duration, say, warn
 from tests.support.job_process import ROOT
 from tests.support.lost_streams import STREAM_LOSSES, STREAMS, start_with_lost_streams
@@ -141,3 +142,29 @@ def test_secrets_are_hidden_in_every_record(
 )
 def test_durations_are_formatted_in_two_units(seconds: float | None, words: str) -> None:
     assert format_duration(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("width", "line", "shown"),
+    [
+        (20, "short", ["short"]),
+        (20, "", [""]),
+        (12, "one two three four", ["one two", "    three", "    four"]),
+        (30, "  name  1 s  a note of many words", ["  name  1 s  a note of many", "             words"]),
+        (20, "  name  12.5 s  a note", ["  name  12.5 s  a", "        note"]),
+        (24, "  name  a note of several words", ["  name  a note of", "        several words"]),
+        (10, "  name  word-with-hyphens", ["  name", "  word-with-hyphens"]),
+        (5, f"a {'x' * 40} b", ["a", f"  {'x' * 40}", "  b"]),
+    ],
+)
+def test_a_terminal_gets_lines_broken_between_words(width, line, shown, monkeypatch, capfd) -> None:
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((width, 24)))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    console.write_lines([line])
+    assert capfd.readouterr().out.splitlines() == shown
+
+
+def test_a_file_or_pipe_gets_whole_lines(capfd) -> None:
+    line = "  name  " + "word " * 100 + "end"
+    console.write_lines([line, ""])
+    assert capfd.readouterr().out == f"{line}\n\n"

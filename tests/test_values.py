@@ -654,6 +654,12 @@ def test_a_custom_optimizer_needs_no_learning_rate(tmp_path: Path) -> None:
     rows, result = read_outcome(tmp_path / "whole")
     assert "train/learning_rate" not in rows[-1]
     assert rows[-1]["train/loss"] == result["train_loss"]
+    line, *spec = (tmp_path / "whole" / "spec.yaml").read_text().splitlines()
+    assert (
+        line
+        == "# config.optimizer.name is not used: tests.test_values:OwnOptimizer.optimizer returns an object of optax"
+    )
+    assert not [each for each in spec if each.startswith("#")]
 
 
 class InjectedOptimizer(TrainLookup):

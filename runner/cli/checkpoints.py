@@ -27,7 +27,7 @@ from runner.cli.arguments import (
 )
 from runner.cli.run import find_placement
 from runner.cli.status import convert_read_errors, find_directory, find_run, open_run_store, validate_output
-from runner.console import say, warn, write_text
+from runner.console import say, warn, write_lines, write_text
 from runner.distributed.agreement import Hosts
 from runner.distributed.preemption import end_process
 from runner.distributed.rendezvous import join_job
@@ -140,8 +140,7 @@ def _print_records(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts, a
     for record in records:
         if path is not None:
             append_record(path, record)
-        lines = [json.dumps(record)] if arguments.as_json else format_lines(record)
-        is_read = write_text("".join(f"{line}\n" for line in lines))
+        is_read = write_text(json.dumps(record) + "\n") if arguments.as_json else write_lines(format_lines(record))
         # `evaluate RUN --follow | head` ends when `head` does. With several processes all continue: if one ended, the
         # others would wait for it.
         if not is_read and path is None and hosts.num_processes == 1:
@@ -261,7 +260,7 @@ def list_checkpoints(arguments: CheckpointsArguments) -> int:
         depth = VerifyDepth.FILES if arguments.is_verify else VerifyDepth.MANIFEST
         depth = VerifyDepth.BITS if arguments.is_deep else depth
         lines, code = format_report(store, depth, find_best_name(store))
-        write_text("".join(f"{line}\n" for line in lines))
+        write_lines(lines)
     return code
 
 

@@ -13,7 +13,7 @@ from runner.cli.arguments import (
     SpecArguments,
 )
 from runner.cli.status import convert_read_errors, find_directory, open_run_store, validate_output
-from runner.console import say, write_text
+from runner.console import say, write_lines, write_text
 from runner.dashboard.reader import DiscoveryResult, find_runs
 from runner.dashboard.report import write_report
 from runner.dashboard.server import serve
@@ -35,7 +35,7 @@ def print_spec(arguments: SpecArguments) -> int:
     if arguments.name is None:
         width = max(map(len, texts))
         lines = (f"{name:{width}}  {text.partition(chr(10))[0].removeprefix('# ')}" for name, text in texts.items())
-        write_text("".join(f"{line}\n" for line in lines))
+        write_lines(lines)
     elif arguments.name not in texts:
         raise InvalidError(f"spec {arguments.name}: no such spec{suggest_choices(arguments.name, [*texts])}")
     else:

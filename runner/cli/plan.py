@@ -15,7 +15,7 @@ from runner.accelerator import CHIPS, Accelerator, find_chip, parse_accelerator
 from runner.checkpoint.leaves import flatten_with_names
 from runner.cli.arguments import PlanArguments, SchemaArguments, SpecFromArguments
 from runner.config import TrainerConfig
-from runner.console import say, write_text
+from runner.console import say, write_lines, write_text
 from runner.data.source_files import find_corpus, find_source
 from runner.errors import EXIT_DONE, InvalidError
 from runner.huggingface.assets import TOKENIZER, unnest_config
@@ -83,7 +83,7 @@ def print_schema(arguments: SchemaArguments) -> int:
     """
     if arguments.is_batch:
         assert arguments.spec is not None, "checked by `SchemaArguments`"
-        write_text("".join(f"{line}\n" for line in _list_batch_fields(arguments.spec, arguments.overrides)))
+        write_lines(_list_batch_fields(arguments.spec, arguments.overrides))
         return EXIT_DONE
     # Most specs are of trainers, so an editor without a spec gets their keys.
     config: type[JobConfig] = TrainerConfig

@@ -30,6 +30,7 @@ from runner.data.packing import (
 )
 from runner.data.sampling import LocalShuffle, Mixture, TokenSplit, probe_order, split_examples, split_tokens
 from runner.data.source import Source
+from runner.data.source_files import PYTHON_STDLIB
 from runner.data.token_files import LOSS_WEIGHT, IdRange, TokenFiles, TokenSequence
 from runner.data.tokenizers import Tokenizer
 from runner.errors import DataError
@@ -156,6 +157,30 @@ class Dataset:
                 source.validate_vocabulary(size)
             except DataError as error:
                 raise DataError(f"{label}: {error}") from error
+
+    def list_warnings(self) -> list[str]:
+        """Return a line for each doubtful source or validation set. Reads a sample of the data."""
+        return [*self._find_validation_tails(), *self.find_missing_targets()]
+
+    def _find_validation_tails(self) -> list[str]:
+        """Return a line for each folder of text whose validation split is made of the last files by name.
+
+        The corpus of Python's standard library is known to be mixed enough.
+        """
+        lines: list[str] = []
+        if any(label.startswith("data.validation.") for label in self._sources):
+            return lines
+        for train in self.train_sources:
+            source = train.source
+            if not isinstance(source, TextTokens) or train.label.endswith(f"={PYTHON_STDLIB}"):
+                continue
+            num_files = int((source.ends > train.num_units).sum())
+            if len(source.ends) > 1 and num_files and len(source) > train.num_units:
+                lines.append(
+                    f"{train.label}: validation takes the last {num_files:,} of {len(source.ends):,} files by name; if "
+                    "names sort the files by kind or by date, put a representative set into config.data.validation"
+                )
+        return lines
 
     def find_missing_targets(self) -> list[str]:
         """Return a line for each source or validation set of which many sequences have no target.

@@ -225,7 +225,7 @@ def check_data(job: BaseTrainer, findings: Findings, num_hosts: int) -> DataChec
         # A host reads only its part of the global batch.
         dataset.read("train", 0, -(-batch // num_hosts))
         is_read = True
-        findings.warnings += dataset.find_missing_targets()
+        findings.warnings += dataset.list_warnings()
     seconds = time.perf_counter() - began
 
     section.add("fingerprint", dataset.fingerprint, "text", "counted")

@@ -16,7 +16,7 @@ import jax
 from runner.accelerator import Accelerator, parse_accelerator
 from runner.checkpoint.leaves import validate_memory
 from runner.checkpoint.policy import find_replica_advice
-from runner.console import warn, write_text
+from runner.console import warn, write_lines, write_text
 from runner.distributed.agreement import Hosts
 from runner.errors import EXIT_DONE, EXIT_INVALID, InvalidError
 from runner.job import RestoreableJob
@@ -98,7 +98,7 @@ def plan(request: PlanRequest) -> int:
         _write_verdict(findings, request.is_quick)
         lines = format_sections(sections) if sections else []
         lines += ["", *(f"warning: {line}" for line in findings.warnings)] if findings.warnings else []
-        write_text("".join(f"{line}\n" for line in lines))
+        write_lines(lines)
     return EXIT_INVALID if findings.problems else EXIT_DONE
 
 
@@ -414,7 +414,7 @@ def _search(request: PlanRequest) -> int:
         write_text(json.dumps(content, indent=2) + "\n")
     else:
         lines = _format_search(found, dropped, len(candidates), accelerator, machine)
-        write_text("".join(f"{line}\n" for line in lines))
+        write_lines(lines)
     return EXIT_DONE if found else EXIT_INVALID
 
 

@@ -5,12 +5,15 @@ import importlib.util
 import os
 import pkgutil
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
+import runner
 from runner.errors import (
     InvalidError,
     describe_hidden_folder,
@@ -39,13 +42,26 @@ EXTRA_PACKAGES = {
 }
 
 
-def format_install(extra: str) -> str:
-    """Return the command that installs an extra, in the project's directory.
+def format_install(extra: str | None, package: str = "") -> str:
+    """Return the command that installs an extra, or a package of the base install, into this installation.
 
-    It installs from the checkout, because `runner` on PyPI is another project.
+    A checkout is installed again, with the extra. Without one the command names the packages themselves, because
+    `runner` on PyPI is another project.
     """
-    assert extra in EXTRA_PACKAGES
-    return f"pip install -e '.[{extra}]'"
+    assert extra is None or extra in EXTRA_PACKAGES
+    checkout = Path(runner.__file__).parents[1]
+    if (checkout / "pyproject.toml").is_file():
+        place = "." if Path.cwd() == checkout else str(checkout)
+        return f"pip install -e {shlex.quote(place if extra is None else f'{place}[{extra}]')}"
+    if extra is None:
+        return shlex.join(["pip", "install", package])
+    try:
+        requirements = metadata.requires("runner") or []
+    except metadata.PackageNotFoundError:
+        requirements = []
+    marked = re.compile(rf"""(.*?)\s*;.*\bextra == ["']{re.escape(extra)}["']""")
+    packages = [match[1] for match in map(marked.match, requirements) if match is not None]
+    return shlex.join(["pip", "install", *(packages or EXTRA_PACKAGES[extra])])
 
 
 def is_extra_installed(extra: str) -> bool:
@@ -65,7 +81,7 @@ def import_extra(module: str) -> ModuleType:
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         extra = next((extra for extra, packages in EXTRA_PACKAGES.items() if package in packages), None)
-        command = "pip install -e ." if extra is None else format_install(extra)
+        command = format_install(extra, package)
         raise InvalidError(f"needs the package {error.name}; install it with {command}") from error
 
 

@@ -192,9 +192,9 @@ def _list_choices(detail: ErrorDetails) -> list[str]:
     return [choice.strip("'") for choice in re.split(r", | or ", detail["ctx"]["expected"])]
 
 
-def dump_spec(spec: ExecutionSpec) -> str:
-    """Return YAML that `parse_document` reads back as the same spec."""
-    return dump_yaml(spec.model_dump(mode="json"))
+def dump_spec(spec: ExecutionSpec, comments: Sequence[str] = ()) -> str:
+    """Return YAML that `parse_document` reads back as the same spec, below lines of comment."""
+    return "".join(f"# {each}\n" for each in comments) + dump_yaml(spec.model_dump(mode="json"))
 
 
 def json_schema(config_model: type[BaseModel] | None = None, *, any_other: bool = True) -> dict[str, Any]:

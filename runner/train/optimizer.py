@@ -83,6 +83,17 @@ class OptimizerChoice:
                 found[key] = f"{name} does not read it, {' or '.join(readers)} would"
         return found
 
+    def describe_code(self, job_class: type) -> list[str]:
+        """Return a line for each of optimizer and schedule that a method of the job names instead of the spec."""
+        lines = []
+        for section, chosen in (("optimizer", self.optimizer), ("schedule", self.schedule)):
+            if not isinstance(chosen, str) or section in self.overridden:
+                owner = next(each for each in job_class.__mro__ if section in vars(each))
+                method = f"{owner.__module__}:{owner.__qualname__}.{section}"
+                what = chosen if isinstance(chosen, str) else "an object of optax"
+                lines.append(f"config.{section}.name is not used: {method} returns {what}")
+        return lines
+
     def uses_config_rates(self, config: TrainerConfig) -> bool:
         """Return True if the learning rates are those of the config, and affect updates in no other way."""
         return isinstance(self.optimizer, str) and self.schedule == config.schedule.name

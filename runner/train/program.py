@@ -363,7 +363,7 @@ class Programs:
                 program.validate(first.train_setup.abstract_state, jax.devices())
             dataset.validate_vocabulary(first.builder.vocabulary_size)
             validate_same_on_all_hosts(dataset.fingerprint, "data", hosts, f"{dataset.source}: ")
-            for line in [*dataset.find_missing_targets(), *program.find_restarts(dataset)] if hosts.is_main else []:
+            for line in [*dataset.list_warnings(), *program.find_restarts(dataset)] if hosts.is_main else []:
                 warn(line)
         for line in format_rounded_starts(self.recipe.config, self.plans) if hosts.is_main else []:
             say(line)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from runner.config import DataConfig
-from runner.data import load_global_batch, token_files
+from runner.data import load_dataset, load_global_batch, token_files
 from runner.data.token_files import TokenSequence
 from runner.errors import DataError
 from tests.data.datasets import READ_METHODS, count_train_units, count_validation_examples, load, write_bin, write_npy
@@ -223,3 +223,38 @@ def test_a_negative_id_is_rejected(tmp_path: Path) -> None:
     dataset = load(write_npy(tmp_path / "a.npy", [*range(50), -1]), cache=tmp_path / "cache")
     with pytest.raises(DataError, match=r"token id -1 at position 50 of .*a\.npy is negative"):
         dataset.validate_vocabulary(100)
+
+
+@pytest.mark.parametrize(
+    ("names", "changes", "named"),
+    [
+        (["a", "b", "c", "d"], {}, "the last 1 of 4 files"),
+        (["d", "c", "b", "a"], {"validation_fraction": 0.5}, "the last 2 of 4 files"),
+        (["a"], {}, None),
+        (["a", "b"], {"validation_fraction": 0.0}, None),
+        (["a", "b"], {"validation": {"own": {"source": "OWN"}}}, None),
+    ],
+)
+def test_a_validation_split_of_the_last_files_of_a_folder_is_reported(
+    names: list[str], changes: dict[str, Any], named: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "own").mkdir()
+    for name in names:
+        (tmp_path / "text" / f"{name}.txt").write_text(f"text of {name} " * 20)
+    (tmp_path / "own" / "a.txt").write_text("a text of its own " * 20)
+    if "validation" in changes:
+        changes = {"validation": {"own": {"source": str(tmp_path / "own" / "*.txt")}}}
+    config = DataConfig.model_validate(
+        {"source": str(tmp_path / "text" / "*.txt"), "tokenizer": "bytes", "sequence_length": 8, **changes}
+    )
+    dataset = load_dataset(config, seed=0, batch_examples=4, cache_directory=tmp_path / "cache")
+    lines = dataset.list_warnings()
+    assert len(lines) == (named is not None)
+    assert all(named in line and "config.data.validation" in line for line in lines)
+
+
+def test_the_last_files_of_the_standard_library_are_a_fair_sample(tmp_path: Path) -> None:
+    config = DataConfig.model_validate({"source": "python-stdlib", "tokenizer": "bytes", "sequence_length": 8})
+    dataset = load_dataset(config, seed=0, batch_examples=4)
+    assert dataset.list_warnings() == []

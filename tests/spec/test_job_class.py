@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runner.errors import SpecError
-from runner.spec import load_job_class, parse_document
+from runner.spec import imports, load_job_class, parse_document
 
 MODULES = {
     "good": "class Base: pass\nclass Train(Base): pass\nclass Other: pass\nvalue = 3\n",
@@ -85,3 +85,27 @@ def test_a_job_in_the_current_directory_loads(package: Path) -> None:
     job_class = load_job_class(parse_document("job: checkout_jobs.good:Train", "x"), base)
     assert job_class.__name__ == "Train"
     assert issubclass(job_class, base)
+
+
+@pytest.mark.parametrize(
+    ("is_checkout", "here", "extra", "expected"),
+    [
+        (True, True, "s3", "pip install -e '.[s3]'"),
+        (True, False, "s3", "pip install -e '{checkout}[s3]'"),
+        (True, True, None, "pip install -e ."),
+        (False, True, "parquet", "pip install 'pyarrow>=15'"),
+        (False, True, "s3", "pip install 'cloudpathlib[s3]'"),
+        (False, True, "tiktoken", "pip install tiktoken"),  # not in the metadata
+        (False, True, None, "pip install numpy"),
+    ],
+)
+def test_the_hint_to_install_a_package_fits_the_installation(is_checkout, here, extra, expected, tmp_path, monkeypatch):
+    checkout = tmp_path / "check out"
+    (checkout / "runner").mkdir(parents=True)
+    if is_checkout:
+        (checkout / "pyproject.toml").write_text("")
+    monkeypatch.setattr(imports.runner, "__file__", str(checkout / "runner" / "__init__.py"))
+    requirements = ["jax>=0.10", 'pyarrow>=15; extra == "parquet"', "cloudpathlib[s3]; extra == 's3'"]
+    monkeypatch.setattr(imports.metadata, "requires", lambda name: requirements)
+    monkeypatch.chdir(checkout if here else tmp_path)
+    assert imports.format_install(extra, "numpy") == expected.replace("{checkout}", str(checkout))
