@@ -551,7 +551,7 @@
         "recomputed; their rows are removed from metrics.jsonl, so there is no curve of them."));
     }
     if (stageNumbers(runs, axis).length) notes.push(element("p", { class: "note" }, "Lines with a number: a stage of the run begins; the table of stages below says what it changes."));
-    if (!made.length) notes.push(element("p", { class: "empty" }, !runs.length ? "Every run is hidden." : state.axis === "time" ? "These rows have no timestamps." : "No rows yet."));
+    if (!made.length) notes.push(element("p", { class: "empty" }, !runs.length ? "Every run is hidden." : state.axis === "time" ? "These rows have no timestamps." : runs.some((run) => run.kind === "live") ? "No rows yet." : "No rows."));
     return element("section", { id: "charts" }, made.length ? controls() : null, forkNote(data, runs), element("div", { class: "grid" }, ...made), ...notes);
   }
 
