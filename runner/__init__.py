@@ -11,6 +11,7 @@ console       lines on the terminal and in logs
 process       processes of one job on this machine, with simulated CPU devices on request
 spec          frozen models, strict YAML with positions, overrides, validation; no jax
 accelerator   catalogue of chips; no jax
+jax_internals  parts of JAX that are not public, each with a check
 storage       one interface over local disks and the buckets of three clouds; JSON files and their keys
 distributed   launch environment, rendezvous, agreement, preemption, health
 attempts      one attempt in its run directory: layout, fence, event ledger, compile cache

@@ -37,11 +37,11 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, Self
 
 import jax
-from jax._src import clusters, distributed
 
 from runner.distributed.agreement import Hosts, Liveness, find_ranges, format_processes, install_abort_handler
 from runner.distributed.key_value import KeyValueStore
 from runner.errors import InvalidError, RetryableError, format_error
+from runner.jax_internals import clusters, distributed
 from runner.spec import Deadlines
 from runner.storage import JsonObject
 

@@ -18,8 +18,6 @@ from typing import Any, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from jax._src.cudnn import fused_attention_stablehlo
-from jax._src.lib import tpu
 from jax.extend.mlir import ir
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -27,6 +25,7 @@ from runner.accelerator import is_gpu_deterministic, make_compiler_options
 from runner.checkpoint.leaves import find_form_problems, is_on_host, make_strongly_typed
 from runner.console import warn
 from runner.errors import InvalidError, StateError
+from runner.jax_internals import fused_attention_stablehlo, tpu
 from runner.metrics.meta import (
     LEARNING_RATE,
     REPLAY_DIGESTS,
