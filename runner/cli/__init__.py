@@ -11,6 +11,7 @@ that they work beside a running job.
 - `inspect`: `spec`, `lineage`, `metrics`, `report`, `dashboard`, without jax
 - `checkpoints`: `checkpoints`, `checkpoints copy`, `sample`, `evaluate`, `export`, `profile`
 - `plan`: `plan`, `schema`, `spec-from`
+- `init`: `init`
 - `verify_resume`: `verify-resume`
 - `app`: table of commands, with their help and exit codes, and `main`
 """

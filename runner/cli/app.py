@@ -118,6 +118,13 @@ COMMANDS.add(
     "0 printed; 2 no such spec; 76 the output cannot be written.",
 )
 COMMANDS.add(
+    "init",
+    declared.InitArguments,
+    "Write a model and a spec of your own to begin with",
+    "0 written; 2 invalid command line or name, or a file is there already.",
+    "Writes NAME.py and NAME.yaml into the working directory, and overwrites nothing.",
+)
+COMMANDS.add(
     "spec-from",
     declared.SpecFromArguments,
     "Write a spec that starts from published weights",
@@ -151,6 +158,7 @@ _IMPLEMENTATIONS = {
     declared.VerifyResumeArguments: ("runner.cli.verify_resume", "verify_resume"),
     declared.SchemaArguments: ("runner.cli.plan", "print_schema"),
     declared.SpecArguments: ("runner.cli.inspect", "print_spec"),
+    declared.InitArguments: ("runner.cli.init", "write_first_files"),
     declared.SpecFromArguments: ("runner.cli.plan", "write_spec_from"),
     declared.MetricsArguments: ("runner.cli.inspect", "print_metrics"),
     declared.ProfileArguments: ("runner.cli.checkpoints", "request_steps"),

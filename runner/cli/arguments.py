@@ -380,6 +380,13 @@ class SpecArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
+class InitArguments:
+    """Arguments of `init`."""
+
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the model's module and of the run.")]
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpecFromArguments:
     """Arguments of `spec-from`."""
 
