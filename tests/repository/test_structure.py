@@ -44,9 +44,9 @@ def test_names_of_public_classes_are_unique(structure: Structure) -> None:
 
 def test_sizes_and_comments_stay_in_bounds(structure: Structure) -> None:
     assert structure.files <= 243
-    assert structure.lines <= 71_720
-    assert structure.public_names <= 1_725
-    assert structure.called_once <= 358
+    assert structure.lines <= 71_799
+    assert structure.public_names <= 1_726
+    assert structure.called_once <= 360
     assert structure.comment_share >= 1 / 13
 
 

@@ -555,7 +555,7 @@
     return element("section", { id: "charts" }, made.length ? controls() : null, forkNote(data, runs), element("div", { class: "grid" }, ...made), ...notes);
   }
 
-  // Returns a chart of each histogram over the steps, as in a spectrogram: the darker, the more values.
+  // Returns a chart of each histogram over the steps, as in a spectrogram: the stronger the colour, the more values.
   function histograms(run, axis, zoom) {
     return run.histograms.map((histogram) => {
       const x = axis.of(run, histogram);
