@@ -7,37 +7,34 @@
 - `tpu`: MLIR dialect of TPU kernels, to read the programs of kernels
 """
 
-from importlib import import_module, metadata
-from typing import Any
+from importlib import metadata
+from types import ModuleType
 
 from runner.errors import InvalidError
 
-# Module and attribute, each used in one place.
-_NEEDED = (
-    ("clusters", "SlurmCluster"),
-    ("compilation_cache", "get_file_cache"),
-    ("compiler", "_cache_write"),
-    ("distributed", "global_state"),
-    ("cudnn.fused_attention_stablehlo", "dot_product_attention"),
-    ("lib", "tpu"),
+
+def _make_error(reason: str) -> InvalidError:
+    return InvalidError(
+        f"jax {metadata.version('jax')} does not work with this version of the runner: {reason}; install another "
+        "version of jax, or a newer runner"
+    )
+
+
+try:
+    from jax._src import clusters, compilation_cache, compiler, distributed
+    from jax._src.cudnn import fused_attention_stablehlo
+    from jax._src.lib import tpu
+except ImportError as _error:
+    raise _make_error(str(_error)) from _error
+
+NEEDED: tuple[tuple[ModuleType, str], ...] = (
+    (clusters, "SlurmCluster"),
+    (compilation_cache, "get_file_cache"),
+    (compiler, "_cache_write"),
+    (distributed, "global_state"),
+    (fused_attention_stablehlo, "dot_product_attention"),
+    (tpu, "register_dialect"),
 )
-
-
-def _load(module: str, attribute: str) -> Any:
-    """Import a module of `jax._src`. Raises `InvalidError` if it or its attribute is missing."""
-    try:
-        found = import_module(f"jax._src.{module}")
-    except ImportError as error:
-        found, reason = None, str(error)
-    else:
-        reason = f"jax._src.{module} has no {attribute}"
-    if found is None or not hasattr(found, attribute):
-        raise InvalidError(
-            f"jax {metadata.version('jax')} does not work with this version of the runner: {reason}; install another "
-            "version of jax, or a newer runner"
-        )
-    return found
-
-
-clusters, compilation_cache, compiler, distributed, fused_attention_stablehlo, _lib = (_load(*each) for each in _NEEDED)
-tpu = _lib.tpu
+for _module, _name in NEEDED:
+    if not hasattr(_module, _name):
+        raise _make_error(f"{_module.__name__} has no {_name}")

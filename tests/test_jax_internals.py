@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.jax_internals import _NEEDED
+from runner.jax_internals import NEEDED
 from tests.support.simulated_devices import environment
 
 ROOT = Path(__file__).parents[1]
@@ -25,19 +25,20 @@ def run_with(directory: Path, action: str, *words: str) -> subprocess.CompletedP
 
 
 @pytest.mark.daily(2)
-@pytest.mark.parametrize(("module", "attribute"), _NEEDED, ids=lambda text: text)
+@pytest.mark.parametrize(("module", "attribute"), [(module.__name__, name) for module, name in NEEDED])
 def test_a_version_of_jax_without_a_part_is_refused_in_one_line(module: str, attribute: str, tmp_path: Path) -> None:
-    action = f"import jax\ndelattr(importlib.import_module('jax._src.{module}'), {attribute!r})"
+    action = f"import jax\ndelattr(importlib.import_module({module!r}), {attribute!r})"
     done = run_with(tmp_path, action, "runner", "specs/counter.yaml", "--set", f"directory={tmp_path}/run")
     assert (done.returncode, done.stdout) == (2, "")
     line, *others = done.stderr.splitlines()
-    assert f"jax._src.{module} has no {attribute}" in line
-    assert not others or module == "distributed"  # JAX itself uses this one at its exit
+    assert f"{module} has no {attribute}" in line
+    assert not others or module == "jax._src.distributed"  # JAX itself uses this one at its exit
     assert not (tmp_path / "run").exists()
 
 
 def test_a_version_of_jax_without_a_module_is_refused_in_one_line(tmp_path: Path) -> None:
-    action = "import jax, sys\nsys.modules['jax._src.compilation_cache'] = None"
+    name = "compilation_cache"
+    action = f"import jax, sys\nsys.modules['jax._src.{name}'] = None\ndelattr(jax._src, '{name}')"
     done = run_with(tmp_path, action, "runner", "plan", "specs/counter.yaml")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
@@ -50,4 +51,5 @@ def test_no_other_module_imports_what_is_not_public() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in getattr(node, "names", [])] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not [name for name in names if name.startswith("jax._src")], path
+            is_private = any(name.startswith("jax._src") for name in names)
+            assert not is_private or path.name == "jax_internals.py", path

@@ -92,7 +92,7 @@ class CompileCache:
             # XLA's own caches are on this host, and their path would be part of every key.
             jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
         # JAX has no public way to plug in a cache of one's own.
-        compilation_cache.get_file_cache = lambda path: (self, path)
+        compilation_cache.get_file_cache = lambda path: (self, path)  # type: ignore[assignment,return-value]
         write, state = compiler._cache_write, distributed.global_state
 
         # JAX writes on process 0 only, as if all hosts shared the directory. Here each host has its own.
@@ -103,7 +103,7 @@ class CompileCache:
             finally:
                 state.process_id = process_id
 
-        compiler._cache_write = write_as_first_process
+        compiler._cache_write = write_as_first_process  # type: ignore[assignment]
         self._is_open = True
 
     def get_counts(self) -> dict[str, int]:
