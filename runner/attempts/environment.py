@@ -9,10 +9,12 @@ import fcntl
 import functools
 import inspect
 import math
+import netrc
 import os
 import platform
 import shutil
 import subprocess
+import urllib.parse
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
@@ -327,3 +329,14 @@ def probe_file_system(directory: Path) -> FileSystem:
             )
         finally:
             shutil.rmtree(top, ignore_errors=True)
+
+
+def has_wandb_key() -> bool:
+    """Return True if wandb can log in on this machine without asking for a key. Does not import wandb."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

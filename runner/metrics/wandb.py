@@ -15,16 +15,15 @@ are in this machine's cache while the job runs. They are uploaded when it ends, 
 were killed on this machine.
 """
 
-import netrc
 import os
 import shutil
-import urllib.parse
 from pathlib import Path
 
 import numpy as np
 import wandb
 
 from runner.attempts.attempt import Attempt
+from runner.attempts.environment import has_wandb_key
 from runner.console import warn
 from runner.metrics.meta import RowValue, find_bins
 from runner.metrics.rows import Row
@@ -61,7 +60,7 @@ class WandbWriter:
         self._store = store = attempt.store
         self._directory = default_cache_directory() / "wandb" / attempt.run_id if store.root is None else store.root
         mode = spec.logging.wandb
-        if mode == "online" and not _has_key():
+        if mode == "online" and not has_wandb_key():
             warn("wandb: no API key found, so the run is logged offline; upload it later with `wandb sync`")
             mode = "offline"
         folder = self._directory / FOLDER
@@ -127,14 +126,3 @@ def convert_value(value: RowValue) -> RowValue | wandb.Histogram:
     """Return a list or a histogram as a W&B histogram, and any other value as it is."""
     bins = find_bins(value)
     return value if bins is None else wandb.Histogram(np_histogram=(np.asarray(bins[0]), np.asarray(bins[1])))
-
-
-def _has_key() -> bool:
-    """Return True if wandb can log in without asking for a key; it would wait for the answer."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host or "") is not None
-    except (OSError, netrc.NetrcParseError):
-        return False

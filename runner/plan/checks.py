@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from runner.attempts.environment import has_wandb_key
 from runner.attempts.take_over import describe_running_attempt
 from runner.checkpoint.manifest import read_newest_manifest
 from runner.data import Dataset
@@ -136,6 +137,16 @@ def check_weights(job: RestoreableJob, abstract_state: Any, findings: Findings) 
         else:
             initial = job.spec.checkpoint.initial_weights
             validate_init_from(job.document, initial, job.family, lambda: job.weights(abstract_state))
+
+
+def check_tracking(job: RestoreableJob, findings: Findings) -> None:
+    """Warn if the job would log to W&B online and this machine has no key, as the hosts may have none either."""
+    if job.spec.logging.wandb == "online" and not has_wandb_key():
+        message = (
+            "online, and this machine has no key of W&B (WANDB_API_KEY, or wandb login); without one on process 0 "
+        )
+        message += "the run is logged offline"
+        findings.warnings.append(job.document.format_problem(("logging", "wandb"), message))
 
 
 def check_grace(job: RestoreableJob, save_seconds: float, basis: str, findings: Findings) -> None:

@@ -85,6 +85,8 @@ def plan(request: PlanRequest) -> int:
     with limit_call_seconds(_QUICK_CALL_SECONDS) if request.is_quick else contextlib.nullcontext():
         job = checks.open_job(document, findings)
         sections = [] if job is None else _make_sections(job, machine, findings, request)
+        if job is not None:
+            checks.check_tracking(job, findings)
     if request.as_json:
         content = {
             "problems": findings.problems,

@@ -50,6 +50,24 @@ def run_plan_json(*arguments: str, expected: int = 0) -> dict[str, Any]:
 # Checks.
 
 
+@pytest.mark.parametrize(
+    ("mode", "key", "is_warned"), [("online", "", True), ("online", "x" * 40, False), ("offline", "", False)]
+)
+def test_a_missing_key_of_wandb_is_a_warning(
+    mode: str,
+    key: str,
+    is_warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    output = run_plan_in_process(capsys, NANO, "--quick", "--set", f"logging.wandb={mode}")
+    assert ("this machine has no key of W&B" in output) == is_warned
+    assert "would run" in output
+
+
 def test_a_quick_plan_leaves_the_deadline_of_buckets_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     deadline_seconds = bucket.CALL_SECONDS
     assert "would run" in run_plan_in_process(capsys, NANO, "--quick")
