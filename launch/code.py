@@ -153,7 +153,7 @@ def read_code(spec: str, runner: str | None, requirements: str | None) -> Code:
     def read(path: Path) -> bytes | None:
         """Return a file as committed, None if the commit has no such file."""
         try:
-            return _git(root, "show", f"{commit}:{path.resolve().relative_to(root).as_posix()}")
+            return _git(root, "cat-file", "blob", f"{commit}:{path.resolve().relative_to(root).as_posix()}")
         except (ValueError, subprocess.CalledProcessError):
             return None
 
