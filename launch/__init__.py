@@ -1,7 +1,7 @@
 """Launchers: run the job of a spec on an engine, `python -m launch ENGINE SPEC`.
 
 A launcher runs the runner's command on every host. It uses exit codes, specs, the chip catalogue and the history of a
-run, and imports no jax. The runner never imports it.
+run, and imports no jax. The runner never imports it. `skypilot.yaml` is a file for SkyPilot that runs `worker`.
 
 - `options`: base of the engines' command lines, and shell programs
 - `checks`: checks of a job before it is submitted
@@ -14,5 +14,5 @@ run, and imports no jax. The runner never imports it.
 - `tpu_vm`: TPU VMs of Google Cloud, through a queued resource
 - `app`: the command line of `python -m launch`
 - `__main__`: its entry point
-- `worker`: one host's part of a job, restarted in its place, for `kubernetes` and `tpu_vm`
+- `worker`: one host's part of a job, restarted in its place, for `kubernetes`, `tpu_vm` and SkyPilot
 """

@@ -356,8 +356,16 @@ _PROMETHEUS = (
     ("tokens_per_second", "gauge", "tokens_per_second", "Throughput over the newest rows."),
     ("examples_per_second", "gauge", "examples_per_second", "Throughput of a run whose data are arrays."),
     ("mfu_ratio", "gauge", "mfu", "Model FLOPs utilisation."),
+    ("left_seconds", "gauge", "left_seconds", "Estimated time to the last step of a run that is alive."),
     ("goodput_ratio", "gauge", "goodput", "Share of the wall time that was spent on steps of the final trajectory."),
+    ("lost_steps", "gauge", "lost_steps", "Steps that were computed again, because no save contained them."),
+    ("cost_dollars", "gauge", "dollars", "Cost so far, by the price in the spec."),
     ("restarts_total", "counter", "restarts", "Attempts after the first one."),
+)
+# Ages for Prometheus: name, key of the time in a line of the table, meaning.
+_PROMETHEUS_AGES = (
+    ("seconds_since_last_row", "last_row", "Time since the newest row of metrics was written."),
+    ("seconds_since_last_commit", "last_commit", "Time since the newest checkpoint was committed."),
 )
 
 
@@ -379,9 +387,16 @@ def format_prometheus(lines: Sequence[JsonObject], now: float) -> str:
     for name, kind, key, meaning in _PROMETHEUS:
         known = ((run, values.get(key)) for run, values in runs.items())
         add(name, kind, meaning, ((f'run="{run}"', value) for run, value in known if value is not None))
-    rows = ((run, values.get("last_row")) for run, values in runs.items())
-    ages = ((f'run="{run}"', max(now - row, 0.0)) for run, row in rows if row is not None)
-    add("seconds_since_last_row", "gauge", "Time since the newest row of metrics was written.", ages)
+    for name, key, meaning in _PROMETHEUS_AGES:
+        times = ((run, values.get(key)) for run, values in runs.items())
+        add(name, "gauge", meaning, ((f'run="{run}"', max(now - when, 0.0)) for run, when in times if when is not None))
+    # A gauge: seconds of steps become seconds of lost steps when an attempt resumes from an earlier one.
+    wall = (
+        (f'run="{run}",category="{category}"', seconds)
+        for run, values in runs.items()
+        for category, seconds in values.get("seconds", {}).items()
+    )
+    add("wall_seconds", "gauge", "Wall time by category; the categories add up to all of it.", wall)
     states = [state.value for state in RunState] + ["unreadable"]
     shown = (
         (f'run="{run}",state="{state}"', values["state"] == state) for run, values in runs.items() for state in states

@@ -28,6 +28,7 @@ from runner.dashboard.charts import (
 )
 from runner.dashboard.reader import RunSnapshot, find_differences, flatten_spec
 from runner.distributed.clock import TimeCategory
+from runner.history.cost import compute_cost
 from runner.history.goodput import START_CATEGORIES, list_restarts
 from runner.history.ledger import format_event, get_float, get_int, get_step, get_time, to_single_line
 from runner.history.reader import format_changes
@@ -328,7 +329,10 @@ def _list_defaults() -> dict[str, str]:
 
 def summarize(history: History) -> JsonObject:
     """Return the figures by which runs are compared; a figure that is not known is None."""
-    best, speed = history.best_validation, history.speed
+    best, speed, cost = history.best_validation, history.speed, compute_cost(history)
+    commits = [save.time for save in history.saves]
+    # `saves` may lack the newest one of very many.
+    commits += [checkpoint.time for checkpoint in history.checkpoints if checkpoint.time is not None]
     values = {
         "state": history.state.value,
         "step": history.step,
@@ -341,7 +345,11 @@ def summarize(history: History) -> JsonObject:
         "mfu": speed.mfu,
         "left_seconds": speed.left_seconds,
         "goodput": history.goodput if history.wall_seconds > 0 else None,
+        "seconds": {category.value: seconds for category, seconds in history.seconds.items()},
+        "lost_steps": history.lost_steps,
+        "dollars": None if cost is None else cost.dollars,
         "restarts": max(len(history.attempts) - 1, 0),
+        "last_commit": max(commits, default=None),
         "last_row": get_time(history.row, TIME),
         "alive": max((attempt.ended for attempt in history.attempts), default=None),
     }

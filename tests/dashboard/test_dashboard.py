@@ -21,12 +21,13 @@ from runner.dashboard import server
 from runner.dashboard.app import DashboardApp, ResponseBody, make_access_policy
 from runner.dashboard.reader import find_runs
 from runner.dashboard.server import PageData, SharedReader
+from runner.distributed.clock import TimeCategory
 from runner.history.reader import HistoryReader
 from runner.storage import JsonObject, LocalStore, Store, encode_line, jsonl
 from runner.storage.bucket import BucketStore
 from tests.benchmarks.dashboard import measure
 from tests.dashboard.scenes import make_forks
-from tests.dashboard.synthetic_runs import START_TIME, encode_lines, make_events, make_rows, make_run
+from tests.dashboard.synthetic_runs import LOST_STEPS, SPEC, START_TIME, encode_lines, make_events, make_rows, make_run
 from tests.dashboard.test_report import HOSTILE
 from tests.support.memory_bucket import MemoryDriver
 
@@ -454,9 +455,27 @@ def test_prometheus_metrics_include_each_run(tmp_path):
     assert found["runner_run_tokens_per_second"][key] > 0
     assert 1 < found["runner_run_loss"][key] < 3
     assert found["runner_run_seconds_since_last_row"][key] == pytest.approx(time.time() - START_TIME - 1580, abs=60)
+    assert found["runner_run_seconds_since_last_commit"][key] == pytest.approx(time.time() - START_TIME - 1705, abs=60)
+    assert found["runner_run_lost_steps"][key] == LOST_STEPS
+    seconds = {
+        dict(labels)["category"]: value
+        for labels, value in found["runner_run_wall_seconds"].items()
+        if key[0] in labels
+    }
+    assert set(seconds) == {category.value for category in TimeCategory}
+    assert seconds["steps"] / sum(seconds.values()) == pytest.approx(found["runner_run_goodput_ratio"][key])
     states = {labels[0][1]: labels[1][1] for labels, value in found["runner_run_state"].items() if value == 1}
     assert states == {"a": "done", names[1]: "done", "c\\udcff": "done", "bad": "unreadable"}
-    assert all(len(samples) <= 4 * 10 for samples in found.values())
+    assert all(len(samples) <= 4 * 13 for samples in found.values())
+
+
+def test_prometheus_metrics_include_the_cost_of_a_run_with_a_price(tmp_path):
+    spec = f"{SPEC % 10}topology: {{accelerator: v5e-8, price: {{dollars_per_chip_hour: 2.5}}}}\n"
+    make_run(LocalStore(tmp_path), num_attempts=1, num_rows=10, spec=spec)
+    body = PageData(LocalStore(tmp_path)).read("metrics")
+    assert body is not None
+    (dollars,) = parse_prometheus(body.plain.decode())["runner_run_cost_dollars"].values()
+    assert dollars == pytest.approx(8 * 2.5 * 706 / 3600)
 
 
 def test_prometheus_metrics_need_the_token(tmp_path):

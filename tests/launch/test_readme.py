@@ -7,6 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = {"cluster": "launch", "kubernetes": "launch/kubernetes", "slurm": "launch/slurm", "tpu_vm": "launch/tpu_vm"}
+PAGES |= {"laptop_to_gke": "launch", "laptop_to_slurm": "launch"}
 
 
 def read_page(name):
