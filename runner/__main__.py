@@ -20,12 +20,12 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from runner.accelerator import ACCELERATOR_DEVICES, has_device
 from runner.errors import explain_hiding_modules
 
 _MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # such as `always [madvise] never`
 _VARIABLE, _MIN_GLIBC = "GLIBC_TUNABLES", (2, 35)
 _HUGE_PAGES, _ONE_HEAP = "glibc.malloc.hugetlb", "glibc.malloc.arena_max"  # options that are set to 1
-_ACCELERATORS = ("accel*", "vfio/*", "nvidia*", "kfd")  # devices of TPUs, and of NVIDIA and AMD GPUs
 
 
 def main() -> int:
@@ -34,7 +34,7 @@ def main() -> int:
     def run() -> int:
         # This comes before other imports, which would otherwise be made twice.
         restart_with_allocator_options()
-        if not _has_accelerator() and find_spec("libtpu") is not None:
+        if not has_device(ACCELERATOR_DEVICES) and find_spec("libtpu") is not None:
             # JAX would look for a TPU, and libtpu would print many lines that there is none.
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
         return int(importlib.import_module("runner.cli.app").run_program())
@@ -49,14 +49,10 @@ def restart_with_allocator_options() -> None:
     before anything else is started.
     """
     modes = _MODES.read_text() if _MODES.exists() else ""
-    has_only_cpus = os.environ.get("JAX_PLATFORMS") == "cpu" or not _has_accelerator()
+    has_only_cpus = os.environ.get("JAX_PLATFORMS") == "cpu" or not has_device(ACCELERATOR_DEVICES)
     variables = add_allocator_options(os.environ, " ".join(platform.libc_ver()), modes, has_only_cpus)
     if variables is not None and sys.executable:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], variables)
-
-
-def _has_accelerator() -> bool:
-    return any(next(Path("/dev").glob(name), None) for name in _ACCELERATORS)
 
 
 def add_allocator_options(

@@ -13,12 +13,14 @@ versions" (same documentation) and libtpu.
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from runner.errors import InvalidError
 
+TPU_DEVICES = ("accel*", "vfio/*")  # files below /dev
+ACCELERATOR_DEVICES = (*TPU_DEVICES, "nvidia*", "kfd")  # those of NVIDIA and AMD GPUs too
 HOST_MEMORY = "pinned_host"  # jax's name of host memory that TPUs and GPUs read and write directly
 
 # Chips of a slice -> its shape, as GKE labels nodes and libtpu names topologies.
@@ -357,3 +359,8 @@ def parse_accelerator(text: str) -> Accelerator | None:
     if match is None or name not in CHIPS or (match[1] and not match[3]):
         raise InvalidError(f"got {text!r}, needs any, or [SLICESx]NAME[-CHIPS] with NAME one of {', '.join(CHIPS)}")
     return Accelerator(name, int(match[3]) if match[3] else None, int(match[1] or 1))
+
+
+def has_device(patterns: Sequence[str]) -> bool:
+    """Return True if this machine has a device whose file below /dev matches one of the patterns."""
+    return any(next(Path("/dev").glob(pattern), None) for pattern in patterns)

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from runner.accelerator import Accelerator, PeakRates
+from runner.accelerator import TPU_DEVICES, Accelerator, PeakRates, has_device
 from runner.checkpoint.leaves import is_on_host
 from runner.errors import InvalidError
 from runner.parallel.mesh import (
@@ -169,6 +169,9 @@ def open_machine(accelerator: Accelerator | None) -> TargetMachine:
 def _open_libtpu_devices(accelerator: Accelerator, shape: str) -> tuple[Sequence[jax.Device], str]:
     for name, value in _LIBTPU_VARIABLES.items():
         os.environ.setdefault(name, value)
+    # The lock of libtpu protects a TPU. Without one, several commands may compile at once.
+    if not has_device(TPU_DEVICES):
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     chip = accelerator.chip
     options: dict[str, Any] = {}
     if chip.libtpu_name == "v4":  # jax runs its two cores as one device
