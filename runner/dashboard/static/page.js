@@ -919,7 +919,9 @@
       const small = ({ target }) => target.classList.toggle("small", Math.max(target.naturalWidth, target.naturalHeight) < SMALL_PIXELS);
       // The name ends in its kind; a data URL begins with it.
       const isAudio = source.startsWith("data:audio/") || (!source.startsWith("data:") && source.endsWith(".wav"));
-      place.replaceChildren(isAudio ? element("audio", { controls: "", preload: "none", src: source, "aria-label": text, onerror: gone })
+      // The page below does not move while the next image loads.
+      if (place.offsetHeight) place.style.minHeight = `${place.offsetHeight}px`;
+      place.replaceChildren(isAudio ? element("audio", { controls: "", preload: "metadata", src: source, "aria-label": text, onerror: gone })
         : element("img", { src: source, alt: text, onload: small, onerror: gone }));
       label.textContent = ` step ${count(step)}`;
       if (slider) slider.setAttribute("aria-valuetext", `step ${step}`);
