@@ -99,7 +99,8 @@ def test_only_reading_methods_are_allowed(path, method):
         "/run/" + ",".join([RUN] * 11), f"/data/{RUN}/", f"/data/{RUN}/..", "/static/", "/run/..",
         "/static/page.html", "/static/../app.py", "/static/../../../../etc/passwd", "/static/page.js\0",
         "/../../etc/passwd", "/%2e%2e/etc/passwd", "//evil.example", "/data/../../etc/passwd", "/data/\xff\xfe",
-        "", "data", "/index.html", "/metrics.jsonl",
+        "", "data", "/index.html", "/metrics.jsonl", f"/media/{RUN}/00000008", f"/media/{RUN}/00000008/a/val~x.png",
+        f"/media/{RUN},{RUN}/00000008/val~x.png", f"/media/{RUN}/../job.json", "/media/0000/00000008/val~x.png",
     ],
 )  # fmt: skip
 def test_other_paths_are_not_found(path):
