@@ -2,6 +2,7 @@
 
 import errno
 import io
+import re
 import struct
 import threading
 import wave
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.gpt import PretrainGPT
 from runner.errors import FencedError
 from runner.metrics import media
 from runner.metrics.media import (
@@ -35,7 +37,7 @@ from runner.storage import LocalStore, Store
 from runner.train.evaluators import EvaluatorSchedule
 from tests.support.attempt import make_attempt
 from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
-from tests.support.tiny_jobs import make_gpt, read_rows, read_trajectory, stop_after
+from tests.support.tiny_jobs import ROOT, make_gpt, read_rows, read_trajectory, stop_after
 from tests.test_values import TrainLookup
 
 KEY, STEP = "val/own/x", 8
@@ -420,3 +422,24 @@ def test_rows_and_files_are_those_of_an_undisturbed_run(interruption: str, tmp_p
 def test_a_job_without_images_or_audio_gets_no_folder(tmp_path: Path) -> None:
     make_gpt(tmp_path / "run", TrainLookup)()
     assert not (tmp_path / "run/media").exists()
+
+
+class DocumentedGPT(PretrainGPT):
+    """A job with the evaluators of the page about evaluation."""
+
+    def evaluator(self) -> Any:
+        blocks = re.findall(r"```python\n(.*?)```", (ROOT / ".github/docs/evaluation.md").read_text(), re.DOTALL)
+        names: dict[str, Any] = {"PretrainGPT": PretrainGPT}
+        for block in blocks:
+            exec(block, names)
+        return [names["Spread"](), names["Embeddings"]()]
+
+
+def test_the_documented_evaluators_run(tmp_path: Path) -> None:
+    make_gpt(tmp_path / "run", DocumentedGPT, **{"config.eval.every_steps": 4})()
+    last = read_rows(tmp_path / "run")[-1]
+    assert last["val/embedding"] == {"image": "media/00000008/val~embedding.png", "width": 32, "height": 64}
+    assert len(LocalStore(tmp_path / "run").list_sizes("media")) == 2  # steps 4 and 8
+    assert {
+        name.removeprefix("media/") for row in read_rows(tmp_path / "run") for name in find_media(row).values()
+    } == {*LocalStore(tmp_path / "run").list_sizes("media")}
