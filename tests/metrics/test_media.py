@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import re
 import struct
 import threading
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from experiments.gpt import PretrainGPT
+from runner.cli.app import main
 from runner.errors import FencedError
 from runner.metrics import media
 from runner.metrics.media import (
@@ -379,7 +381,11 @@ class PictureTrainer(TrainLookup):
             every_steps = 2
 
             def evaluate(self, weights: Any, step: int, hosts: Any) -> Any:
-                return {"val/drawing": Image(np.full((2, 2), step, np.uint8)), "val/tone": Audio(SOUND, 8000)}
+                return {
+                    "val/drawing": Image(np.full((2, 2), step, np.uint8)),
+                    "val/tone": Audio(SOUND, 8000),
+                    "val/own": 1.0,
+                }
 
         class Killing:
             every_steps = 2
@@ -417,6 +423,16 @@ def test_rows_and_files_are_those_of_an_undisturbed_run(interruption: str, tmp_p
     assert read_files(tmp_path / "run") == read_files(tmp_path / "whole")
     rows = read_rows(tmp_path / "run")
     assert {name for row in rows for name in find_media(row).values()} == {*read_files(tmp_path / "run")}
+
+
+def test_the_command_evaluate_leaves_images_and_audio_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_gpt(tmp_path / "run", PictureTrainer, job=f"{__name__}:{PictureTrainer.__name__}")()
+    before = read_files(tmp_path / "run")
+    assert main(["evaluate", str(tmp_path / "run"), "--json", "--trust", "tests"]) == 0
+    record = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert record["metrics"]["own"] == 1.0
+    assert not {"drawing", "tone"} & {*record["metrics"]}
+    assert read_files(tmp_path / "run") == before
 
 
 def test_a_job_without_images_or_audio_gets_no_folder(tmp_path: Path) -> None:
