@@ -51,6 +51,7 @@ LAYOUT = {
     "assets": "a directory",
     TEXT_FOLDER: "a directory",
     "profiles": "a directory",
+    "media": "a directory",
     "tensorboard": "a directory",
     "wandb": "a directory",
     "result.json": "a file",

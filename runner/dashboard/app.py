@@ -23,19 +23,28 @@ from dataclasses import dataclass
 from urllib.parse import parse_qs
 from wsgiref.types import StartResponse, WSGIEnvironment
 
-from runner.dashboard.report import make_report_policy, read_plotly, read_static, render_live_page, render_report_page
+from runner.dashboard.report import (
+    embed_media,
+    make_report_policy,
+    read_plotly,
+    read_static,
+    render_live_page,
+    render_report_page,
+)
 from runner.errors import InvalidError
+from runner.metrics.media import CONTENT_TYPES, MEDIA_FOLDER
 
 _COOKIE = "runner_token"
 METRICS = "metrics"  # name of the figures of all runs in Prometheus' text format
 _CONTENT_SECURITY_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; media-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _REPORT_POLICY = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 # A name, an IPv4 address, or an IPv6 address in brackets, with an optional port.
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:]+)(?::\d+)?")
+_RUN_ID = re.compile(r"[0-9a-f]{16}")
 _RUN_IDS = re.compile(r"[0-9a-f]{16}(?:,[0-9a-f]{16}){0,9}")  # of one run, or of some that are compared
 _TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,}")
 _LOOPBACK_NAMES = ("localhost", "ip6-localhost")
@@ -47,6 +56,7 @@ _HEADERS = [
     ("Cross-Origin-Resource-Policy", "same-origin"),
     ("Cross-Origin-Opener-Policy", "same-origin"),
 ]
+_MEDIA_POLICY = "default-src 'none'; sandbox; frame-ancestors 'none'"  # for an image that is opened alone
 _METHODS = ("GET", "HEAD")
 _HTML = "text/html; charset=utf-8"
 _SCRIPT = "text/javascript; charset=utf-8"
@@ -111,7 +121,7 @@ class ResponseBody:
 
     kind: str
     plain: bytes
-    packed: bytes
+    packed: bytes | None  # None for content that is compressed already
     tag: str
     policy: str = _CONTENT_SECURITY_POLICY
 
@@ -119,9 +129,17 @@ class ResponseBody:
     def from_text(cls, kind: str, text: str, policy: str = _CONTENT_SECURITY_POLICY) -> "ResponseBody":
         """Return the body of a text with this content type."""
         plain = text.encode(errors="replace")
-        tag = f'"{hashlib.sha256(plain).hexdigest()[:16]}"'
         # The lowest level: data are compressed again every few seconds.
-        return cls(kind, plain, gzip.compress(plain, compresslevel=1), tag, policy)
+        return cls(kind, plain, gzip.compress(plain, compresslevel=1), _make_tag(plain), policy)
+
+    @classmethod
+    def from_media(cls, kind: str, content: bytes) -> "ResponseBody":
+        """Return the body of an image or audio with this content type."""
+        return cls(kind, content, None, _make_tag(content), _MEDIA_POLICY)
+
+
+def _make_tag(content: bytes) -> str:
+    return f'"{hashlib.sha256(content).hexdigest()[:16]}"'
 
 
 @dataclass(frozen=True)
@@ -142,6 +160,8 @@ class DashboardApp:
     # Prometheus by `METRICS`; None if there is no such run. It returns quickly, is called from several threads, and may
     # raise `TimeoutError`.
     get_data: Callable[[str], ResponseBody | None]
+    # Function that returns a file of images or audio by the id of its run and its name; None if no row refers to it.
+    get_media: Callable[[str, str], bytes | None] = lambda run, name: None
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         """Respond to a request."""
@@ -154,10 +174,10 @@ class DashboardApp:
         if response.body is not None and environ.get("HTTP_IF_NONE_MATCH") == body.tag:
             start_response("304 Not Modified", [*headers, ("ETag", body.tag)])
             return []
-        is_packed = "gzip" in environ.get("HTTP_ACCEPT_ENCODING", "")
-        content = body.packed if is_packed else body.plain
+        packed = body.packed if "gzip" in environ.get("HTTP_ACCEPT_ENCODING", "") else None
+        content = body.plain if packed is None else packed
         headers += [("Content-Type", body.kind), ("Content-Length", str(len(content)))]
-        headers += [("Content-Encoding", "gzip")] * is_packed
+        headers += [("Content-Encoding", "gzip")] * (packed is not None)
         headers += [("ETag", body.tag)] * (response.body is not None)
         start_response(status, headers)
         return [] if environ["REQUEST_METHOD"] == "HEAD" else [content]
@@ -218,10 +238,17 @@ class DashboardApp:
                 if data is None:
                     return None
                 more = {"made": time.time(), "links": {"top": "../", "live": f"../run/{run}"}}
-                page = render_report_page("Report", json.loads(data.plain) | more)
+                view = json.loads(data.plain)
+                embed_media(view, self.get_media)
+                page = render_report_page("Report", view | more)
                 return ResponseBody.from_text(_HTML, page, f"{make_report_policy()}; {_REPORT_POLICY}")
             case ["", "data", run] if _RUN_IDS.fullmatch(run):
                 return self.get_data(run)
+            case ["", "media", run, step, name] if _RUN_ID.fullmatch(run):
+                content = self.get_media(run, f"{MEDIA_FOLDER}/{step}/{name}")
+                # The type follows from the name, whatever the file contains.
+                kind = CONTENT_TYPES.get(f".{name.rpartition('.')[2]}")
+                return None if content is None or kind is None else ResponseBody.from_media(kind, content)
             # Names are looked up in a table; no file is opened by a name from outside.
             case ["", "static", name] if name in _STATIC:
                 return _read_static_body(name)

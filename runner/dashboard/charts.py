@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from runner.history.ledger import get_float, get_int, get_time
+from runner.metrics.media import find_media, thin_steps
 from runner.metrics.rows import Row, find_unit
 from runner.storage import JsonObject
 
@@ -23,6 +24,7 @@ _BROKEN_MAX = 100  # values of a series that are not finite
 _SERIES_MAX = 44  # of a run; a job of its own may log any number of them
 _SAMPLES_MAX = 12  # steps of a run with text samples, and texts of a step
 _SAMPLE_CHARACTERS_MAX = 1500
+_MEDIA_MAX = 400  # steps of a run with images and audio; half of them are left when there are more
 _HISTOGRAMS_MAX = 8  # of a run
 _HISTOGRAM_STEPS_MAX = 40
 _HISTOGRAM_BINS_MAX = 64
@@ -325,6 +327,7 @@ class RunCurves:
         self.num_rows = 0
         self._samples: EvenSample[tuple[int, dict[str, str]]] = EvenSample(_SAMPLES_MAX)
         self._histograms: dict[str, EvenSample[StepHistogram]] = {}
+        self._media: dict[int, dict[str, str]] = {}
 
     @property
     def keys(self) -> list[str]:
@@ -336,6 +339,10 @@ class RunCurves:
         self.num_rows += 1
         if texts := _list_samples(row):
             self._samples.add((row["step"], texts))
+        if media := find_media(row):
+            self._media[row["step"]] = media
+            if len(self._media) > _MEDIA_MAX:
+                self._media = {step: self._media[step] for step in thin_steps(self._media, _MEDIA_MAX // 2)}
         for key, histogram in _list_histograms(row):
             if key in self._histograms or len(self._histograms) < _HISTOGRAMS_MAX:
                 known = self._histograms.setdefault(key, EvenSample(_HISTOGRAM_STEPS_MAX))
@@ -353,6 +360,10 @@ class RunCurves:
         """Return steps spread over the run, the newest first, with the text samples of each by key."""
         more = ((row["step"], texts) for row in newest if (texts := _list_samples(row)))
         return (self._samples.items + EvenSample(_SAMPLES_MAX, more).items)[::-1]
+
+    def list_media(self, newest: Iterable[Row] = ()) -> dict[int, dict[str, str]]:
+        """Return the names of the images and audio that rows refer to, by key and step; of many steps some."""
+        return self._media | {row["step"]: media for row in newest if (media := find_media(row))}
 
     def list_histograms(self, newest: Iterable[Row] = ()) -> dict[str, list[StepHistogram]]:
         """Return histograms of steps spread over the run, in order, by key."""

@@ -25,6 +25,7 @@ from runner.history.ledger import get_step
 from runner.history.reader import HistoryReader
 from runner.history.records import ForkRecord, History
 from runner.metrics.file import MetricsTail
+from runner.metrics.media import MEDIA_FOLDER, thin_steps
 from runner.metrics.rows import Row
 from runner.spec import parse_document
 from runner.storage import ConfinedStore, Store, as_local, make_store, parse_number, read_json
@@ -40,6 +41,8 @@ _RUN_FILE = "job.json"
 _IDENTIFYING_KEYS = ("name", "directory")  # differ between any two runs, and do not change what they do
 _SPEC = "spec.yaml"
 _LOG_BYTES = 1 << 15
+_MEDIA_KEYS_MAX = 16
+_MEDIA_STEPS_MAX = 40  # of a key
 _SPEC_CHARACTERS_MAX = 1 << 16
 # Control characters of a log, shown as their symbols; tabs and line breaks stay.
 _CONTROLS = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {127: 0x2421}
@@ -202,6 +205,7 @@ class RunSnapshot:
     newest: list[Row]  # rows that `curves` does not hold yet
     discarded: dict[int, list[Row]]  # rows that each roll-back has discarded, by its number
     spec: str | None  # text of `spec.yaml`, truncated if it is very long; None if it cannot be read
+    media: dict[str, list[tuple[int, str]]]  # steps, newest first, and files of images and audio, by key
     log: LogExcerpt | None  # end of the log of the newest attempt's process 0, None if there is none
     notes: list[str]  # parts that could not be read, one line each
 
@@ -247,8 +251,23 @@ class RunReader:
             notes.append(f"{num_skipped:,} lines of metrics.jsonl are no rows, and are skipped.")
         discarded: dict[int, list[Row]] = try_reading(self._read_discarded, {})
         spec = try_reading(read_spec, None)
+        media: dict[str, list[tuple[int, str]]] = try_reading(lambda: self._list_media(newest), {})
         log = try_reading(self._read_log, None)
-        return RunSnapshot(self._name, history, self._curves, newest, discarded, spec, log, notes)
+        return RunSnapshot(self._name, history, self._curves, newest, discarded, spec, media, log, notes)
+
+    def _list_media(self, newest: Sequence[Row]) -> dict[str, list[tuple[int, str]]]:
+        """Return the images and audio that rows refer to and whose files were kept."""
+        by_step = self._curves.list_media(newest)
+        folders = set(self._store.list_names(MEDIA_FOLDER)) if by_step else set()
+        found: dict[str, dict[int, str]] = {}
+        for step, names in by_step.items():
+            for key, name in names.items():
+                if name.split("/")[1] in folders and (key in found or len(found) < _MEDIA_KEYS_MAX):
+                    found.setdefault(key, {})[step] = name
+        return {
+            key: [(step, names[step]) for step in thin_steps(names, _MEDIA_STEPS_MAX)[::-1]]
+            for key, names in found.items()
+        }
 
     def _read_discarded(self) -> dict[int, list[Row]]:
         found = {}

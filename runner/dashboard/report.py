@@ -13,20 +13,23 @@ import html
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from runner.dashboard.reader import RunReader, read_ancestors
+from runner.dashboard.reader import RunReader, confine, read_ancestors
 from runner.dashboard.view import build_view
 from runner.errors import InvalidError
 from runner.history.records import ForkRecord
-from runner.storage import Store, make_store
+from runner.metrics.media import CONTENT_TYPES, read_media
+from runner.storage import JsonObject, Store, make_store
 
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
+_MEDIA_BYTES_MAX = 1 << 23  # of the images and audio in a report
+_MEDIA_STEPS_MAX = 8  # of a key in a report, the newest
 POINTS_MAX = 60_000  # of all curves together; a point takes about 40 bytes
 
 
@@ -59,7 +62,7 @@ def make_report_policy() -> str:
     """Return the Content-Security-Policy of a self-contained page, which names its scripts by digest."""
     digests = [hashlib.sha256(script.encode()).digest() for script in _read_report_scripts()]
     sources = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
-    return f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; img-src data:"
+    return f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; img-src data:; media-src data:"
 
 
 def render_report_page(title: str, data: Any) -> str:
@@ -140,7 +143,36 @@ def render_report(stores: Sequence[Store]) -> str:
         return RunReader(store, make_run_names([store.url])[0])
 
     ancestors = read_ancestors(snapshots, list_parent_places, make_reader)
-    return render_report_page(title, build_view(title, snapshots, POINTS_MAX, ancestors) | {"made": time.time()})
+    view = build_view(title, snapshots, POINTS_MAX, ancestors)
+    for run, each in zip(view["runs"], stores, strict=True):
+        run["address"] = confine(each)
+    embed_media(view, read_media)
+    return render_report_page(title, view | {"made": time.time()})
+
+
+def embed_media(view: JsonObject, read: Callable[[Any, str], bytes | None]) -> None:
+    """Replace the names of the newest images and audio by their content, as data URLs, and drop the others.
+
+    `read` returns a file by the `address` of its run, which the page then lacks, and by its name.
+    """
+    runs, left_bytes = view.get("runs", []), _MEDIA_BYTES_MAX
+    addresses = [run.pop("address", None) for run in runs]
+    # The newest of every key comes before the second newest of any.
+    for index in range(_MEDIA_STEPS_MAX):
+        for run, address in zip(runs, addresses, strict=True):
+            for item in (media["items"][index] for media in run["media"] if index < len(media["items"])):
+                try:
+                    content = read(address, item[1])
+                except OSError:
+                    continue
+                if content is not None and len(content) <= left_bytes:
+                    left_bytes -= len(content)
+                    kind = CONTENT_TYPES[Path(item[1]).suffix]
+                    item[1] = f"data:{kind};base64,{base64.b64encode(content).decode()}"
+    for run in runs:
+        for media in run["media"]:
+            media["items"] = [item for item in media["items"] if item[1].startswith("data:")]
+        run["media"] = [media for media in run["media"] if media["items"]]
 
 
 def write_report(stores: Sequence[Store], path: Path) -> int:

@@ -57,6 +57,7 @@ from runner.errors import InvalidError, RunnerError
 from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader
 from runner.history.records import ForkRecord, History, RunState
+from runner.metrics.media import read_media
 from runner.storage import JsonObject, Store, parse_number
 
 # Settings of the loop and its cache.
@@ -204,6 +205,7 @@ class PageData:
         self._found_when = -SEARCH_SECONDS
         self._summaries: dict[str, _RunSummary] = {}
         self._readers: dict[str, RunReader] = {}
+        self._media: dict[str, tuple[Store, frozenset[str]]] = {}  # files that the page of each run refers to
 
     def read(self, name: str) -> ResponseBody | None:
         """Return the data of the runs with these ids, joined by commas, or of all; None if there is no such run."""
@@ -214,6 +216,7 @@ class PageData:
             self._found_when = time.monotonic()
             known = {run.id for run in self._found.runs}
             self._summaries = {key: value for key, value in self._summaries.items() if key in known}
+            self._media = {key: value for key, value in self._media.items() if key in known}
         if name == METRICS:
             text = format_prometheus(self._read_table()["table"], time.time())
             return ResponseBody.from_text("text/plain; version=0.0.4; charset=utf-8", text)
@@ -226,7 +229,8 @@ class PageData:
         readers = [self._get_reader(run.store) for run in runs]
         title = _make_title(runs[0]) if len(runs) == 1 else f"{len(runs)} runs"
         results = [_try_reading(reader.read) for reader in readers]
-        snapshots = [each for each in results if not isinstance(each, str)]
+        readable = [(run, each) for run, each in zip(runs, results, strict=True) if not isinstance(each, str)]
+        snapshots = [each for _, each in readable]
         problems = [each for each in results if isinstance(each, str)]
         # A comparison needs more points than one run, but not in proportion.
         points_max = POINTS_MAX * min(len(runs), 4)
@@ -236,12 +240,25 @@ class PageData:
 
             def build() -> str:
                 ancestors = read_ancestors(snapshots, self.list_parent_places, self._get_reader)
-                return encode_json(build_view(title, snapshots, points_max, ancestors) | more)
+                view = build_view(title, snapshots, points_max, ancestors)
+                for (run, snapshot), shown_run in zip(readable, view["runs"], strict=True):
+                    shown_run["address"] = run.id
+                    names = frozenset(name for items in snapshot.media.values() for _, name in items)
+                    self._media[run.id] = confine(run.store), names
+                return encode_json(view | more)
 
             shown = _try_reading(build)
         # A page that cannot be read is JSON too, but not an object with runs.
         content = encode_json({"title": title, "problem": shown}) if not shown.startswith("{") else shown
         return ResponseBody.from_text("application/json", content)
+
+    def read_media(self, run_id: str, name: str) -> bytes | None:
+        """Return an image or audio of a run; None if its page does not refer to it or it is gone. Thread-safe."""
+        store, names = self._media.get(run_id, (self._root, frozenset()))
+        try:
+            return read_media(store, name) if name in names else None
+        except OSError:
+            return None
 
     def _get_reader(self, store: Store) -> RunReader:
         run = next(each for each in self._found.runs if each.store is store)
@@ -495,10 +512,11 @@ def make_server(app: DashboardApp, host: str, port: int) -> MultiSocketServer:
 
 def serve(root: Store, host: str, port: int, token: str | None) -> None:
     """Serve all runs below `root` until Ctrl-C or SIGTERM. To be called in the main thread. Raises InvalidError."""
-    watcher = SharedReader(PageData(root).read)
+    pages = PageData(root)
+    watcher = SharedReader(pages.read)
     access = make_access_policy(host, token)
     try:
-        server = make_server(DashboardApp(access, watcher.get_data), host, port)
+        server = make_server(DashboardApp(access, watcher.get_data, pages.read_media), host, port)
     except (OSError, ValueError) as error:
         raise InvalidError(f"--host {host} --port {port}: cannot be served: {error}; choose another") from error
     os.nice(_NICENESS)

@@ -292,6 +292,10 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int, names: Mappin
             [step, [[truncate(key.removeprefix("val/")), text] for key, text in texts.items()]]
             for step, texts in run.curves.list_samples(run.newest)
         ],
+        "media": [
+            {"key": truncate(key.removeprefix("val/")), "items": [[step, name] for step, name in items]}
+            for key, items in run.media.items()
+        ],
         "spec": run.spec or "(spec.yaml cannot be read)",
         "changed": list(itertools.islice(changed, _KEYS_MAX)),
         "commands": [

@@ -34,6 +34,7 @@ from runner.evaluation.builtin import (
 )
 from runner.evaluation.generation import TextCodec, load_data_codec
 from runner.inference.open_run import NEWEST, ReadOnlyRun, parse_step
+from runner.metrics.media import split_media
 from runner.metrics.meta import TOKEN_COUNT, UnfitMetricsError, parse_metrics
 from runner.metrics.rows import Row, format_metrics
 from runner.parallel.mesh import AXES, count_batch_shards, is_mesh_possible, make_mesh, resolve_mesh_sizes
@@ -307,7 +308,10 @@ class LossEvaluator:
         for evaluator in self._own:
             try:
                 returned = evaluator.evaluate(copy_containers(weights), step, self._hosts)
-                metrics |= parse_metrics({} if returned is None else returned, metrics)[0]
+                returned, media = split_media({} if returned is None else returned)
+                own = parse_metrics(returned, metrics)[0]
+                # Images and audio are files of a run's directory, which this command does not write to.
+                metrics |= {key: value for key, value in own.items() if key not in media}
             except Exception as error:  # noqa: BLE001 - code of a user
                 reason = str(error) if isinstance(error, UnfitMetricsError) else format_error(error)
                 warn(f"evaluator {getattr(evaluator, 'name', type(evaluator).__name__)}: {reason}")

@@ -183,7 +183,8 @@ ROW_KEYS = (
         "val/<name>",
         float | list | dict | str | None,
         "Meta of the last validation batch and means of `sums` over all of them, or a metric of another evaluator. "
-        "Only at evaluated steps.",
+        "Only at evaluated steps. An image is `{image, width, height}` and audio `{audio, seconds, sample_rate}`, with "
+        "the name of its file below `media/`, which may be missing.",
     ),
     Key(
         "hook/<name>/<key>",

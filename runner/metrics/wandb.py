@@ -103,8 +103,8 @@ class WandbWriter:
 
     def add(self, row: Row) -> None:
         """Log a row. wandb merges successive rows of one step, so a second row of a step completes the first one."""
-        values = {key: convert_value(value) for key, value in row.items() if key != "step" and value is not None}
-        self._run.log(values, step=row["step"])
+        values = {key: convert_value(value) for key, value in row.items() if key != "step"}
+        self._run.log({key: value for key, value in values.items() if value is not None}, step=row["step"])
 
     def supersede(self) -> None:
         """Remove the local runs of earlier attempts, whose rows the present one holds."""
@@ -123,6 +123,8 @@ class WandbWriter:
 
 
 def convert_value(value: RowValue) -> RowValue | wandb.Histogram:
-    """Return a list or a histogram as a W&B histogram, and any other value as it is."""
+    """Return a list or a histogram as a W&B histogram, None for a reference to a file, and any other value as it is."""
     bins = find_bins(value)
+    if bins is None and isinstance(value, dict):
+        return None
     return value if bins is None else wandb.Histogram(np_histogram=(np.asarray(bins[0]), np.asarray(bins[1])))

@@ -30,6 +30,7 @@ from runner.data import Dataset
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import EVALUATION, LocalFailure, Phase
 from runner.errors import FailedError, InvalidError, RunnerError, format_error
+from runner.metrics.media import MediaFile, MediaWriter, UnfitMediaError, encode_media, split_media
 from runner.metrics.meta import ACCURACY, SUMS, RowValue, UnfitMetricsError, compute_means, parse_metrics, to_row_value
 from runner.metrics.rows import Row
 from runner.spec import hash_record
@@ -53,7 +54,8 @@ class Evaluator(Protocol):
         """Return metrics by their key in a row (`val/...`); None if the job was asked to stop meanwhile.
 
         A metric is a number, a text, a list of at most 64 numbers, a histogram in the form that rows have, or None. It
-        must be the same on every host.
+        must be the same on every host. An `Image` or `Audio` of `runner.metrics.media` may differ or be None on
+        processes other than 0.
         """
 
 
@@ -63,6 +65,7 @@ class EvaluatorSchedule:
     def __init__(self, attempt: Attempt, config: TrainerConfig[Any], evaluators: Sequence[Evaluator]):
         self._attempt, self._config, self._last_step = attempt, config.eval, config.total_steps
         self._evaluators = list(evaluators)
+        self._media = MediaWriter(attempt.store)
         for each in self._evaluators:
             kind, interval = type(each).__name__, getattr(each, "every_steps", None)
             if not callable(getattr(each, "evaluate", None)):
@@ -128,17 +131,24 @@ class EvaluatorSchedule:
         problem, is_stopping, is_interrupted = None, False, False
         metrics: Row = {}
         not_finite: list[str] = []
+        files: dict[str, MediaFile] = {}
         try:
             # In new containers, so that training and other evaluators do not see what this evaluator writes there.
             returned = evaluator.evaluate(copy_containers(weights), step, hosts)
             is_stopping = returned is None
             # Inside `try`, because objects of user code may raise when they are read.
-            metrics, not_finite = ({}, []) if returned is None else parse_metrics(returned, before)
+            if returned is not None:
+                returned, media = split_media(returned)
+                metrics, not_finite = parse_metrics(returned, before)
+                # The values of process 0 count, so the others need not encode theirs.
+                if media and hosts.is_main:
+                    files, media_not_finite = encode_media(step, media)
+                    not_finite += media_not_finite
         except RunnerError:
             raise  # an error of the runner, such as a lost peer, and not of the evaluator
         except KeyboardInterrupt:
             is_stopping = is_interrupted = True
-        except UnfitMetricsError as error:
+        except (UnfitMetricsError, UnfitMediaError) as error:
             problem = str(error)
         except BaseException as error:  # noqa: BLE001 - code of a user, whose result training does not need
             problem = format_error(error)
@@ -150,10 +160,11 @@ class EvaluatorSchedule:
         failure = None if problem is None else LocalFailure(message, is_end=False)
         wait = Phase(f"the wait for evaluator {name} of the others", EVALUATION.category)
         with self._attempt.progress.report_wait(wait, failure):
-            outcomes = hosts.gather([problem, digest, is_stopping, is_interrupted, are_donated(weights)])
-        if any(is_donated for *_, is_donated in outcomes):
+            references = {key: file.reference for key, file in files.items()}
+            outcomes = hosts.gather([problem, digest, is_stopping, is_interrupted, are_donated(weights), references])
+        if any(is_donated for *_, is_donated, _ in outcomes):
             raise FailedError(f"evaluator {name} at step {step}: {DONATED}")
-        if any(is_interrupted for _, _, _, is_interrupted, _ in outcomes):
+        if any(is_interrupted for _, _, _, is_interrupted, *_ in outcomes):
             self._attempt.stop.stop_at_next_poll(f"KeyboardInterrupt in evaluator {name}")
         # One host that was asked to stop ends the evaluation on all, or the others would wait for it later.
         if any(is_stopping for _, _, is_stopping, *_ in outcomes):
@@ -170,7 +181,14 @@ class EvaluatorSchedule:
             self._report_problem(name, step, reason)
         if not_finite:
             self._report_problem(name, step, f"{', '.join(not_finite)}: not finite; null in the row")
-        return metrics
+        if files:
+            # A newer attempt may own the directory by now; a fenced one must not write.
+            self._attempt.fence.check_locally()
+            lost = self._media.write(step, list(files.values()))
+            if lost is not None:
+                self._report_problem(name, step, f"{', '.join(files)}: {lost}; the row refers to missing files")
+        # The row is the same whether the files could be written or not, as after a kill.
+        return metrics | outcomes[0][-1]
 
     def _report_problem(self, name: str, step: int, reason: str) -> None:
         if self._attempt.hosts.is_main:

@@ -7,9 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from runner.attempts.clock_file import HEADER_BYTES, encode_slot
 from runner.config import StageConfig, locate_stages
 from runner.distributed.clock import COUNTED_CATEGORIES, ClockReading, TimeCategory
+from runner.metrics.media import Audio, Image, encode_media
 from runner.storage import JsonObject, LocalStore, encode_json, encode_line
 from tests.dashboard.synthetic_runs import make_run
 
@@ -254,6 +257,31 @@ def make_stages(root: Path) -> None:
     store.write("events.jsonl", store.read("events.jsonl") + encode_line(event))
 
 
+def make_pictures(root: Path) -> None:
+    """Make a run whose evaluator returns images and audio of several kinds at each tenth row."""
+    place = make_synthetic_run(root, "pictures", 120, 2000)
+    store = LocalStore(place)
+    numbers = np.random.default_rng(0)
+    rows = []
+    for row in map(json.loads, store.read("metrics.jsonl").splitlines()):
+        step = row["step"]
+        if step % 100 == 0:
+            noise = numbers.random((28, 28)) * 100 / step
+            ramp = np.linspace(0, 1, 640)[None, :, None] ** [[[step / 600, 1.0, 1.5]]]
+            tone = np.sin(np.arange(4000) * step / 4000) * np.linspace(1, 0, 4000)
+            media = {
+                "val/own/digit": Image(np.clip(noise + (np.hypot(*np.mgrid[-14:14, -14:14]) < 9), 0, 1)),
+                "val/own/attention_of_every_head_in_the_last_layer": Image(np.repeat(ramp, 200, axis=0)),
+                "val/own/tone": Audio(tone, 8000),
+            }
+            files, _ = encode_media(step, media)
+            for file in files.values():
+                store.write(file.name, file.content)
+            row |= {key: file.reference for key, file in files.items()}
+        rows.append(row)
+    store.write("metrics.jsonl", b"".join(map(encode_line, rows)))
+
+
 SCENES: dict[str, Callable[[Path], None]] = {
     scene.__name__.removeprefix("make_"): scene
     for scene in (
@@ -268,5 +296,6 @@ SCENES: dict[str, Callable[[Path], None]] = {
         make_ten_runs,
         make_forks,
         make_stages,
+        make_pictures,
     )
 }

@@ -20,12 +20,16 @@ def get_data_path(name: str) -> ResponseBody | None:
     return ResponseBody.from_text("application/json", encode_json({"title": HOSTILE})) if name in ("", RUN) else None
 
 
+def get_media(run: str, name: str) -> bytes | None:
+    return b"content" if (run, name.rpartition(".")[0]) == (RUN, "media/00000008/val~x") else None
+
+
 def send_request(host="127.0.0.1", token=None, path="/", method="GET", **headers):
     """Return status, headers and content of a response; `headers` are named as in WSGI."""
     path, _, query = path.partition("?")
     environ = {"REQUEST_METHOD": method, "PATH_INFO": path, "QUERY_STRING": query, "HTTP_HOST": "localhost:80"}
     found = []
-    body = DashboardApp(make_access_policy(host, token), get_data_path)(
+    body = DashboardApp(make_access_policy(host, token), get_data_path, get_media)(
         environ | headers, lambda status, given: found.append((int(status[:3]), dict(given)))
     )
     ((status, given),) = found
@@ -43,6 +47,30 @@ def test_existing_paths_are_served_with_restrictive_headers(path):
     assert send_request(path=path, method="HEAD")[1:] == (headers, b"")
     assert gzip.decompress(send_request(path=path, HTTP_ACCEPT_ENCODING="gzip")[2]) == content
     assert send_request(path=path, HTTP_IF_NONE_MATCH=headers["ETag"])[::2] == (304, b"")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("x.png", "image/png"),
+        ("x.wav", "audio/wav"),
+        ("x.html", None),
+        ("x.svg", None),
+        ("x.PNG", None),
+        ("y.png", None),
+    ],
+)
+def test_images_and_audio_have_the_type_of_their_suffix(name, kind):
+    path = f"/media/{RUN}/00000008/val~{name}"
+    status, headers, content = send_request(path=path, HTTP_ACCEPT_ENCODING="gzip")
+    assert status == (404 if kind is None else 200)
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    if kind is not None:
+        assert (headers["Content-Type"], content, "Content-Encoding" in headers) == (kind, b"content", False)
+        assert headers["Content-Security-Policy"].startswith("default-src 'none'; sandbox")
+        assert send_request(path=path, HTTP_IF_NONE_MATCH=headers["ETag"])[::2] == (304, b"")
+        assert send_request(path=path, method="HEAD")[2] == b""
+        assert send_request("0.0.0.0", TOKEN, path)[0] == 401
 
 
 def test_a_report_allows_only_its_own_scripts_and_links_back():
@@ -71,7 +99,8 @@ def test_only_reading_methods_are_allowed(path, method):
         "/run/" + ",".join([RUN] * 11), f"/data/{RUN}/", f"/data/{RUN}/..", "/static/", "/run/..",
         "/static/page.html", "/static/../app.py", "/static/../../../../etc/passwd", "/static/page.js\0",
         "/../../etc/passwd", "/%2e%2e/etc/passwd", "//evil.example", "/data/../../etc/passwd", "/data/\xff\xfe",
-        "", "data", "/index.html", "/metrics.jsonl",
+        "", "data", "/index.html", "/metrics.jsonl", f"/media/{RUN}/00000008", f"/media/{RUN}/00000008/a/val~x.png",
+        f"/media/{RUN},{RUN}/00000008/val~x.png", f"/media/{RUN}/../job.json", "/media/0000/00000008/val~x.png",
     ],
 )  # fmt: skip
 def test_other_paths_are_not_found(path):

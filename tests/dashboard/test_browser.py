@@ -13,7 +13,7 @@ from runner.dashboard.app import DashboardApp, make_access_policy
 from runner.dashboard.report import render_report
 from runner.dashboard.server import PageData, SharedReader, make_server
 from runner.storage import LocalStore, Store
-from tests.dashboard.scenes import SCENES
+from tests.dashboard.scenes import SCENES, make_pictures
 from tests.dashboard.synthetic_runs import make_run
 from tests.dashboard.test_report import HOSTILE, PLACES
 from tests.support.browser import Browser
@@ -29,8 +29,11 @@ MEASURE = (Path(__file__).parent / "measure.js").read_text()
 @contextlib.contextmanager
 def serve_dashboard(root: Path) -> Iterator[str]:
     """Serve the runs below a directory and return the URL."""
-    reader = SharedReader(PageData(LocalStore(root)).read)
-    web = make_server(DashboardApp(make_access_policy("127.0.0.1", None), reader.get_data), "127.0.0.1", 0)
+    pages = PageData(LocalStore(root))
+    reader = SharedReader(pages.read)
+    web = make_server(
+        DashboardApp(make_access_policy("127.0.0.1", None), reader.get_data, pages.read_media), "127.0.0.1", 0
+    )
     for act in (web.run, reader.serve):
         threading.Thread(target=act, daemon=True).start()
     try:
@@ -81,7 +84,7 @@ def test_the_table_and_a_comparison_are_legible_at_every_width(tmp_path):
     (root / "broken").mkdir()
     (root / "broken" / "job.json").write_text("{}")
     with serve_dashboard(root) as top, Browser(tmp_path / "profile") as browser:
-        assert measure(browser, top, "document.querySelectorAll('tbody tr').length === 29") == []
+        assert measure(browser, top, "document.querySelectorAll('tbody tr').length === 30") == []
         # Sort, filter, select and compare runs.
         browser.set_viewport(1600)
         first = "document.querySelector('tbody tr a').textContent"
@@ -108,6 +111,30 @@ def test_the_table_and_a_comparison_are_legible_at_every_width(tmp_path):
         browser.open(report)
         assert browser.evaluate("document.querySelectorAll('tbody tr').length") >= 3
         assert browser.evaluate("[...document.querySelectorAll('nav a')].map((each) => each.href)") == [top, compare]
+        assert browser.page_errors == []
+
+
+@pytest.mark.parametrize("kind", ["report", "live page"])
+def test_a_slider_shows_the_images_and_audio_of_other_steps(tmp_path, kind):
+    make_pictures(tmp_path / "runs")
+    with serve_dashboard(tmp_path / "runs") as top, Browser(tmp_path / "profile") as browser:
+        browser.open(top)
+        browser.wait_for("document.querySelector('td a')")
+        address = browser.evaluate("document.querySelector('td a').href")
+        browser.open(address if kind == "live page" else address.replace("/run/", "/report/"))
+        browser.wait_for("document.querySelectorAll('.media img').length === 2")
+        image, slider = "document.querySelector('.media img')", "document.querySelector('.slider input')"
+        browser.wait_for(f"{image}.complete && {image}.naturalWidth === 28")
+        assert browser.evaluate(f"{image}.alt") == "own/digit at step 1,200"
+        for value, step in (("0", "500" if kind == "report" else "100"), ("2", "700" if kind == "report" else "300")):
+            browser.evaluate(f"{slider}.value = {value}; {slider}.dispatchEvent(new Event('input'))")
+            browser.wait_for(f"{image}.complete && {image}.naturalWidth === 28")
+            assert browser.evaluate(f"{image}.alt") == f"own/digit at step {step}"
+        # A redraw, as after a resize, keeps the step.
+        browser.set_viewport(360)
+        browser.evaluate("new Promise((done) => setTimeout(done, 500))")
+        assert browser.evaluate(f"{image}.alt") == f"own/digit at step {step}"
+        browser.wait_for("document.querySelector('audio').duration === 0.5")
         assert browser.page_errors == []
 
 

@@ -1,5 +1,6 @@
 """Hostile values in every file of a run: each read-only command still works, and other runs are shown unchanged."""
 
+import base64
 import contextlib
 import json
 import os
@@ -20,6 +21,7 @@ from runner.dashboard.report import render_report
 from runner.dashboard.server import PageData
 from runner.distributed.clock import COUNTED_CATEGORIES, ClockReading, TimeCategory
 from runner.errors import RunnerError
+from runner.metrics.media import Image, encode_media
 from runner.storage import ConfinedStore, JsonObject, LocalStore, WrongKindError, encode_json
 from tests.dashboard.synthetic_runs import START_TIME, make_events, make_rows, make_run
 from tests.support.memory_bucket import make_memory_bucket
@@ -109,6 +111,8 @@ RECORDS: dict[str, list[JsonObject]] = {
     ],
     "metrics.jsonl": [list(make_rows(1, 20))[-1] | {
         "step": 61, "train/x": 1.0, "val/h": {"counts": [1], "edges": [0.0, 1.0]}, "data/web/tokens": 5,
+        "val/picture": {"image": "media/00000061/val~picture.png", "width": 1, "height": 1},
+        "val/tone": {"audio": "media/00000061/val~tone.wav", "seconds": 1.0, "sample_rate": 8000},
     }],
     "roll_backs/1": [{"number": 1, "begin": 20, "batches": 2, "rows": [{"step": 21, "train/loss": 3.0}]}],
     "attempts/3": [{"time": START_TIME + 2000}],
@@ -116,6 +120,10 @@ RECORDS: dict[str, list[JsonObject]] = {
     "checkpoints/20/manifest.json": [MANIFEST.to_json()],
     "spec.yaml": [{"name": "life", "config": {"train": {"total_steps": 60}}, "topology": {"mesh": {"data": 1}}}],
 }  # fmt: skip
+
+
+PNG = encode_media(61, {"val/picture": Image([[0.5]])})[0]["val/picture"].content
+PICTURE = "media/00000061/val~picture.png"
 
 
 def iterate_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -165,6 +173,9 @@ def make_runs(base: Path) -> None:
         store.write("roll_backs/1", encode_json(RECORDS["roll_backs/1"][0]))
         store.write("result.json", encode_json(RECORDS["result.json"][0]))
         store.write("logs/3.0.log", b"log\n")
+        store.write(PICTURE, PNG)
+        row = list(make_rows(3, 20))[-1] | {"step": 61, "val/picture": {"image": PICTURE, "width": 1, "height": 1}}
+        store.write("metrics.jsonl", store.read("metrics.jsonl") + json.dumps(row).encode() + b"\n")
 
 
 def read_page(pages: PageData, name: str) -> str:
@@ -388,6 +399,29 @@ def test_no_page_shows_outside_files_or_blocks_on_a_pipe(tmp_path, name, kind):
     assert not [page for page in shown if SECRET in page]
 
 
+@pytest.mark.parametrize("kind", [None, *REPLACEMENTS])
+def test_no_image_is_read_from_elsewhere(tmp_path, kind):
+    make_runs(tmp_path / "runs")
+    if kind is not None:
+        path = tmp_path / "runs" / "bad" / PICTURE
+        path.unlink()
+        outside = tmp_path / "elsewhere" / "secret.png"
+        outside.parent.mkdir()
+        outside.write_bytes(PNG)
+        kind(path, outside)
+    pages = PageData(LocalStore(tmp_path / "runs"))
+    bad, _ = sorted(json.loads(read_page(pages, ""))["table"], key=lambda line: line["name"])
+    assert pages.read_media(bad["id"], PICTURE) is None, "no page of the run has been read"
+    read_page(pages, bad["id"])
+    assert pages.read_media(bad["id"], PICTURE) == (None if kind else PNG)
+    # A file that no row refers to is not served, even if it is an image.
+    (tmp_path / "runs" / "bad" / "other.png").write_bytes(PNG)
+    for name in ("other.png", "job.json", f"../good/{PICTURE}", "media/../other.png", ""):
+        assert pages.read_media(bad["id"], name) is None
+    encoded = base64.b64encode(PNG).decode()
+    assert (encoded in render_report([LocalStore(tmp_path / "runs" / "bad")])) == (kind is None)
+
+
 def test_a_directory_replaced_by_a_link_is_not_followed(tmp_path):
     make_runs(tmp_path / "runs")
     found = find_runs(ConfinedStore(tmp_path / "runs"))
@@ -410,7 +444,7 @@ def test_a_root_can_be_a_link(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "runs")
     assert len(json.loads(read_page(PageData(LocalStore(tmp_path / "link")), ""))["table"]) == 2
     (tmp_path / "run").symlink_to(tmp_path / "runs" / "good")
-    assert '"rows":60' in render_report([LocalStore(tmp_path / "run")])
+    assert '"rows":61' in render_report([LocalStore(tmp_path / "run")])
 
 
 def test_both_stores_of_a_directory_list_the_same_files(tmp_path):

@@ -18,6 +18,7 @@ from runner.dashboard import report as report_module
 from runner.dashboard.report import make_run_names, render_report
 from runner.history.ledger import STAGES_MAX
 from runner.history.records import ForkRecord
+from runner.metrics.media import Audio, Image, encode_media
 from runner.storage import JsonObject, LocalStore, encode_json, encode_line
 from tests.dashboard.scenes import make_failed, make_forks, make_stages
 from tests.dashboard.synthetic_runs import LOST_STEPS, START_TIME, encode_lines, make_events, make_rows, make_run
@@ -275,6 +276,33 @@ def test_samples_are_spread_over_the_run_with_the_newest_first(tmp_path):
     assert (steps[0], steps == sorted(steps, reverse=True), len(steps) <= 13) == (2000, True, True)
     assert max(before - after for before, after in itertools.pairwise(steps)) < 300
     assert run["samples"][0][1] == [["sample/0", "a" * 1500]]
+
+
+@pytest.mark.parametrize("kind", ["disk", "bucket"])
+def test_the_newest_images_and_audio_are_embedded_up_to_a_size(tmp_path, kind, monkeypatch):
+    store = make_run(LocalStore(tmp_path) if kind == "disk" else make_memory_bucket(), num_attempts=1, num_rows=30)
+    sizes, rows = {}, []
+    for row in map(json.loads, store.read("metrics.jsonl").splitlines()):
+        files, _ = encode_media(row["step"], {"val/x": Image([[0.5]]), "val/y": Audio([0.0], 8000)})
+        for key, file in files.items():
+            # The files of one step are gone.
+            if row["step"] != 28:
+                store.write(file.name, file.content)
+            row[key], sizes[key] = file.reference, len(file.content)
+        rows.append(row)
+    store.write("metrics.jsonl", b"".join(map(encode_line, rows)))
+
+    def list_steps():
+        (run,) = parse_page(render_report([store]))["runs"]
+        assert all(source.startswith("data:") for media in run["media"] for _, source in media["items"])
+        return {media["key"]: [step for step, _ in media["items"]] for media in run["media"]}
+
+    assert list_steps() == {key: [30, 29, 27, 26, 25, 24, 23, 22] for key in ("x", "y")}
+    # The newest of each key come first.
+    monkeypatch.setattr(report, "_MEDIA_BYTES_MAX", 2 * sum(sizes.values()))
+    assert list_steps() == {"x": [30, 29], "y": [30, 29]}
+    monkeypatch.setattr(report, "_MEDIA_BYTES_MAX", 0)
+    assert list_steps() == {}
 
 
 def test_histograms_and_many_norms_are_drawn_over_steps(tmp_path):

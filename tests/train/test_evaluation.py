@@ -18,6 +18,7 @@ import pytest
 from runner.distributed.clock import EVALUATION
 from runner.errors import FailedError, InvalidError, PeerLostError, PreemptedError
 from runner.hook import HookConfig, Observer
+from runner.metrics.media import Image
 from runner.storage import LocalStore, parse_lines
 from runner.train.evaluators import EvaluatorSchedule, Validation
 from runner.train.lora import LazyMergedWeights
@@ -351,6 +352,30 @@ def test_process_0_reports_a_process_with_different_results(
     told = capsys.readouterr().err.splitlines()
     assert len(told) == (line is not None)
     assert line is None or told[0].startswith(f"evaluator some at step 8: {line}")
+
+
+def test_images_are_those_of_process_0_and_others_may_have_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    several, found = ThreadedHosts(), {}
+
+    def evaluate(process: int, value: Any) -> None:
+        attempt = replace(make_attempt(LocalStore(tmp_path / f"run{process}")), hosts=several.host(process))
+        config = make_gpt(tmp_path / f"job{process}").config
+        found[process] = EvaluatorSchedule(attempt, config, [StubEvaluator({"val/x": value})]).evaluate(None, 8)
+
+    # Process 1 does not encode its value, which could not be shown.
+    for other in (None, Image("nothing")):
+        values = enumerate([Image(np.zeros((2, 3), np.uint8)), other])
+        threads = [threading.Thread(target=evaluate, args=each) for each in values]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        row = {"val/x": {"image": "media/00000008/val~x.png", "width": 3, "height": 2}}
+        assert found == {0: row, 1: row}
+    assert capsys.readouterr().err == ""
+    assert [path.parts[-4] for path in tmp_path.rglob("*.png")] == ["run0"]
 
 
 @flax.struct.dataclass

@@ -16,7 +16,7 @@
   const DIMMED = 0.35;
   const FORKS_MAX = 6;
   const POLL_MILLISECONDS = 2000;
-  const state = { open: new Set(["charts"]), data: null, axisSize: 1, heights: new Map() };
+  const state = { open: new Set(["charts", "media"]), data: null, axisSize: 1, heights: new Map(), shownSteps: new Map() };
 
   // The view: what is drawn, and how. It is kept in the part of the address after `#`, so that a link shows the same.
 
@@ -901,6 +901,55 @@
     return section(`samples ${run.id}`, "Samples over steps", table(["step", ...names.map((name) => name.replace(/^sample\//, "prompt "))], rows, "samples"));
   }
 
+  // Images and audio.
+
+  const SMALL_PIXELS = 256;
+
+  // Returns the images or audio of one key: one step, and a slider over all steps, the newest at its right end.
+  function gallery(run, media, isOne) {
+    const items = [...media.items].reverse();
+    const id = `${run.id} ${media.key}`;
+    const place = element("div", { class: "media" });
+    const label = element("span", { class: "unit" });
+    function show(index) {
+      const [step, name] = items[index];
+      const source = run.address ? `${first.top}media/${run.address}/${name.replace(/^media\//, "")}` : name;
+      const text = `${media.key} at step ${count(step)}`;
+      const gone = () => place.replaceChildren(element("p", { class: "note" }, "The file is gone."));
+      const small = ({ target }) => target.classList.toggle("small", Math.max(target.naturalWidth, target.naturalHeight) < SMALL_PIXELS);
+      // The name ends in its kind; a data URL begins with it.
+      const isAudio = source.startsWith("data:audio/") || (!source.startsWith("data:") && source.endsWith(".wav"));
+      // The page below does not move while the next image loads.
+      if (place.offsetHeight) place.style.minHeight = `${place.offsetHeight}px`;
+      place.replaceChildren(isAudio ? element("audio", { controls: "", preload: "metadata", src: source, "aria-label": text, onerror: gone })
+        : element("img", { src: source, alt: text, onload: small, onerror: gone }));
+      label.textContent = ` step ${count(step)}`;
+      if (slider) slider.setAttribute("aria-valuetext", `step ${step}`);
+    }
+    // A chosen step stays when the page is redrawn; otherwise the newest one is shown.
+    const chosen = items.findIndex(([step]) => step === state.shownSteps.get(id));
+    const index = chosen < 0 ? items.length - 1 : chosen;
+    function choose({ target }) {
+      const next = Number(target.value);
+      if (next === items.length - 1) state.shownSteps.delete(id);
+      else state.shownSteps.set(id, items[next][0]);
+      show(next);
+    }
+    const slider = items.length > 1 ? element("input", { type: "range", min: 0, max: items.length - 1, value: index, "aria-label": `step of ${media.key}`, oninput: choose }) : null;
+    show(index);
+    const ends = [items[0], items[items.length - 1]].map(([step]) => element("span", { class: "note" }, count(step)));
+    return element("figure", {}, element("figcaption", {}, isOne ? media.key : `${run.label}: ${media.key}`, label), place,
+      slider ? element("div", { class: "slider" }, ends[0], slider, ends[1]) : null);
+  }
+
+  function mediaSection(runs) {
+    const made = runs.flatMap((run) => run.media.map((media) => gallery(run, media, runs.length === 1)));
+    return made.length ? section("media", "Images and audio", element("div", { class: "gallery" }, ...made)) : null;
+  }
+
+  // A redraw would stop what is played, and take the slider from the hand that holds it.
+  const isHeld = () => document.querySelector("input[type=range]:active") || [...document.querySelectorAll("audio")].some((each) => !each.paused);
+
   // Returns a button that copies a text, by a selection, which also works over plain HTTP.
   function copyButton(getText) {
     const act = ({ target }) => {
@@ -1055,7 +1104,7 @@
       const isOne = data.runs.length === 1;
       if (data.notes && data.notes.length) made.push(element("ul", { class: "warnings" }, ...data.notes.map((text) => element("li", {}, text))));
       made.push(isOne ? element("div", { class: "tiles" }, ...data.runs[0].tiles.map(tile)) : comparison(data, data.runs), warnings(data.runs),
-        isOne && data.runs[0].end && data.runs[0].log ? log(data.runs[0]) : null, charts(data, shown), stages(shown), time(data, shown), facts(data.runs), ...tables(data, shown));
+        isOne && data.runs[0].end && data.runs[0].log ? log(data.runs[0]) : null, charts(data, shown), mediaSection(shown), stages(shown), time(data, shown), facts(data.runs), ...tables(data, shown));
     }
     made.push(element("footer", {}, first.source ? "This page updates itself." : `Created at ${clock(data.made)}.`));
     const { scrollX, scrollY } = window;
@@ -1068,7 +1117,7 @@
   let version = "";
   async function poll() {
     try {
-      if (!document.hidden || !state.data) {
+      if ((!document.hidden && !isHeld()) || !state.data) {
         const answer = await fetch(first.source, { headers: version ? { "If-None-Match": version } : {}, cache: "no-store" });
         if (answer.ok) {
           version = answer.headers.get("ETag") || "";
