@@ -126,7 +126,7 @@ class Code:
         """Print the commit that is used, and a warning about changes that are left out."""
         warn(f"launch: ships commit {self.short} ({self.subject})")
         if self.runner.file is not None or self.runner.requirement is not None:
-            warn(f"launch: the hosts install the runner from {self.runner.file or self.runner.requirement}")
+            warn(f"launch: the runner is installed from {self.runner.file or self.runner.requirement}")
         if self.uncommitted:
             changed = ", ".join(line[3:] for line in self.uncommitted[:3]) + ", ..." * (len(self.uncommitted) > 3)
             warn(f"launch: WARNING: UNCOMMITTED CHANGES ARE NOT SHIPPED ({len(self.uncommitted)}): {changed}")

@@ -21,8 +21,9 @@ from launch.kubernetes.engine import IMAGE
 from launch.options import DryRun, SpecOptions, fill_program, read_program
 from runner.accelerator import parse_accelerator
 from runner.console import say, write_text
-from runner.errors import EXIT_DONE, FailedError, InvalidError
+from runner.errors import EXIT_DONE, FailedError, InvalidError, suggest_choices
 from runner.spec import ExecutionSpec, parse_document, validate_spec
+from runner.spec.imports import EXTRA_PACKAGES
 from runner.storage import find_extra
 
 DEFAULT_BASE = "python:3.12-slim-bookworm"
@@ -93,6 +94,9 @@ def list_extras(spec: ExecutionSpec, further: Sequence[str]) -> list[str]:
     if accelerator is not None and accelerator.name != "cpu":
         extras.append("tpu" if accelerator.chip.is_tpu else "cuda")
     extras += filter(None, [find_extra(spec.directory)])
+    for name in further:
+        if name not in EXTRA_PACKAGES:
+            raise InvalidError(f"--extra {name}: no such extra{suggest_choices(name, [*EXTRA_PACKAGES])}")
     return list(dict.fromkeys([*extras, *further]))
 
 

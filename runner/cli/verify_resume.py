@@ -279,7 +279,7 @@ def verify_resume(arguments: VerifyResumeArguments) -> int:
             return EXIT_FAILED
         compared = [step for step in killed.read_leaf_digests() if step <= trial.steps]
     say(
-        f"verify-resume: SAME BITS after {trial.kills} kills: every leaf at steps "
+        f"verify-resume: SAME BITS after {trial.kills} kill{'s' * (trial.kills != 1)}: every leaf at steps "
         f"{', '.join(map(str, compared))}, and every row of metrics"
     )
     return EXIT_DONE

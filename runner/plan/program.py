@@ -185,7 +185,8 @@ def _open_libtpu_devices(accelerator: Accelerator, shape: str) -> tuple[Sequence
         devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
     except (jax.errors.JaxRuntimeError, RuntimeError, AttributeError) as error:
         message = str(error)
-        line = message.split("\n", 1)[0][:300]
+        # The advice of libtpu to remove the lock of another process is left out.
+        line = re.sub(r" *(Run|Try) .*lockfile.*", "", message.split("\n", 1)[0])[:300]
         # libtpu guards its device by a lock file, also for compilation alone.
         if "lockfile" in message or "already in use" in message:
             raise InvalidError(

@@ -247,7 +247,7 @@ class Trust:
             place = f" at {origin or 'an unknown place'}"
         raise InvalidError(
             f"{path} comes from module {module}{place}, which this directory names; if you trust it, pass --trust "
-            f"{module}"
+            f"{module} (in Python: trust=[{module!r}])"
         )
 
 
@@ -258,6 +258,12 @@ def list_named_modules(data: Any) -> Iterator[str]:
             yield from list_named_modules(value)
     elif isinstance(data, str) and CLASS_PATH.fullmatch(data):
         yield data.partition(":")[0]
+
+
+def format_trust(data: Any) -> str:
+    """Return the options of read-only commands that trust the modules of a spec other than those of this project."""
+    modules = sorted({module for module in list_named_modules(data) if not _is_below(module, _OWN_PACKAGES)})
+    return "".join(f" --trust {module}" for module in modules)
 
 
 def _is_below(module: str, names: Collection[str]) -> bool:

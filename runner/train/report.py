@@ -21,6 +21,7 @@ from runner.metrics.writers import RowDisplay, open_displays
 from runner.parallel.mesh import read_memory_counter, read_peak_memory_bytes
 from runner.process import read_free_memory_bytes, read_resident_bytes
 from runner.spec import ExecutionSpec
+from runner.spec.document import format_trust
 from runner.storage import JsonObject
 from runner.train.evaluators import Evaluator, EvaluatorSchedule
 from runner.train.feature import Feature
@@ -369,7 +370,8 @@ class Report:
     def format_next_steps(self) -> Sequence[str]:
         """Return a line with a command for the trained model."""
         task, command = ("sample from", "sample") if self._is_language_model else ("evaluate", "evaluate")
-        return [f"to {task} the model: python -m runner {command} {shlex.quote(self._attempt.store.url)}"]
+        trust = format_trust(self._spec.model_dump(mode="json"))
+        return [f"to {task} the model: python -m runner {command} {shlex.quote(self._attempt.store.url)}{trust}"]
 
     def add_metric(self, carry: JsonObject | None, name: str, step: int) -> JsonObject | None:
         """Return the carry of the last step with the metric that the step has if the run is extended."""

@@ -25,7 +25,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_files_train_as_they_are(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "my_model2"]) == 0
     assert "to train: python -m runner my_model2.yaml" in capsys.readouterr().out
-    assert sorted(os.listdir(directory)) == ["my_model2.py", "my_model2.yaml"]
+    assert sorted(os.listdir(directory)) == [".gitignore", "my_model2.py", "my_model2.yaml"]
     assert read_spec("my_model2.yaml").job == "my_model2:PretrainMyModel2"
     variables = disable_compiler_optimizer(environment(1)) | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "runner", "my_model2.yaml", "--set", "config.train.total_steps=12"]

@@ -111,7 +111,7 @@ def test_a_directory_names_no_class_of_another_module(planted: Path, tmp_path: P
     assert module is not None
     assert re.fullmatch(
         f"{run}/spec.yaml:.* comes from module {module[1]}, which this directory names; if you trust it, pass --trust "
-        f"{module[1]}",
+        rf"{module[1]} \(in Python: trust=\['{module[1]}'\]\)",
         str(caught.value),
     )
     assert not is_imported()
@@ -126,7 +126,8 @@ def test_commands_refuse_a_class_of_another_module_in_one_line(
     out, err = capfd.readouterr()
     assert err.startswith(f"{run}/spec.yaml:")
     assert err.endswith(
-        "planted:Job comes from module planted, which this directory names; if you trust it, pass --trust planted\n"
+        "planted:Job comes from module planted, which this directory names; if you trust it, pass --trust planted "
+        "(in Python: trust=['planted'])\n"
     )
     assert (out, err.count("\n"), is_imported()) == ("", 1, False)
 

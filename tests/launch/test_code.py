@@ -187,7 +187,7 @@ def test_a_dry_run_on_tpu_vms_installs_the_runner_and_not_the_repository(reposit
     assert "[tpu,gcs]" in output
     assert "--editable" not in output
     assert "scp runner-" in output
-    assert "the hosts install the runner from runner-" in problems
+    assert "the runner is installed from runner-" in problems
 
 
 @pytest.mark.soak

@@ -124,6 +124,7 @@ def test_a_failed_build_exits_with_1_and_pushes_nothing(repository, builder, cap
         (["--runner", "none.whl"], "--runner none.whl: needs a wheel"),
         (["--requirements", "none.txt"], "--requirements none.txt: is not in commit"),
         (["--set", "seed=x"], "seed"),
+        (["--extra", "parket"], "did you mean parquet?"),
         (["--builder", "kaniko", "--runner", "runner==1"], "kaniko: not on the PATH"),
     ],
 )
