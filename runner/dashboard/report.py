@@ -29,6 +29,7 @@ from runner.storage import JsonObject, Store, make_store
 
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 _MEDIA_BYTES_MAX = 1 << 23  # of the images and audio in a report
+_MEDIA_FILES_MAX = 64  # that are read for a report; in a bucket each takes two requests
 _MEDIA_STEPS_MAX = 8  # of a key in a report, the newest
 POINTS_MAX = 60_000  # of all curves together; a point takes about 40 bytes
 
@@ -155,12 +156,14 @@ def embed_media(view: JsonObject, read: Callable[[Any, str], bytes | None]) -> N
 
     `read` returns a file by the `address` of its run, which the page then lacks, and by its name.
     """
-    runs, left_bytes = view.get("runs", []), _MEDIA_BYTES_MAX
+    runs, left_bytes, left_files = view.get("runs", []), _MEDIA_BYTES_MAX, _MEDIA_FILES_MAX
     addresses = [run.pop("address", None) for run in runs]
     # The newest of every key comes before the second newest of any.
     for index in range(_MEDIA_STEPS_MAX):
         for run, address in zip(runs, addresses, strict=True):
-            for item in (media["items"][index] for media in run["media"] if index < len(media["items"])):
+            items = [media["items"][index] for media in run["media"] if index < len(media["items"])]
+            for item in items[:left_files]:
+                left_files -= 1
                 try:
                     content = read(address, item[1])
                 except OSError:

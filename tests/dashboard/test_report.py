@@ -301,6 +301,8 @@ def test_the_newest_images_and_audio_are_embedded_up_to_a_size(tmp_path, kind, m
     # The newest of each key come first.
     monkeypatch.setattr(report, "_MEDIA_BYTES_MAX", 2 * sum(sizes.values()))
     assert list_steps() == {"x": [30, 29], "y": [30, 29]}
+    monkeypatch.setattr(report, "_MEDIA_FILES_MAX", 3)
+    assert list_steps() == {"x": [30, 29], "y": [30]}
     monkeypatch.setattr(report, "_MEDIA_BYTES_MAX", 0)
     assert list_steps() == {}
 
