@@ -47,9 +47,9 @@ def test_auto_takes_the_remaining_devices(mesh, devices, sizes):
         ({"data": 16}, 8, "data 16 x fsdp 1 x tensor 1 is larger than the 8 devices here"),
         ({"data": 2}, 8, "data 2 x fsdp 1 x tensor 1 does not use exactly the 8 devices here"),
         ({"data": 2}, 1, "is larger than the 1 device here"),
-        ({"fsdp": 3}, 8, "data auto x fsdp 3 x tensor 1 does not use exactly the 8 devices here"),
-        ({"fsdp": 16}, 8, "data auto x fsdp 16 x tensor 1 is larger than the 8 devices here"),
-        ({"sequence": 3}, 8, "data auto x fsdp 1 x sequence 3 x tensor 1 does not use exactly the 8 devices here"),
+        ({"fsdp": 3}, 8, "data auto x fsdp 3 x tensor 1 does not fit the 8 devices here"),
+        ({"fsdp": 16}, 8, "data auto x fsdp 16 x tensor 1 does not fit the 8 devices here"),
+        ({"sequence": 3}, 8, "data auto x fsdp 1 x sequence 3 x tensor 1 does not fit the 8 devices here"),
         ({"data": 1, "expert": 4}, 8, "data 1 x fsdp 1 x expert 4 x tensor 1 does not use exactly the 8 devices here"),
     ],
 )
