@@ -6,11 +6,14 @@ recorded (a file, a URL, a commit of a repository). `--runner` names another one
 another project, so a version alone is never assumed.
 """
 
+import gzip
 import hashlib
+import io
 import json
 import os
 import re
 import subprocess
+import tarfile
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +48,8 @@ RequirementsOption = Annotated[
     ),
 ]
 _REQUIREMENTS = "requirements.txt"
+_PACKAGES = ("runner", "experiments", "launch")
+_PROJECT_FILES = ("pyproject.toml", "README.md", "specs")
 _INDEX_REQUIREMENT = re.compile(r"runner\s*((?:===?|~=|>=)\s*[\w.*+!-]+)")
 _PACKAGE_FILE = re.compile(r"[\w.+-]+(\.whl|\.tar\.gz)")
 
@@ -199,16 +204,19 @@ def find_runner(source: str | None) -> Runner:
         return Runner(file=path.name, content=path.read_bytes())
     if not path.is_dir():
         raise InvalidError(f"{given}: needs a wheel, a checkout, a URL, git+URL@COMMIT or runner==VERSION")
+    project = path / "pyproject.toml"
+    if not project.is_file() or not _is_runner(project.read_bytes()):
+        raise InvalidError(f"{given}: is no checkout of the runner")
     try:
-        commit = _git(path, "rev-parse", "--verify", "HEAD").decode().strip()
-        if not _is_runner(_git(path, "show", f"{commit}:./pyproject.toml")):
-            raise InvalidError(f"{given}: is a repository of another project")
-        changed = _git(path, "status", "--porcelain", "--untracked-files=no", "--", "runner", "experiments", "launch")
-        if changed:
-            warn(f"launch: WARNING: uncommitted changes of the runner in {path} are not shipped")
-        return Runner(file=f"runner-{commit[:12]}.tar.gz", content=_archive(path, commit))
-    except (OSError, subprocess.CalledProcessError):
-        raise InvalidError(f"{given}: has no git commit; build a wheel of it and give --runner WHEEL") from None
+        # A repository around a copy that it does not track says nothing about the copy.
+        _git(path, "cat-file", "-e", "HEAD:./pyproject.toml")
+        commit = _git(path, "rev-parse", "HEAD").decode().strip()
+    except (OSError, subprocess.CalledProcessError):  # a copy without a repository, or without a commit
+        content = _pack(path)
+        return Runner(file=f"runner-{hashlib.sha256(content).hexdigest()[:12]}.tar.gz", content=content)
+    if _git(path, "status", "--porcelain", "--untracked-files=no", "--", *_PACKAGES):
+        warn(f"launch: WARNING: uncommitted changes of the runner in {path} are not shipped")
+    return Runner(file=f"runner-{commit[:12]}.tar.gz", content=_archive(path, commit))
 
 
 def _find_own_source() -> str:
@@ -245,6 +253,20 @@ def _is_runner(project: bytes | None) -> bool:
 
 def _archive(root: Path, commit: str) -> bytes:
     return _git(root, "archive", "--format=tar.gz", commit)
+
+
+def _pack(checkout: Path) -> bytes:
+    """Return the files of a checkout without git that pip needs, as a tar.gz; the same files give the same bytes."""
+    places = [checkout / name for name in (*_PACKAGES, *_PROJECT_FILES)]
+    files = [file for place in places for file in (place.rglob("*") if place.is_dir() else [place]) if file.is_file()]
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for file in sorted(file for file in files if "__pycache__" not in file.parts):
+            info = tarfile.TarInfo(file.relative_to(checkout).as_posix())
+            content = file.read_bytes()
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return gzip.compress(buffer.getvalue(), mtime=0)
 
 
 def _git(directory: Path, *arguments: str) -> bytes:

@@ -137,7 +137,7 @@ def test_done_is_a_property_and_public_classes_import_from_runner():
 def test_every_logged_step_has_one_row_with_its_keys(undisturbed):
     expected = {"step", "train/loss", "train/loss_mean", "train/grad_norm", "train/learning_rate", "train/tokens"}
     expected |= {f"perf/{name}" for name in ("tokens_per_second", "step_seconds_median", "step_seconds_p95")}
-    expected |= {"perf/time", "perf/attempt"}
+    expected |= {f"perf/{name}" for name in ("time", "attempt", "host_bytes", "host_free_bytes", "cpu_cores")}
     found = read_rows(undisturbed.store.root)
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))
     for row in found:

@@ -197,6 +197,7 @@ def run_program() -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     _import("runner.trainer")  # which imports almost everything that a job needs until its first step
+    _import("grain")  # for the order of the data
     sys.argv[1:] = _import("runner.cli.run").wait_for_arguments(int(descriptor))
     # The time of this process begins now.
     return main(sys.argv[1:], Clock(0.0, TimeCategory.PROCESS_START))

@@ -8,7 +8,7 @@ A batch is made in five steps: `open_source` makes a `Source` from the keys of a
 examples; `sampling` orders them; `dataset` mixes several sources; `batches` makes the global arrays of a step, ahead of
 time.
 
-Importing the package imports jax and grain (half a second and more): do so when a job runs, not to validate a spec.
+Importing the package imports jax (half a second and more): do so when a job runs, not to validate a spec.
 
 - `corpus_index`: index of a corpus
 - `sampling`: token splits, shuffled orders and mixtures

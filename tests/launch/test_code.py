@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -15,7 +17,7 @@ from launch.app import main
 from launch.code import find_runner, read_code
 from launch.tpu_vm.gcloud import HostPrograms
 from runner.errors import InvalidError
-from tests.support.two_files import PROJECT, commit_all, write_two_files
+from tests.support.two_files import PROJECT, commit_all, git, write_two_files
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,8 +95,8 @@ def test_a_package_file_is_copied_under_its_own_name(name, tmp_path):
         ("runner==1.0 --index-url=http://x", "needs a wheel, a checkout"),
         ("notes.txt", "needs a wheel (.whl)"),
         ("bad name.whl", "needs a wheel (.whl)"),
-        ("plain", "no git commit"),
-        ("other", "another project"),
+        ("plain", "is no checkout of the runner"),
+        ("other", "is no checkout of the runner"),
     ],
 )
 def test_a_source_that_is_no_runner_is_refused(source, named, tmp_path, monkeypatch):
@@ -142,6 +144,31 @@ def test_the_origin_that_pip_has_recorded_is_shipped(origin, expected, tmp_path,
             code._find_own_source()
     else:
         assert code._find_own_source() == expected.replace("WHEEL", str(wheel))
+
+
+def test_a_checkout_without_git_is_packed_as_it_is(repository, checkout):
+    shutil.rmtree(checkout / ".git")
+    (checkout / "runner" / "__pycache__").mkdir()
+    (checkout / "runner" / "__pycache__" / "x.pyc").write_text("")
+    (checkout / "data.bin").write_text("not a part of the package")
+    found = find_runner(str(checkout))
+    assert find_runner(str(checkout)) == found
+    assert re.fullmatch(r"runner-[0-9a-f]{12}\.tar\.gz", found.file)
+    with tarfile.open(fileobj=BytesIO(found.content)) as archive:
+        assert archive.getnames() == ["pyproject.toml", "runner/__init__.py"]
+    (checkout / "runner" / "__init__.py").write_text("changed = True\n")
+    assert find_runner(str(checkout)).file != found.file
+
+
+def test_a_checkout_in_a_repository_that_does_not_track_it_is_packed(repository, checkout):
+    shutil.rmtree(checkout / ".git")
+    outer = checkout.parent
+    (outer / "notes.txt").write_text("")
+    git(outer, "init", "-q")
+    git(outer, "add", "notes.txt")
+    git(outer, "commit", "-qm", "Notes")
+    with tarfile.open(fileobj=BytesIO(find_runner(str(checkout)).content)) as archive:
+        assert "runner/__init__.py" in archive.getnames()
 
 
 def test_uncommitted_changes_of_the_runner_are_reported(repository, checkout, caplog):
