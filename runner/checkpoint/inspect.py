@@ -140,6 +140,11 @@ def use_checkpoint(
         if name is None and step == BEST:
             return _use_best(store, spec, use), spec
         name = name or str(step)
+        if not is_committed(store, name) and (
+            known := [each for each in list_steps(store) if is_committed(store, str(each))]
+        ):
+            steps = ", ".join(map(str, known))
+            raise InvalidError(f"{store.url}: got step {name}, has {steps}; needs one of them, newest or {BEST}")
         return _use_named(store, name, use), spec
     except (InvalidError, StorageError):
         raise

@@ -25,6 +25,20 @@ def format_setting(value: Any) -> str:
     if isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_EXACT:
         return str(int(value))
     try:
+        if _is_stages(value):
+            return ", ".join(f"from step {first}: {json.dumps(keys, default=str)}" for first, keys, *_ in value)
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     except (ValueError, RecursionError):  # Python does not write whole numbers of thousands of digits.
         return "?"
+
+
+def _is_stages(value: Any) -> bool:
+    """Return True if a value is a list of stages as they are saved: first step, keys, and digests of what they read."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(each, list) and len(each) > 2 and isinstance(each[0], int) and isinstance(each[1], dict)
+            for each in value
+        )
+    )

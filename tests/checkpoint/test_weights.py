@@ -139,7 +139,7 @@ def test_damage_before_the_checksum_is_detected(run: Attempt) -> None:
 
 def test_missing_checkpoints_are_rejected(run: Attempt, tmp_path: Path) -> None:
     for where, step, message in (
-        (run.where, 7, "7: no manifest.json: it was never committed"),
+        (run.where, 7, "got step 7, has 1, 2; needs one of them, newest or best"),
         (f"{run.where}/checkpoints/1", 2, "names a checkpoint already; got step=2"),
         (tmp_path / "nothing", "newest", r"no spec\.yaml is here"),
     ):
