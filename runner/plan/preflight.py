@@ -187,6 +187,9 @@ def _make_trainer_sections(
         findings.warnings.append("nothing was compiled, because of the problems; --anyway compiles nevertheless")
         return sections
     if request.is_quick:
+        # Stages may have other step times.
+        num_steps = None if job.programs.has_stages else job.programs.config_in_steps.total_steps
+        sections += report.make_estimate_sections(job.spec, estimate, machine, num_steps)
         return sections
     if estimate is not None:
         _add_mesh_warnings(job, estimate, estimate.small_shard_warnings, findings)

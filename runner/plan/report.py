@@ -223,6 +223,29 @@ def format_first_estimate(job: BaseTrainer, train_setup: TrainSetup, machine: Ta
     )
 
 
+def make_estimate_sections(
+    spec: ExecutionSpec, estimate: EarlyEstimate | None, machine: TargetMachine, num_steps: int | None
+) -> list[Section]:
+    """Return the sections of the first estimate and of its costs, without those that are empty.
+
+    `num_steps` is the number of steps that take the time of the estimate; None if it is not known.
+    """
+    section = Section("first estimate")
+    first = None if estimate is None else estimate.first
+    if first is not None:
+        step_seconds = first.times.step_seconds
+        section.add("needed", first.needed_bytes, "bytes", "assumed", "on each device, by arithmetic")
+        section.add(
+            "lowest step time", step_seconds, "seconds", "assumed", f"bound by {first.times.bound}, by arithmetic"
+        )
+        if num_steps is not None:
+            note = "without restarts"
+            section.add(
+                "time to the end", num_steps * step_seconds, "seconds", "assumed", note, label="time of the run"
+            )
+    return [each for each in (section, make_cost_section(spec, machine, [section])) if each.figures]
+
+
 def build_first_setup(job: BaseTrainer, machine: TargetMachine) -> TrainSetup:
     """Return the setup of a job on a mesh without devices. Raises InvalidError if it does not match the machine."""
     return build_abstract(job.setup_builder, order_sizes(resolve_mesh_sizes(job.topology.mesh, len(machine.devices))))
@@ -526,9 +549,9 @@ def make_cost_section(spec: ExecutionSpec, machine: TargetMachine, sections: Seq
     dated = "" if price.as_of is None else f", prices of {price.as_of}"
     note = f"{num_chips:,} chips at ${price.dollars_per_chip_hour:,.4g} an hour{dated}"
     section.add("lowest cost", run_seconds * per_second, "dollars", "assumed", f"at the lowest step time; {note}")
-    goodput = figures.get("expected goodput", figures.get("goodput at best interval", 1.0))
-    note = f"{TYPICAL_SHARE:.0%} of that speed, and the expected goodput"
-    cost = run_seconds / TYPICAL_SHARE / float(goodput) * per_second
+    goodput = figures.get("expected goodput", figures.get("goodput at best interval"))
+    note = f"{TYPICAL_SHARE:.0%} of that speed" + (", and the expected goodput" if goodput is not None else "")
+    cost = run_seconds / TYPICAL_SHARE / float(goodput or 1.0) * per_second
     section.add("expected cost", cost, "dollars", "assumed", note)
     return section
 

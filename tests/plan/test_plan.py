@@ -68,6 +68,18 @@ def test_a_missing_key_of_wandb_is_a_warning(
     assert "would run" in output
 
 
+@pytest.mark.parametrize("price", [None, 1.2])
+def test_a_quick_plan_prints_the_first_estimate_with_its_costs(
+    price: float | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [] if price is None else ["--set", f"topology.price.dollars_per_chip_hour={price}"]
+    output = run_plan_in_process(capsys, NANO, "--quick", "--topology", "v5e-4", *words)
+    assert "first estimate" in output
+    assert re.search(r"time of the run +\d", output)
+    assert ("4 chips at $1.2 an hour" in output) == (price is not None)
+    assert "goodput" not in output
+
+
 def test_a_quick_plan_leaves_the_deadline_of_buckets_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     deadline_seconds = bucket.CALL_SECONDS
     assert "would run" in run_plan_in_process(capsys, NANO, "--quick")
