@@ -408,7 +408,10 @@ class IncidentRecorder:
         if is_recorder:
             # The event comes first, because it is small, and the hang may be that of the directory.
             attempt.events.append("stuck", attempt.progress.step, reason=line)
-            attempt.store.write(f"stacks/{attempt.number:06}.{attempt.hosts.process_id}.txt", stacks.encode())
+            try:
+                attempt.store.write(f"stacks/{attempt.number:06}.{attempt.hosts.process_id}.txt", stacks.encode())
+            except OSError as error:  # a full disk; the end of the attempt is recorded nevertheless
+                console.warn(f"the stacks of this process cannot be written ({error})")
         attempt.end(code)
         return None
 

@@ -1,5 +1,6 @@
 """Outcome of an attempt, for every way it can end."""
 
+import errno
 import functools
 import os
 import shutil
@@ -110,3 +111,21 @@ def test_a_directory_without_a_run_is_an_error(place: str, tmp_path: Path) -> No
     act[place]()
     with pytest.raises(InvalidError, match="no run is here"):
         read_newest_state(directory)
+
+
+def test_a_full_disk_at_a_hang_loses_the_stacks_and_not_the_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = LocalStore.write
+
+    def refuse_stacks(store: LocalStore, name: str, content: bytes) -> None:
+        if name.startswith("stacks/"):
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        write(store, name, content)
+
+    monkeypatch.setattr(LocalStore, "write", refuse_stacks)
+    run_outcomes.hang(tmp_path / "run")
+    assert "the stacks of this process cannot be written" in capsys.readouterr().err
+    Fence(LocalStore(tmp_path / "run")).claim()
+    first = read_newest_state(tmp_path / "run").attempts[0]
+    assert (first.state, first.code, first.reason) == ENDS["stuck"][1:]

@@ -149,7 +149,8 @@ def weather(
     # The end of a peer is no failure of the others.
     assert not [failure for failure in job.events("failed") if failure["code"] == 1]
     # Orbax prints one of its own when a disk is full: its loop is closed before its last write has failed.
-    found = re.search(r'File "[^"]*/runner/', launched.output)
+    # A hang before the claim of the directory prints stacks, whose lines have no comma before `in`.
+    found = re.search(r'File "[^"]*/runner/[^"]*", line \d+, in ', launched.output)
     near = "" if found is None else launched.output[max(found.start() - 2000, 0) : found.end() + 3000]
     assert not found, launched.report(f"printed a traceback:\n{near}\n---")
     return time.monotonic() - started
