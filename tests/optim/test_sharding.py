@@ -96,7 +96,6 @@ def test_parameters_have_name_shape_and_axes():
 @pytest.mark.soak
 def test_a_warm_start_restarts_the_average(tmp_path):
     job = make_gpt(tmp_path / "run", **{"config.optimizer.name": "schedule_free_adamw", "config.model.layers": 1})
-    job.train_setup = job.setup_builder.build(jax.devices())
     state = job.init_state()
     weights = jax.tree.map(lambda leaf: leaf + 1, job.weights(state))
     begun = restart_averages(state.replace(params=weights["params"]))
