@@ -66,9 +66,9 @@ class Runner:
     content: bytes = b""
 
     @property
-    def sha256(self) -> str:
-        """Digest of the file."""
-        return hashlib.sha256(self.content).hexdigest()
+    def files(self) -> dict[str, bytes]:
+        """The file by its name, if there is one."""
+        return {} if self.file is None else {self.file: self.content}
 
     def list_words(self, extras: Sequence[str], root: str, files: str) -> list[str]:
         """Return the arguments of `pip install`, which runs in a directory of the code.
@@ -105,11 +105,6 @@ class Code:
     def short(self) -> str:
         """The hash as people write it."""
         return self.hash[:12]
-
-    @property
-    def sha256(self) -> str:
-        """Digest of the archive, by which a host recognises a complete copy."""
-        return hashlib.sha256(self.archive).hexdigest()
 
     @property
     def root(self) -> str:
@@ -166,7 +161,8 @@ def read_code(spec: str, runner: str | None, requirements: str | None) -> Code:
     if spec_text is None:
         raise InvalidError(f"{spec} is not in commit {commit[:12]}; commit it, only commits are shipped")
     candidates = [here / _REQUIREMENTS, root / _REQUIREMENTS] if requirements is None else [here / requirements]
-    found = next((path for path in candidates if read(path) is not None), None)
+    texts = ((path, read(path)) for path in candidates)
+    found, packages = next(((path, text) for path, text in texts if text is not None), (None, b""))
     if found is None and requirements is not None:
         raise InvalidError(f"--requirements {requirements}: is not in commit {commit[:12]}; commit it")
     return Code(
@@ -179,7 +175,7 @@ def read_code(spec: str, runner: str | None, requirements: str | None) -> Code:
         tuple(_git(root, "status", "--porcelain").decode().splitlines()),
         Runner() if runner is None and _is_runner(read(root / "pyproject.toml")) else find_runner(runner),
         None if found is None else Path(os.path.relpath(found, here)).as_posix(),
-        "" if found is None else (read(found) or b"").decode(errors="replace"),
+        packages.decode(errors="replace"),
     )
 
 

@@ -26,7 +26,7 @@ from runner.spec import ExecutionSpec, parse_document, validate_spec
 from runner.spec.imports import EXTRA_PACKAGES
 from runner.storage import find_extra
 
-DEFAULT_BASE = "python:3.12-slim-bookworm"
+_DEFAULT_BASE = "python:3.12-slim-bookworm"
 BUILDERS = ("docker", "podman", "buildah")
 _JOB = PurePosixPath("/job")  # the code in the image
 _PACKAGES = "/opt/packages"  # wheel or archive of the runner in the image
@@ -41,7 +41,7 @@ class ImageArguments(SpecOptions):
     tag: Annotated[str, typer.Option(metavar="IMAGE", help="Name of the image, such as registry/job:1.")]
     base: Annotated[
         str, typer.Option(metavar="IMAGE", help="Image to begin with: Debian or Ubuntu with Python 3.11 or newer.")
-    ] = DEFAULT_BASE
+    ] = _DEFAULT_BASE
     runner: RunnerOption = None
     requirements: RequirementsOption = None
     extra: Annotated[
@@ -73,7 +73,8 @@ def run(arguments: ImageArguments) -> int:
         write_text(dockerfile + "\n" + "".join(f"# {shlex.join(command)}\n" for command in commands), is_program=True)
         return EXIT_DONE
     with tempfile.TemporaryDirectory(prefix="launch-image-") as context:
-        for name, content in list_context_files(code, dockerfile).items():
+        files = {"Dockerfile": dockerfile.encode(), "code.tar.gz": code.archive} | code.packaged_runner.files
+        for name, content in files.items():
             Path(context, name).write_bytes(content)
         for command in commands:
             words = [context if word == "CONTEXT" else word for word in command]
@@ -114,13 +115,6 @@ def render(code: Code, extras: Sequence[str], base: str) -> str:
         directory=[str(_JOB / code.directory)],
         requirements=None if code.requirements is None else [code.requirements],
     )
-
-
-def list_context_files(code: Code, dockerfile: str) -> dict[str, bytes]:
-    """Return the files of the build context by name."""
-    files = {"Dockerfile": dockerfile.encode(), "code.tar.gz": code.archive}
-    runner = code.packaged_runner
-    return files if runner.file is None else files | {runner.file: runner.content}
 
 
 def _find_builder(given: str | None, is_dry_run: bool) -> str:

@@ -14,6 +14,7 @@ this command only for its start, and for new machines after a preemption. The co
 the current state, so the launch may be stopped and run again at any time, and starts nothing twice.
 """
 
+import hashlib
 import re
 import shlex
 import shutil
@@ -75,8 +76,8 @@ class _TpuVmJob:
 
     resource: QueuedResource  # machines to request
     programs: HostPrograms  # programs that run on each host
-    # Files that each host gets, in order, as paths here to names in its home directory. The archive comes last, since a
-    # host that has it counts as complete.
+    # Files that each host gets, in order, as paths here to names in its home directory. Those of the code come last,
+    # since a host that has them counts as complete.
     files: dict[str, str]
     gcloud: Gcloud  # executor of the resource's commands
     poll_seconds: float  # time between two polls, and between two tries
@@ -357,9 +358,8 @@ def run(arguments: TpuVmArguments) -> int:
         raise document.error("directory", reason)
     words = [code.spec, *set_arguments(arguments.overrides), *restart_arguments(arguments)]
     archive = f"{name}-{code.short}.tar.gz"
-    digests = [code.sha256, archive]
-    if code.runner.file is not None:
-        digests += [code.runner.sha256, code.runner.file]
+    contents = {archive: code.archive} | code.runner.files
+    digests = [word for file, content in contents.items() for word in (hashlib.sha256(content).hexdigest(), file)]
     programs = HostPrograms(
         name,
         code.short,
@@ -374,12 +374,10 @@ def run(arguments: TpuVmArguments) -> int:
     gcloud = Gcloud(resource, arguments.poll_seconds)
 
     def make_job(directory: str) -> _TpuVmJob:
-        """Make the launch, with the archive in a directory of this machine."""
-        files = {str(Path(directory, programs.archive)): programs.archive}
-        if code.runner.file is not None:
-            files = {str(Path(directory, code.runner.file)): code.runner.file} | files
+        """Make the launch, with the files of the code in a directory of this machine."""
+        files = {str(Path(directory, file)): file for file in contents}
         if arguments.environment_file is not None and programs.environment is not None:
-            # Copied before the archive, because a host with the archive starts the job, which reads this file.
+            # Copied before the code, because a host with the code starts the job, which reads this file.
             files = {arguments.environment_file: programs.environment} | files
         return _TpuVmJob(resource, programs, files, gcloud, arguments.poll_seconds, arguments.keep)
 
@@ -401,9 +399,8 @@ def run(arguments: TpuVmArguments) -> int:
         signal.signal(number, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory(prefix="launch-tpu-vm-") as scratch:
-            Path(scratch, programs.archive).write_bytes(code.archive)
-            if code.runner.file is not None:
-                Path(scratch, code.runner.file).write_bytes(code.runner.content)
+            for file, content in contents.items():
+                Path(scratch, file).write_bytes(content)
             return make_job(scratch).run()
     except KeyboardInterrupt:
         say(f"launch: leaving {resource.name} as it is; a job that runs there continues. Run this command again to")

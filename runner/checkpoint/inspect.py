@@ -47,6 +47,7 @@ from runner.checkpoint.manifest import (
     find_file_problems,
     is_committed,
     list_steps,
+    read_committed,
     read_manifest,
     read_newest_manifest,
 )
@@ -140,17 +141,20 @@ def use_checkpoint(
         if name is None and step == BEST:
             return _use_best(store, spec, use), spec
         name = name or str(step)
-        if not is_committed(store, name) and (
-            known := [each for each in list_steps(store) if is_committed(store, str(each))]
-        ):
-            steps = ", ".join(map(str, known))
-            raise InvalidError(f"{store.url}: got step {name}, has {steps}; needs one of them, newest or {BEST}")
         return _use_named(store, name, use), spec
     except (InvalidError, StorageError):
         raise
     except (OSError, ValueError) as error:
+        if isinstance(error, NotCommittedError) and name is not None and (known := read_committed(store)):
+            raise make_step_error(store, name, known) from error
         reason = escape_unprintable(f"{name or step}: {error}")
         raise InvalidError(f"{store.url}/{CHECKPOINTS}/{reason}") from error
+
+
+def make_step_error(store: Store, step: str, known: Iterable[int]) -> InvalidError:
+    """Return the error for a step that a run does not have; `known` are those that it has."""
+    steps = ", ".join(map(str, known))
+    return InvalidError(f"{store.url}: got step {step}, has {steps}; needs one of them, newest or {BEST}")
 
 
 def find_best_name(store: Store) -> str | None:

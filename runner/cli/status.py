@@ -161,8 +161,8 @@ def print_status(arguments: StatusArguments) -> int:
 
         def show(history: History, is_text: bool) -> bool:
             if arguments.as_json:
-                found = to_json(history) | {"cost": to_json(compute_cost(history))}
-                write_text(json.dumps(found | ({"phase": "tokenise"} if is_text else {})) + "\n")
+                content = to_json(history) | {"cost": to_json(compute_cost(history))}
+                write_text(json.dumps(content | ({"phase": "tokenise"} if is_text else {})) + "\n")
             else:
                 if is_text:
                     console.print("the text of the run is tokenised, before it trains; that job:")

@@ -138,9 +138,9 @@ class Moment:
 
 def _convert_number(key: str, value: Any) -> float | None:
     """Return a number of Python, numpy or JAX as JSON has it; None for one that is not finite."""
-    is_other = isinstance(value, str | bytes | bool) or np.ndim(value) or np.iscomplexobj(value)
-    is_other = is_other or getattr(value, "dtype", None) == np.bool_
-    if is_other or not hasattr(value, "__float__"):
+    is_bool = isinstance(value, bool) or getattr(value, "dtype", None) == np.bool_
+    is_number = hasattr(value, "__float__") and not (is_bool or np.ndim(value) or np.iscomplexobj(value))
+    if not is_number:
         raise TypeError(f"log: {key} is {value!r:.100}, needs a number")
     if isinstance(value, numbers.Integral) and abs(int(value)) <= INT_MAX:
         return int(value)

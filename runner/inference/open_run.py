@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.sharding import Mesh
 
-from runner.checkpoint.inspect import find_checkpoint, open_checkpoint, read_document
+from runner.checkpoint.inspect import find_checkpoint, make_step_error, open_checkpoint, read_document
 from runner.checkpoint.manifest import CHECKPOINTS, MAX_LISTINGS, read_committed
 from runner.console import warn
 from runner.data.chat import Renderer
@@ -84,8 +84,7 @@ class ReadOnlyRun:
         if step in (NEWEST, BEST):
             return find_checkpoint(self.directory, step)[0]
         if parse_number(step) not in steps:
-            known = ", ".join(map(str, steps))
-            raise InvalidError(f"{self.store.url}: got step {step}, has {known}; needs one of them, {NEWEST} or {BEST}")
+            raise make_step_error(self.store, step, steps)
         return self.get_checkpoint(int(step))
 
     def at_step(self, step: int) -> "ReadOnlyRun":

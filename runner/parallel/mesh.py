@@ -67,12 +67,12 @@ def resolve_mesh_sizes(mesh: MeshSpec, num_devices: int) -> dict[str, int]:
     text = format_mesh(given)
     if auto and num_devices % fixed == 0 and num_devices >= fixed:
         return {axis: num_devices // fixed if size == "auto" else size for axis, size in given.items()}
-    if auto or fixed != num_devices:
-        here = f"{num_devices} device{'s' * (num_devices != 1)} here"
+    here = f"{num_devices} device{'s' * (num_devices != 1)} here"
+    if auto:
+        reason = f"the other axes have {fixed} devices together, which does not divide {num_devices}"
+        raise InvalidError(f"{text} does not fit the {here}: {reason}; give sizes whose product divides it")
+    if fixed != num_devices:
         relation = "is larger than the" if fixed > num_devices else "does not use exactly the"
-        if auto:
-            reason = f"the other axes have {fixed} devices together, which does not divide {num_devices}"
-            raise InvalidError(f"{text} does not fit the {here}: {reason}; give sizes whose product divides it")
         raise InvalidError(
             f"{text} {relation} {here}; let one axis be auto, or give sizes whose product is {num_devices}"
         )

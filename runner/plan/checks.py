@@ -143,9 +143,9 @@ def check_tracking(job: RestoreableJob, findings: Findings) -> None:
     """Warn if the job would log to W&B online and this machine has no key, as the hosts may have none either."""
     if job.spec.logging.wandb == "online" and not has_wandb_key():
         message = (
-            "online, and this machine has no key of W&B (WANDB_API_KEY, or wandb login); without one on process 0 "
+            "online, and this machine has no key of W&B (WANDB_API_KEY, or wandb login); without one on process 0 the "
+            "run is logged offline"
         )
-        message += "the run is logged offline"
         findings.warnings.append(job.document.format_problem(("logging", "wandb"), message))
 
 

@@ -126,7 +126,7 @@ class PriceConfig(FrozenModel):
     dollars_per_chip_hour: PositiveFloat = Field(description="Price of one chip for an hour, as your contract has it.")
     as_of: str | None = Field(
         default=None,
-        pattern=r"\d{4}-\d{2}-\d{2}",
+        pattern=r"^\d{4}-\d{2}-\d{2}$",
         description="Day of the price list, as YYYY-MM-DD, which is printed beside each cost; null: not known.",
     )
 

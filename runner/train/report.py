@@ -226,8 +226,8 @@ class Report:
     def add_row(self, weights: Any, step: int, before_write: Callable[[Row], None] | None = None) -> None:
         """Write the row of `step`, with an evaluation if it is due. Waits for the device.
 
-        `before_write` is called with the complete row on every host, may add to it, and is awaited. If it raises, the
-        row is written nevertheless. Raises `DivergedError` as `MetricsWindow.fetch` does.
+        `before_write` is called with the complete row on every host, and may add to it. If it raises, the row is
+        written nevertheless. Raises `DivergedError` as `MetricsWindow.fetch` does.
         """
         # Closing the window fetches losses and meta, which waits for the device.
         row = self._close_window(step)

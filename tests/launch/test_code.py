@@ -1,5 +1,6 @@
 """The code that hosts get: a commit, the runner and further packages, for own and other repositories."""
 
+import hashlib
 import json
 import os
 import re
@@ -17,16 +18,14 @@ from launch.app import main
 from launch.code import find_runner, read_code
 from launch.tpu_vm.gcloud import HostPrograms
 from runner.errors import InvalidError
-from tests.support.two_files import PROJECT, commit_all, git, write_two_files
+from tests.support.two_files import PROJECT, commit_all, git, make_repository, write_two_files
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    path = tmp_path / "project"
-    write_two_files(path, "runs/rnn")
-    commit_all(path)
+    path = make_repository(tmp_path / "project", "runs/rnn")
     monkeypatch.chdir(path)
     return path
 
@@ -227,7 +226,7 @@ def test_the_program_of_a_host_installs_the_runner_and_runs_two_files(repository
     (home / "rnn-code.tar.gz").write_bytes(found.archive)
     (home / found.runner.file).write_bytes(found.runner.content)
     packages = found.list_package_words((), "../..")
-    digests = [found.sha256, "rnn-code.tar.gz"]
+    digests = [hashlib.sha256(found.archive).hexdigest(), "rnn-code.tar.gz"]
     programs = HostPrograms("rnn", "c0ffee", "rnn-code.tar.gz", digests, packages, ".", ["rnn.yaml"])
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"HOME": str(home), "JAX_PLATFORMS": "cpu"}

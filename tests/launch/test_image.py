@@ -11,16 +11,14 @@ import pytest
 
 from launch.app import main
 from launch.image.engine import BUILDERS
-from tests.support.two_files import PROJECT, commit_all, write_two_files
+from tests.support.two_files import PROJECT, commit_all, make_repository, write_two_files
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    path = tmp_path / "project"
-    write_two_files(path, "gs://bucket/rnn")
-    commit_all(path)
+    path = make_repository(tmp_path / "project", "gs://bucket/rnn")
     monkeypatch.chdir(path)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     return path

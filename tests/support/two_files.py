@@ -67,6 +67,13 @@ def write_two_files(
     return spec
 
 
+def make_repository(directory: Path, run: str) -> Path:
+    """Return a git repository with the two files of a run, committed."""
+    write_two_files(directory, run)
+    commit_all(directory)
+    return directory
+
+
 def commit_all(directory: Path) -> None:
     """Make a directory a git repository, unless it is one, and commit all of its files."""
     git(directory, "init", "-q")

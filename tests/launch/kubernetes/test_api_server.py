@@ -19,6 +19,7 @@ from launch.app import main
 from launch.kubernetes import engine
 from runner.attempts.environment import SUBMITTED
 from tests.launch.kubernetes.test_jobset import (
+    EVERY_OPTION,
     GOLDEN,
     NAMES,
     ROOT,
@@ -162,20 +163,8 @@ def test_the_manifest_of_every_accelerator_is_accepted(cluster, capsys):
 
 
 def test_the_manifest_with_every_option_is_accepted(cluster, capsys):
-    options = [
-        "--label",
-        "kueue.x-k8s.io/queue-name=team",
-        "--label",
-        "team=a.b",
-        "--annotation",
-        "a.b/c=Any text: {1}",
-    ]
-    options += ["--spot", "--node-selector", "a/b=c", "--cpu", "4", "--memory", "16Gi", "--workdir", "/job"]
-    options += ["--env", "A=1", "--env", "A=2", "--env-from-secret", "wandb", "--volume-claim", "runs=/runs"]
-    options += ["--service-account", "trainer", "--priority-class", "high", "--namespace", "research"]
-    options += ["--set", "checkpoint.local_directory=/mnt/fast", "--set", "checkpoint.local_every_steps=5"]
     for accelerator in ("2xv6e-64", "b200-16"):
-        manifest = render(capsys, *options, "--set", f"topology.accelerator={accelerator}")
+        manifest = render(capsys, *EVERY_OPTION, "--set", f"topology.accelerator={accelerator}")
         assert list_refusals(cluster, manifest) == []
 
 

@@ -153,21 +153,18 @@ def test_the_manifest_of_every_accelerator_is_valid(render, accelerator):
     make_validator().validate(render("--set", f"topology.accelerator={accelerator}"))
 
 
+EVERY_OPTION = [
+    *("--label", "kueue.x-k8s.io/queue-name=team", "--label", "team=a.b", "--annotation", "a.b/c=Any text: {1}"),
+    *("--spot", "--node-selector", "a/b=c", "--cpu", "4", "--memory", "16Gi", "--workdir", "/job"),
+    *("--env", "A=1", "--env", "A=2", "--env-from-secret", "wandb", "--volume-claim", "runs=/runs"),
+    *("--service-account", "trainer", "--priority-class", "high", "--namespace", "research"),
+    *("--set", "checkpoint.local_directory=/mnt/fast", "--set", "checkpoint.local_every_steps=5"),
+]
+
+
 def test_the_manifest_with_every_option_is_valid(render):
-    options = [
-        "--label",
-        "kueue.x-k8s.io/queue-name=team",
-        "--label",
-        "team=a.b",
-        "--annotation",
-        "a.b/c=Any text: {1}",
-    ]
-    options += ["--spot", "--node-selector", "a/b=c", "--cpu", "4", "--memory", "16Gi", "--workdir", "/job"]
-    options += ["--env", "A=1", "--env", "A=2", "--env-from-secret", "wandb", "--volume-claim", "runs=/runs"]
-    options += ["--service-account", "trainer", "--priority-class", "high", "--namespace", "research"]
-    options += ["--set", "checkpoint.local_directory=/mnt/fast", "--set", "checkpoint.local_every_steps=5"]
     for accelerator in ("2xv6e-64", "b200-16"):
-        make_validator().validate(render(*options, "--set", f"topology.accelerator={accelerator}"))
+        make_validator().validate(render(*EVERY_OPTION, "--set", f"topology.accelerator={accelerator}"))
 
 
 @pytest.mark.parametrize(
