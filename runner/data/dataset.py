@@ -165,7 +165,7 @@ class Dataset:
     def _find_validation_tails(self) -> list[str]:
         """Return a line for each folder of text whose validation split is made of the last files by name.
 
-        The corpus of Python's standard library is known to be mixed enough.
+        Python's standard library, the corpus of the shipped specs, is left out.
         """
         lines: list[str] = []
         if any(label.startswith("data.validation.") for label in self._sources):

@@ -5,8 +5,8 @@ row. The row holds a reference to the file: `{"image": name, "width": ..., "heig
 `{"audio": name, "seconds": ..., "sample_rate": ...}`. An evaluation that is repeated after a kill writes the same
 names.
 
-A picture is not worth a run: if its file cannot be written, the row still refers to it, and readers leave it out. They
-also leave out the files of steps that were thinned out, of which `STEPS_MAX` are kept.
+If a file cannot be written, the run continues. The row still refers to the file, and readers leave it out. The files of
+at most `STEPS_MAX` steps are kept.
 
 Shape legend: H height, W width, C channels, T samples.
 """

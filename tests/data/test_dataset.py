@@ -254,7 +254,7 @@ def test_a_validation_split_of_the_last_files_of_a_folder_is_reported(
     assert all(named in line and "config.data.validation" in line for line in lines)
 
 
-def test_the_last_files_of_the_standard_library_are_a_fair_sample(tmp_path: Path) -> None:
+def test_the_last_files_of_the_standard_library_are_not_reported(tmp_path: Path) -> None:
     config = DataConfig.model_validate({"source": "python-stdlib", "tokenizer": "bytes", "sequence_length": 8})
     dataset = load_dataset(config, seed=0, batch_examples=4)
     assert dataset.list_warnings() == []
