@@ -66,6 +66,13 @@ def answer(process: "subprocess.Popen[str]", text: str) -> tuple[int, str]:
         shown += got
     process.stdin.write(text)
     process.stdin.flush()
+    for _ in range(4 if text == "\x03" else 0):
+        # Python loses a signal that comes right before it begins to read; a person would press Ctrl-C again.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=20)
+            break
+        process.stdin.write(text)
+        process.stdin.flush()
     rest, _ = process.communicate(timeout=120)
     return process.returncode, shown + rest
 
