@@ -104,7 +104,7 @@ FAULT_SIGNALS = {"SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSTKFLT"
 UNUSED_SIGNALS = {"SIGALRM", "SIGPOLL", "SIGPROF", "SIGPWR", "SIGVTALRM", "SIGXCPU"}  # not sent by schedulers
 
 PHASES = """
-import json, os, signal, sys, time
+import faulthandler, json, os, signal, sys, time
 from runner.distributed.preemption import StopNotice
 
 def start(ignored):
@@ -156,6 +156,7 @@ for phase, *names in json.loads(sys.argv[1]):
     if child == 0:
         os.dup2(writer, 1), os.dup2(writer, 2)
         os.close(reader), os.close(writer)
+        faulthandler.dump_traceback_later(100, exit=True)  # a hang ends with the stacks of all threads
         globals()[phase](start(names if phase == "ignoring" else ()), names)
         sys.stdout.flush()
         os._exit(0)
