@@ -232,15 +232,15 @@ class Tally:
     def add(self, finished: FinishedPiece) -> None:
         """Count a piece."""
         more = (1, finished.num_documents, finished.num_tokens, finished.num_bad)
-        self.counts = [own + other for own, other in zip(self.counts, more, strict=True)]
+        self.counts = _add_columns([self.counts, more])
         self.first_bad = self.first_bad or finished.first_bad
 
-    def format_progress(self, hosts: Sequence[Sequence[int]], now_seconds: float) -> str | None:
-        """Format the progress of all hosts, or return None if the last line is less than ten seconds old."""
+    def format_progress(self, totals: Sequence[int], now_seconds: float) -> str | None:
+        """Format the counts of all hosts together, or return None if the last line is less than ten seconds old."""
         if now_seconds - self._printed_seconds < _PROGRESS_SECONDS:
             return None
         self._printed_seconds = now_seconds
-        pieces, documents, tokens, _ = (sum(column) for column in zip(*hosts, strict=True))
+        pieces, documents, tokens, _ = totals
         seconds = now_seconds - self._start_seconds
         finished = self._num_earlier + pieces
         # The rate is that of this attempt alone; earlier attempts may have had other machines.
@@ -446,8 +446,8 @@ class Tokenise(TextJob):
                     with self.attempt.progress.report_phase(_FINISH):
                         own_files = ((index, file) for index, file in enumerate(self.files) if file in read_here)
                         touched = [index for index, file in own_files if file.was_touched()]
-                        packed = hosts.gather(_pack_bits(touched, len(self.files)))
-                    self._validate_touched(sorted({index for each in packed for index in _unpack_bits(each)}))
+                        merged = hosts.reduce(_pack_bits(touched, len(self.files)), _merge_bits)
+                    self._validate_touched(_unpack_bits(merged))
                     with self.attempt.progress.report_phase(_FINISH):
                         self.state = self._make_state(hosts.run_on_main(self._finish_corpus))
                 self.step += 1
@@ -628,11 +628,11 @@ class Tokenise(TextJob):
     def _synchronise(self, tally: Tally) -> None:
         """Exchange counts at the end of a step with work, which also keeps the hosts near one step for a stop."""
         with self.attempt.progress.report_phase(_TOKENISE):
-            counts = self.attempt.hosts.gather(tally.counts)
-        num_bad = sum(host[-1] for host in counts)
+            totals = self.attempt.hosts.reduce(tally.counts, _add_columns)
+        num_bad = totals[-1]
         if num_bad > self.config.skip_bad:
             raise DataError(format_too_many(tally.first_bad or "lines without text", num_bad, self.config.skip_bad))
-        line = tally.format_progress(counts, time.monotonic())
+        line = tally.format_progress(totals, time.monotonic())
         if line is not None:
             self.attempt.say(f"{self.spec.name}: {line}")
 
@@ -690,6 +690,15 @@ def _pack_bits(positions: Sequence[int], size: int) -> str:
 def _unpack_bits(text: str) -> list[int]:
     """Return the positions of the bits that are set in a packed bit string."""
     return [int(place) for place in np.flatnonzero(np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8)))]
+
+
+def _add_columns(rows: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip(*rows, strict=True)]
+
+
+def _merge_bits(texts: Sequence[str]) -> str:
+    """Return the packed bit string with the bits that are set in any of these, which are equally long."""
+    return np.bitwise_or.reduce([np.frombuffer(bytes.fromhex(text), np.uint8) for text in texts]).tobytes().hex()
 
 
 def _validate_keys(config: TokeniseConfig, file_format: FileFormat, document: Document) -> None:

@@ -296,7 +296,7 @@ EVENTS = (
     ),
     EventType(
         "stuck",
-        "The job is stalled and ends with exit code 76. Written by at most 16 processes, with the stacks of their "
+        "The job is stalled and ends with exit code 76. Written by at most 8 processes, with the stacks of their "
         "threads in `stacks/`.",
         (_REASON,),
         writer="any process",

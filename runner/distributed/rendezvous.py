@@ -196,12 +196,11 @@ def wait_for_peers(placement: Placement, deadline_seconds: float, members: Membe
             present, connections = listener.wait_for_all(end_seconds, deadline_seconds)
     else:
         present, connections, address = _join_lower_process(placement, end_seconds, deadline_seconds, members)
+    numbers = {process: number for number, process in enumerate(present)}
     renumbered = replace(
-        placement, coordinator=address, num_processes=len(present), process_id=present.index(placement.process_id)
+        placement, coordinator=address, num_processes=len(present), process_id=numbers[placement.process_id]
     )
-    return RendezvousResult(
-        renumbered, {present.index(process): connection for process, connection in connections.items()}
-    )
+    return RendezvousResult(renumbered, {numbers[process]: connection for process, connection in connections.items()})
 
 
 def get_bind_address(placement: Placement) -> str:
@@ -438,10 +437,11 @@ class _Listener:
             )
         # The answers fit into the buffers of the kernel, unless the other end is none of this protocol.
         answered_seconds = time.monotonic() + _ANSWER_SECONDS
+        answer = {"present": find_ranges(present), "error": error}
         for connection in self._peers.values():
             connection.settimeout(max(answered_seconds - time.monotonic(), _RETRY_SECONDS))
             with contextlib.suppress(OSError):
-                _send(connection, {"present": find_ranges(present), "error": error})
+                _send(connection, answer)
         if error is not None:
             raise RetryableError(error)
         return present, self._peers

@@ -10,7 +10,7 @@ and publishes them, so its heartbeat never hides that the training thread hangs.
    disconnected. A crashed process is noticed at once by its peer socket (`agreement.Liveness`).
 3. If a process is lost or overdue, process 0 writes the diagnosis: a line that names it and its phase. While a process
    waits for its data, a long step of the others causes no diagnosis.
-4. On a diagnosis every process calls `on_diagnosis` and ends with exit code 76. At most 16 processes, first those that
+4. On a diagnosis every process calls `on_diagnosis` and ends with exit code 76. At most 8 processes, first those that
    are overdue, record the diagnosis and the stacks of their threads, so that the record does not grow with the job.
    A process that cannot reach process 0 any more decides alone. If process 0 is frozen, calls to it do not return, so
    the other processes watch the time since their last exchange on a second thread.
@@ -63,7 +63,7 @@ _CALLBACK_SECONDS = 5.0  # for a callback
 _DELIVERY_SECONDS = 3.0  # in which every process reads the diagnosis
 _DIAGNOSIS_SECONDS = 30.0  # in which a failed collective is traced to a lost peer
 _MAX_REPORT_BEATS = 60  # between two calls of `on_progress`; the first ones follow sooner
-_MAX_RECORDERS = 16  # processes that record a diagnosis
+_MAX_RECORDERS = 8  # processes that record a diagnosis
 _MAX_NAMED = 8  # processes of one kind that a diagnosis describes one by one
 # Time from a failure that ends the job to the end of the processes that do not notice it by themselves.
 LOCAL_FAILURE_SECONDS = 10.0

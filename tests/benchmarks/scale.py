@@ -1,9 +1,12 @@
 """Cost at process 0, in the coordinator and in the bucket, by number of hosts, of what all hosts do together.
 
-The hosts are threads of this process. They run the runner's own agreement, saves and restores over a coordinator and a
-bucket in memory, which count: calls and bytes of the coordinator, requests to the bucket, bytes of the manifest, and
-the CPU time of process 0. Hosts hold the shards of `--chips` chips of a state of `--leaves` leaves. Exponents are those
-of the growth from the number of hosts before: 1 is linear, 2 quadratic.
+The hosts are threads of this process. They run the runner's own rendezvous, agreement, watchdogs, saves and restores
+over sockets, and over a coordinator and a bucket in memory, which count: calls and bytes of the coordinator, requests
+to the bucket, bytes of the manifest and of the record of a crash, and the CPU time of process 0. Hosts hold the shards
+of `--chips` chips of a state of `--leaves` leaves. Exponents are those of the growth from the number of hosts before: 1
+is linear, 2 quadratic.
+
+Above 1,024 hosts, saves, restores and replicas are left out: the threads of one process would take hours for them.
 
     python -m tests.benchmarks.scale [--hosts 16 64 256] [--chips 8] [--leaves 60]
 """
@@ -11,25 +14,33 @@ of the growth from the number of hosts before: 1 is linear, 2 quadratic.
 import argparse
 import collections
 import math
+import multiprocessing
+import socket
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from runner.attempts.attempt import Attempt, IncidentRecorder
+from runner.attempts.events import EventLog
 from runner.checkpoint.arrays import ArrayReader, ArrayWriter, open_arrays
 from runner.checkpoint.manifest import Manifest, read_manifest
 from runner.checkpoint.parts import PartDirectory
 from runner.checkpoint.replicas import COPIES, ProcessPlace, Replicas
-from runner.distributed.agreement import Hosts
+from runner.distributed.agreement import Hosts, Liveness
 from runner.distributed.clock import Clock
+from runner.distributed.rendezvous import Placement, raise_descriptor_limit, wait_for_peers
 from runner.distributed.watchdog import Periods, Watchdog
 from runner.spec import Deadlines
+from runner.storage import JsonlLog, LocalStore
+from tests.support.attempt import make_attempt
 from tests.support.coordinator import MemoryCoordinator
 from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 
@@ -48,18 +59,19 @@ class Pod:
     num_leaves: int
     scratch: Path
     requests: "collections.Counter[str]" = field(default_factory=collections.Counter)
+    sizes: dict[str, float] = field(default_factory=dict)  # of what an act has written, by name
 
     def __post_init__(self) -> None:
         self.coordinator = MemoryCoordinator(self.num_hosts)
-        self.hosts = self.coordinator.hosts()
+        self.hosts = self.coordinator.hosts(DEADLINE_SECONDS)
         driver = MemoryDriver()
         driver.before = lambda verb, key: self.requests.update([verb])
         self.bucket = make_memory_bucket(driver)
         self.manifest = Manifest(name="1", step=1, arrays="arrays.1")
         self.sharding = _FirstAxis(self.num_hosts, self.num_chips)
 
-    def run_on_all(self, act: Callable[[Hosts], Any]) -> tuple[list[Any], float]:
-        """Call `act` on all hosts at once; return the results, and the CPU seconds of process 0."""
+    def run_on_all(self, act: Callable[[Hosts], Any], chosen: Sequence[Hosts] | None = None) -> tuple[list[Any], float]:
+        """Call `act` on all hosts, or on the `chosen` ones, at once; return results, and CPU seconds of process 0."""
         results: dict[int, Any] = {}
         seconds = [0.0]
 
@@ -69,12 +81,12 @@ class Pod:
             if hosts.is_main:
                 seconds[0] = time.thread_time() - began
 
-        threads = [threading.Thread(target=run, args=(hosts,)) for hosts in self.hosts]
+        threads = [threading.Thread(target=run, args=(each,)) for each in chosen or self.hosts]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return [results[process] for process in range(self.num_hosts)], seconds[0]
+        return [result for _, result in sorted(results.items())], seconds[0]
 
     def make_leaves(self, process: int) -> dict[str, Any]:
         """Return what a writer uses of the arrays of one process, each split over all chips along its first axis."""
@@ -100,6 +112,26 @@ class Pod:
         return found
 
     # What is measured.
+
+    def join(self) -> float:
+        """Meet at process 0, over real sockets of this machine."""
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+
+        def join(hosts: Hosts) -> None:
+            found = wait_for_peers(Placement(coordinator, self.num_hosts, hosts.process_id), DEADLINE_SECONDS)
+            for connection in found.peer_sockets.values():
+                connection.close()
+
+        raise_descriptor_limit(2 * self.num_hosts)
+        # The others have a process of their own, since thousands of threads would slow down the one of process 0.
+        others = multiprocessing.get_context("fork").Process(target=self.run_on_all, args=(join, self.hosts[1:]))
+        others.start()
+        began = time.thread_time()
+        join(self.hosts[0])
+        cpu_seconds = time.thread_time() - began
+        others.join()
+        return cpu_seconds
 
     def start(self) -> float:
         """Gather what differs little, as ten times in a start, and make one decision."""
@@ -151,6 +183,39 @@ class Pod:
             cpu_seconds = self.run_on_all(lambda hosts: watchdogs[hosts.process_id]._poll())[1]
         return cpu_seconds / Periods.choose(self.num_hosts).poll_seconds
 
+    def crash(self) -> float:
+        """End the last host: process 0 finds out and names it, and the hosts that are to record it do so."""
+        raise_descriptor_limit(2 * self.num_hosts)  # both ends of the connections are in this process
+        ends = {process: socket.socketpair() for process in range(1, self.num_hosts)}
+        main = self.hosts[0]
+        liveness = Liveness(main.store, 0, self.num_hosts, {process: near for process, (near, _) in ends.items()})
+        attempt = make_attempt(LocalStore(self.scratch / "run"))
+        watchdogs = [self._make_watchdog(attempt, hosts) for hosts in self.hosts]
+        watchdogs[0] = self._make_watchdog(attempt, Hosts(0, self.num_hosts, main.store, liveness))
+        for watchdog in watchdogs:
+            watchdog._poll()
+        ends[self.num_hosts - 1][1].close()
+        began = time.thread_time()
+        watchdogs[0]._poll()
+        cpu_seconds = time.thread_time() - began
+        for watchdog in watchdogs[1:-1]:
+            watchdog._poll()
+        assert all(watchdog.has_ended for watchdog in watchdogs[:-1])
+        files = [file for file in (self.scratch / "run").rglob("*") if file.is_file()]
+        self.sizes = {
+            "files of the record": sum("stacks" in file.parts for file in files),
+            "kB of the record": sum(file.stat().st_size for file in files) / 1e3,
+        }
+        for end in (end for pair in ends.values() for end in pair):
+            end.close()
+        return cpu_seconds
+
+    def _make_watchdog(self, attempt: Attempt, hosts: Hosts) -> "_Watchdog":
+        incidents = IncidentRecorder()
+        log = JsonlLog(attempt.store, "events", f"{attempt.number:06}.{hosts.process_id}", attempt.background_writer)
+        incidents.attempt = replace(attempt, hosts=hosts, events=EventLog(log, attempt.number, hosts.process_id))
+        return _Watchdog(hosts, Deadlines(), Clock(), incidents.on_diagnosis, *[lambda *_: None] * 2)
+
     def save(self) -> float:
         """Write the arrays into the bucket, read them back as a later save of an attempt does, and commit."""
 
@@ -167,6 +232,7 @@ class Pod:
                     owners=written.owners,
                 )
                 self.bucket.write("checkpoints/1/manifest.json", self.manifest.encode())
+                self.sizes = {"MB of manifest": len(self.manifest.encode()) / 1e6}
 
         return self.run_on_all(save)[1]
 
@@ -186,6 +252,16 @@ class Pod:
         began = time.thread_time()
         self.bucket.remove_tree("checkpoints/1")
         return time.thread_time() - began
+
+
+class _Watchdog(Watchdog):
+    """Watchdog that calls back where another one ends the process."""
+
+    has_ended = False
+
+    def _end(self, line: str, code: int, is_recorder: bool, is_fenced: bool = False) -> None:
+        self._on_diagnosis(line, code, is_recorder)
+        self.has_ended = True
 
 
 class _Chip(NamedTuple):
@@ -219,7 +295,9 @@ class _HostArray(np.ndarray):  # type: ignore[type-arg]
         """Do nothing."""
 
 
-ACTS = ("start", "reduce_places", "gather_names", "find_parts", "stop", "watch", "save", "restore_one", "delete")
+ACTS = ("join", "start", "reduce_places", "gather_names", "stop", "watch", "crash")
+HEAVY_ACTS = ("find_parts", "save", "restore_one", "delete")
+MOST_HEAVY_HOSTS = 1024
 
 
 def measure(num_hosts: int, num_chips: int, num_leaves: int) -> dict[str, dict[str, float]]:
@@ -227,18 +305,21 @@ def measure(num_hosts: int, num_chips: int, num_leaves: int) -> dict[str, dict[s
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
         pod = Pod(num_hosts, num_chips, num_leaves, Path(scratch))
-        for name in ACTS:
-            coordinator, pod.requests = pod.coordinator, collections.Counter()
+        for name in (*ACTS, *(HEAVY_ACTS if num_hosts <= MOST_HEAVY_HOSTS else ())):
+            coordinator, pod.requests, pod.sizes = pod.coordinator, collections.Counter(), {}
             coordinator.num_calls = coordinator.num_bytes = 0
+            began = time.monotonic()
             cpu_seconds = getattr(pod, name)()
+            wall_seconds = time.monotonic() - began
             dollars = sum(DOLLARS[verb] * count for verb, count in pod.requests.items())
             found[name] = {
                 "calls": coordinator.num_calls,
                 "MB out of the coordinator": coordinator.num_bytes / 1e6,
                 "CPU seconds of process 0": cpu_seconds,
+                "seconds of all, on this machine": wall_seconds,
                 **{f"bucket {verb}s": float(count) for verb, count in sorted(pod.requests.items())},
                 **({"dollars": dollars} if dollars else {}),
-                **({"MB of manifest": len(pod.manifest.encode()) / 1e6} if name == "save" else {}),
+                **pod.sizes,
             }
     return found
 
@@ -250,7 +331,8 @@ def main() -> None:
     parser.add_argument("--chips", type=int, default=8)
     parser.add_argument("--leaves", type=int, default=60)
     parsed = parser.parse_args()
-    threading.stack_size(512 << 10)
+    threading.stack_size(256 << 10)
+    sys.setswitchinterval(1.0)  # thousands of threads that ask for the interpreter every 5 ms would leave it no time
     before: tuple[int, dict[str, dict[str, float]]] | None = None
     for num_hosts in parsed.hosts:
         found = measure(num_hosts, parsed.chips, parsed.leaves)

@@ -1107,19 +1107,19 @@ def test_the_job_reports_its_progress():
         )
     )
     began = time.monotonic()
-    assert tally.format_progress([tally.counts], began + 1) is None
-    line = tally.format_progress([tally.counts, [4, 90, 9000, 0]], began + 20)
+    assert tally.format_progress(tally.counts, began + 1) is None
+    line = tally.format_progress([5, 100, 10_000, 0], began + 20)
     assert re.fullmatch(
         r"15 of 40 pieces; this attempt 100 documents, 10,000 tokens, (499|500) tokens/s, 100 s left", line
     ), line
-    assert tally.format_progress([tally.counts], began + 21) is None
+    assert tally.format_progress(tally.counts, began + 21) is None
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(100, "100 s"), (1200, "20 min"), (9000, "2.5 h")])
 def test_the_remaining_time_has_a_suitable_unit(seconds, words):
     tally = Tally(2)
     tally.add(FinishedPiece("", (), 0, "", 0))
-    assert tally.format_progress([tally.counts], time.monotonic() + seconds).endswith(f"{words} left")
+    assert tally.format_progress(tally.counts, time.monotonic() + seconds).endswith(f"{words} left")
 
 
 def test_bad_lines_are_counted_over_pieces(tmp_path):

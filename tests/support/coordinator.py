@@ -34,12 +34,12 @@ class MemoryCoordinator:
         self._num_waiting: dict[str, int] = {}
         self._num_processes = num_processes
 
-    def hosts(self) -> list[Hosts]:
+    def hosts(self, deadline_seconds: float = DEADLINE_SECONDS) -> list[Hosts]:
         """Return one `Hosts` per simulated process."""
         store = KeyValueStore(self)
         number = self._num_processes
         return [
-            Hosts(process, number, store, Liveness(store, process, number, {}), DEADLINE_SECONDS)
+            Hosts(process, number, store, Liveness(store, process, number, {}), deadline_seconds)
             for process in range(number)
         ]
 
