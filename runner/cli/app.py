@@ -14,6 +14,7 @@ from runner.cli import arguments as declared
 from runner.command_line import CommandLine
 from runner.console import finish_output, protect_streams, warn
 from runner.distributed.clock import Clock, TimeCategory
+from runner.distributed.limits import make_thread_error
 from runner.distributed.preemption import StopNotice, end_process
 from runner.errors import (
     EXIT_DONE,
@@ -211,7 +212,11 @@ def main(words: Sequence[str], clock: Clock | None = None) -> int:
     clock = clock or Clock.since_process_start()
     stop = StopNotice(clock)
     # A stop may be requested in every phase, so install the handlers before anything that takes time.
-    stop.install_signal_handlers()
+    try:
+        stop.install_signal_handlers()
+    except RuntimeError:  # no thread can be started
+        warn(str(make_thread_error(0, 1)))
+        return EXIT_INVALID
     # The user's job class is found from the working directory, also by the console script.
     with contextlib.suppress(ValueError):
         sys.path.remove("")

@@ -27,7 +27,6 @@ import json
 import math
 import os
 import re
-import resource
 import select
 import selectors
 import socket
@@ -40,6 +39,7 @@ import jax
 
 from runner.distributed.agreement import Hosts, Liveness, find_ranges, format_processes, install_abort_handler
 from runner.distributed.key_value import KeyValueStore
+from runner.distributed.limits import raise_descriptor_limit, raise_thread_limit
 from runner.errors import InvalidError, RetryableError, format_error
 from runner.jax_internals import clusters, distributed
 from runner.spec import Deadlines
@@ -642,36 +642,17 @@ def _parse_message(line: bytes) -> JsonObject:
 
 # Timeout of JAX's coordination service. It is long, because the runner's watchdog notices a lost process sooner and
 # names it.
-_OTHER_DESCRIPTORS = 128  # files that a process has open at the least, besides its connections to other processes
-_SPARE_DESCRIPTORS = 1024  # for data, saves and replicas, as far as the system allows
 _HEARTBEAT_TIMEOUT_SECONDS = 60
-
-
-def raise_descriptor_limit(num_connections: int) -> None:
-    """Raise this process's limit of open files, if it is too low for so many connections to other processes.
-
-    Raises `InvalidError` if the system does not allow enough.
-    """
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed, spare = _OTHER_DESCRIPTORS + num_connections, _SPARE_DESCRIPTORS
-    soft, hard = (math.inf if each == resource.RLIM_INFINITY else each for each in limits)
-    wanted = min(needed + spare, hard)
-    if wanted > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), limits[1]))
-    if max(wanted, soft) < needed:
-        raise InvalidError(
-            f"this process may open {hard:.0f} files at most, needs {needed}, of which {num_connections} are for "
-            "connections to other processes; raise the hard limit (ulimit -Hn, or LimitNOFILE= of systemd)"
-        )
 
 
 def join_job(placement: Placement | None, deadlines: Deadlines, members: Members | None = None) -> Hosts:
     """Join the other processes of the job and start `jax.distributed`.
 
     Called on every process, before any other use of JAX. Blocks until all processes have joined, see `wait_for_peers`,
-    whose errors it raises; and InvalidError if the limit of open files is too low. `placement` is None for a
+    whose errors it raises; and InvalidError if a limit of this process is too low. `placement` is None for a
     single-process job, `members` for a job that is not elastic.
     """
+    raise_thread_limit()
     if placement is None:
         raise_descriptor_limit(0)
         return Hosts.single_process()

@@ -36,7 +36,8 @@ from runner.checkpoint.parts import PartDirectory
 from runner.checkpoint.replicas import COPIES, ProcessPlace, Replicas
 from runner.distributed.agreement import Hosts, Liveness
 from runner.distributed.clock import Clock
-from runner.distributed.rendezvous import Placement, raise_descriptor_limit, wait_for_peers
+from runner.distributed.limits import raise_descriptor_limit
+from runner.distributed.rendezvous import Placement, wait_for_peers
 from runner.distributed.watchdog import Periods, Watchdog
 from runner.spec import Deadlines
 from runner.storage import JsonlLog, LocalStore

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -124,12 +124,15 @@ class Job:
         variables = {"PAUSE_AT": place} | ({"PAUSE_UNTIL": str(until)} if until else {})
         return Attempt(self, ["tests.support.paused_runner", *self.arguments], self.devices, **variables)
 
-    def start_processes(self, num_processes: int) -> list["Attempt"]:
-        """Start all processes of a multi-host job; `devices` is per process."""
+    def start_processes(
+        self, num_processes: int, variables: Mapping[int, Mapping[str, str]] | None = None
+    ) -> list["Attempt"]:
+        """Start all processes of a multi-host job; `devices` is per process, `variables` are of single ones."""
+        own = variables or {}
         return link_peers(
             [
-                Attempt(self, ["runner", *self.arguments, *placement], self.devices)
-                for placement in make_placements(num_processes)
+                Attempt(self, ["runner", *self.arguments, *placement], self.devices, **own.get(process, {}))
+                for process, placement in enumerate(make_placements(num_processes))
             ]
         )
 

@@ -26,7 +26,7 @@ COUNTER_SPEC, NANO_SPEC = "specs/counter.yaml", "specs/gpt_nano.yaml"
 SHORT = ("config.total_steps=40", "config.step_seconds=0.1", "config.width=100000", "checkpoint.every_steps=10")
 FEW = ("config.total_steps=4", "config.width=1000", "checkpoint.every_steps=2")
 LONG = ("config.total_steps=400", "config.step_seconds=0.07", "config.width=1000", "checkpoint.every_steps=5")
-SHORT_OUTAGE_SECONDS = 20.0
+SHORT_OUTAGE_SECONDS, THROTTLED_SECONDS = 20.0, 60.0
 FILE_LIMIT_BYTES = 200_000  # less than a piece of SHORT, more than any other file
 MAX_UNSAVED = "checkpoint.max_unsaved_minutes=0.05"
 
@@ -130,6 +130,29 @@ def train_through_a_short_outage(backend: Backend) -> None:
     assert any(event["step"] > max(left_out) for event in job.events("commit"))
     assert not job.events("save_failed")
     assert_same_outcome(job, make_uninterrupted_counter_run(LONG))
+
+
+def train_through_a_minute_of_throttling(backend: Backend) -> None:
+    job = CloudJob(backend, make_unique_name("throttled"), COUNTER_SPEC, LONG)
+    attempt = job.start()
+    wait_for_commits(job, attempt, 2)
+    backend.proxy.faults = Faults(error_rate=1.0, error_statuses=(429,))
+    time.sleep(THROTTLED_SECONDS / 2)
+    attempt.kill()
+    attempt = job.start()  # which finds a bucket that answers nothing else
+    time.sleep(THROTTLED_SECONDS / 2)
+    assert attempt.process.poll() is None, attempt.report("did not outlive the throttling")
+    backend.proxy.faults = Faults()
+    attempt.expect(0)
+    assert backend.proxy.fired["error"] > 5
+    assert not job.events("save_failed")
+    assert_same_outcome(job, make_uninterrupted_counter_run(LONG))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_minute_of_throttling_changes_no_bit(name: str) -> None:
+    run_scenario(name, train_through_a_minute_of_throttling)
 
 
 @pytest.mark.soak

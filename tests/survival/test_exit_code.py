@@ -1,6 +1,7 @@
 """Every exit code, from a real situation, on every process of a job."""
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,30 @@ def test_wrong_clocks_change_no_bit(tmp_path, monkeypatch):
     job.with_options("config.step_seconds=0").finish()
     assert [row["step"] for row in job.events("restore")] == sorted(row["step"] for row in job.events("restore"))
     assert job.result() == make_uninterrupted_run(SPEC, OPTIONS).result()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("off_seconds", [3600, -3600])
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_wrong_clock_of_one_host_changes_no_bit(process, off_seconds, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support" / "sick_process"))
+    wrong = {process: {"CLOCK_SECONDS": str(off_seconds)}}
+    fast = (f"checkpoint.local_directory={tmp_path}/fast", "checkpoint.local_every_steps=5")
+    job = Job(SPEC, tmp_path / "run", (*OPTIONS, SLOW, *fast, "checkpoint.every_minutes=0.02"))
+    attempts = job.start_processes(2, wrong)
+    attempts[0].wait_until(lambda: job.newest() >= 20, "step 20")
+    if process == 0:  # which writes the events
+        assert abs(job.events("start")[0]["time"] - time.time() - off_seconds) < 600
+    attempts[1 - process].kill()
+    attempts[process].expect(76)
+    attempts = job.start_processes(2)
+    newest = job.newest()
+    attempts[0].wait_until(lambda: job.newest() >= newest + 20, "20 more steps")
+    attempts[process].process.send_signal(signal.SIGTERM)
+    for attempt in attempts:
+        attempt.expect(75)
+    for attempt in job.with_options("config.step_seconds=0").start_processes(2, wrong):
+        attempt.expect(0)
+    assert [row["step"] for row in job.events("restore")] == sorted(row["step"] for row in job.events("restore"))
+    assert len(job.events("restore")) == 2
+    assert job.result() == make_uninterrupted_run(SPEC, OPTIONS, num_processes=2).result()
