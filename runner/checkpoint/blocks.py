@@ -28,7 +28,7 @@ from runner.storage import ChangedError, JsonObject, compute_crc32c
 from runner.storage.store import retry_stale
 
 PIECE_BYTES = 64 << 20
-PACK_BYTES = 1 << 30  # one object of a bucket; several are uploaded side by side
+PACK_BYTES = 3 << 29  # one object of a bucket; several are uploaded side by side
 NUM_READERS = 8
 _BUFFER_BYTES = 1 << 20
 _MAX_OVERLAPS = 1 << 16  # blocks of which a reader looks for the owners; for more it reads all tables

@@ -15,6 +15,10 @@ from cloudpathlib.exceptions import MissingCredentialsError
 from runner.storage.bucket import CONNECT_SECONDS, TRY_SECONDS, ObjectInfo, make_error
 from runner.storage.store import ABSENT, NUM_REQUESTS, DeniedError, TransientError, Version
 
+# Each request costs money, so an object of a checkpoint, of 1.5 GiB at most, is sent in one or two, where the
+# library's default is blocks of 4 MiB. It reads the file while it sends, and does not hold a block in memory.
+_BLOCK_BYTES = 2 << 30
+
 
 @contextlib.contextmanager
 def _translate_errors(key: str) -> Iterator[None]:
@@ -61,7 +65,14 @@ class AzureDriver:
                 max_retries=adapter.max_retries, pool_connections=NUM_REQUESTS, pool_maxsize=NUM_REQUESTS
             )
             transport.session.mount(scheme, sized)
-        service = BlobServiceClient(described.url, credential=described.credential, retry_total=0, transport=transport)
+        service = BlobServiceClient(
+            described.url,
+            credential=described.credential,
+            retry_total=0,
+            transport=transport,
+            max_block_size=_BLOCK_BYTES,
+            max_single_get_size=_BLOCK_BYTES,
+        )
         client = AzureBlobClient(blob_service_client=service)
         path = AzureBlobPath(url, client=client)
         self.prefix = path.blob.strip("/")

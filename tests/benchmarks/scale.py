@@ -8,7 +8,9 @@ is linear, 2 quadratic.
 
 Above 1,024 hosts, saves, restores and replicas are left out: the threads of one process would take hours for them.
 
-    python -m tests.benchmarks.scale [--hosts 16 64 256] [--chips 8] [--leaves 60]
+With `--gib` each host writes as many objects as for a state of so many GiB a host: their size is scaled down.
+
+    python -m tests.benchmarks.scale [--hosts 16 64 256] [--chips 8] [--leaves 60] [--gib 4.7]
 """
 
 import argparse
@@ -30,6 +32,7 @@ import numpy as np
 
 from runner.attempts.attempt import Attempt, IncidentRecorder
 from runner.attempts.events import EventLog
+from runner.checkpoint import blocks
 from runner.checkpoint.arrays import ArrayReader, ArrayWriter, open_arrays
 from runner.checkpoint.manifest import Manifest, read_manifest
 from runner.checkpoint.parts import PartDirectory
@@ -331,7 +334,13 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--chips", type=int, default=8)
     parser.add_argument("--leaves", type=int, default=60)
+    parser.add_argument("--gib", type=float)
     parsed = parser.parse_args()
+    if parsed.gib is not None:
+        num_bytes = parsed.chips * parsed.leaves * SHARD_ELEMENTS * np.dtype(np.float32).itemsize
+        blocks.PACK_BYTES, blocks.PIECE_BYTES = (
+            max(1, round(limit / 2**30 * num_bytes / parsed.gib)) for limit in (blocks.PACK_BYTES, blocks.PIECE_BYTES)
+        )
     threading.stack_size(256 << 10)
     sys.setswitchinterval(1.0)  # thousands of threads that ask for the interpreter every 5 ms would leave it no time
     before: tuple[int, dict[str, dict[str, float]]] | None = None

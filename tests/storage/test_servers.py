@@ -31,6 +31,7 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud import storage
 from google.cloud.storage.exceptions import InvalidResponse
 
+from runner.storage import open_store
 from tests.support.job_process import DEADLINE_SECONDS, ROOT
 from tests.support.object_stores import BACKENDS, BUCKET, AmazonServer, Backend, Faults, route_stores_to, start_backend
 
@@ -329,6 +330,21 @@ def test_a_large_file_is_uploaded(backend, client, name, tmp_path):
     assert client.get(name) == content
     assert backend.names(name) == {name: LARGE_BYTES}
     assert {asked for method, asked in backend.proxy.requests if method != "GET"} == {f"/{BUCKET}/{name}"}
+
+
+@pytest.mark.soak
+def test_a_file_of_a_checkpoint_takes_few_requests(backend, tmp_path):
+    """Each request costs money, and a save of a large job has thousands of such files."""
+    num_bytes, store = 300 << 20, open_store(backend.url("few"))
+    source = tmp_path / "pack"
+    with source.open("wb") as file:
+        file.truncate(num_bytes)
+    store.upload(source, "pack", 120.0)
+    sent = len(backend.proxy.requests)
+    # Google's library sends 100 MiB at a time.
+    assert sent <= (5 if backend.name == "gs" else 2), backend.proxy.requests
+    assert store.read_range("pack", num_bytes - (64 << 20), num_bytes, None) == bytes(64 << 20)
+    assert len(backend.proxy.requests) == sent + 1
 
 
 def test_an_object_is_created_once(client, name):
