@@ -431,7 +431,7 @@ class Tokenise(TextJob):
         own = unfinished[hosts.process_id :: hosts.num_processes]
         read_here = {part.file for piece in own for part in self.pieces[piece]}
         duplicates = self._find_duplicates() if self.config.deduplicate and unfinished else None
-        tally = Tally(len(self.pieces), len(self.pieces) - len(unfinished))
+        tally, num_files = Tally(len(self.pieces), len(self.pieces) - len(unfinished)), len(self.files)
         with contextlib.closing(self._encode(own, duplicates)) as stream:
             while self.step < ROUNDS:
                 # With fewer pieces than steps most steps make nothing, and cost next to nothing.
@@ -446,7 +446,12 @@ class Tokenise(TextJob):
                     with self.attempt.progress.report_phase(_FINISH):
                         own_files = ((index, file) for index, file in enumerate(self.files) if file in read_here)
                         touched = [index for index, file in own_files if file.was_touched()]
-                        merged = hosts.reduce(_pack_bits(touched, len(self.files)), _merge_bits)
+                        merged = hosts.reduce(
+                            _pack_bits(touched, num_files),
+                            lambda texts: _pack_bits(
+                                [index for text in texts for index in _unpack_bits(text)], num_files
+                            ),
+                        )
                     self._validate_touched(_unpack_bits(merged))
                     with self.attempt.progress.report_phase(_FINISH):
                         self.state = self._make_state(hosts.run_on_main(self._finish_corpus))
@@ -694,11 +699,6 @@ def _unpack_bits(text: str) -> list[int]:
 
 def _add_columns(rows: Sequence[Sequence[int]]) -> list[int]:
     return [sum(column) for column in zip(*rows, strict=True)]
-
-
-def _merge_bits(texts: Sequence[str]) -> str:
-    """Return the packed bit string with the bits that are set in any of these, which are equally long."""
-    return np.bitwise_or.reduce([np.frombuffer(bytes.fromhex(text), np.uint8) for text in texts]).tobytes().hex()
 
 
 def _validate_keys(config: TokeniseConfig, file_format: FileFormat, document: Document) -> None:

@@ -40,7 +40,9 @@ def raise_thread_limit() -> None:
     """
     limits = resource.getrlimit(resource.RLIMIT_NPROC)
     resource.setrlimit(resource.RLIMIT_NPROC, (limits[1], limits[1]))
-    needed = _OTHER_THREADS + _THREADS_PER_CPU * _count_cpus()
+    given = os.environ.get("NPROC", "")  # the number of CPUs for which XLA starts threads
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    needed = _OTHER_THREADS + _THREADS_PER_CPU * (int(given) if given.isdecimal() else len(usable))
     is_over, num_started = threading.Event(), 0
     try:
         while num_started < needed:
@@ -58,9 +60,3 @@ def make_thread_error(num_started: int, needed: int) -> InvalidError:
         f"this process may start {num_started} more threads, needs about {needed}; raise the limit of processes "
         "(ulimit -Hu, TasksMax= of systemd, the limit of pids of a container)"
     )
-
-
-def _count_cpus() -> int:
-    """Return the number of CPUs for which XLA starts threads."""
-    given = os.environ.get("NPROC", "")
-    return int(given) if given.isdecimal() else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
