@@ -448,9 +448,7 @@ class Tokenise(TextJob):
                         touched = [index for index, file in own_files if file.was_touched()]
                         merged = hosts.reduce(
                             _pack_bits(touched, num_files),
-                            lambda texts: _pack_bits(
-                                [index for text in texts for index in _unpack_bits(text)], num_files
-                            ),
+                            lambda texts: _pack_bits([bit for text in texts for bit in _unpack_bits(text)], num_files),
                         )
                     self._validate_touched(_unpack_bits(merged))
                     with self.attempt.progress.report_phase(_FINISH):
