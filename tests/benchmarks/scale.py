@@ -312,12 +312,14 @@ def measure(num_hosts: int, num_chips: int, num_leaves: int) -> dict[str, dict[s
         for name in (*ACTS, *(HEAVY_ACTS if num_hosts <= MOST_HEAVY_HOSTS else ())):
             coordinator, pod.requests, pod.sizes = pod.coordinator, collections.Counter(), {}
             coordinator.num_calls = coordinator.num_bytes = 0
+            coordinator.most_keys = len(coordinator.values)
             began = time.monotonic()
             cpu_seconds = getattr(pod, name)()
             wall_seconds = time.monotonic() - began
             dollars = sum(DOLLARS[verb] * count for verb, count in pod.requests.items())
             found[name] = {
                 "calls": coordinator.num_calls,
+                "keys in the coordinator": coordinator.most_keys,
                 "MB out of the coordinator": coordinator.num_bytes / 1e6,
                 "CPU seconds of process 0": cpu_seconds,
                 "seconds of all, on this machine": wall_seconds,
