@@ -11,6 +11,7 @@ at most `STEPS_MAX` steps are kept.
 Shape legend: H height, W width, C channels, T samples.
 """
 
+import contextlib
 import io
 import re
 import struct
@@ -36,7 +37,7 @@ _CHANNELS_MAX = 8
 _SAMPLE_RATE_MAX = 384_000
 _ROUNDING = 1e-2  # by which a value may exceed its range
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_PNG_COLOURS = {1: 0, 3: 2, 4: 6}  # colour type by number of channels: grey, RGB, RGBA
+PNG_CHANNELS = {0: 1, 2: 3, 6: 4}  # number of channels by colour type: grey, RGB, RGBA
 _SUFFIXES = {"image": ".png", "audio": ".wav"}
 CONTENT_TYPES = {".png": "image/png", ".wav": "audio/wav"}
 _KEY = re.compile(r"[A-Za-z0-9_./-]{1,150}")
@@ -129,7 +130,7 @@ def encode_media(step: int, media: Mapping[str, Media]) -> tuple[dict[str, Media
 def _encode_image(array: np.ndarray) -> tuple[bytes, JsonObject] | None:
     """Return a PNG with its size, or None if a value is not finite. Raises `UnfitMediaError`."""
     image_HxWxC = array[:, :, None] if array.ndim == 2 else array
-    if image_HxWxC.ndim != 3 or image_HxWxC.shape[2] not in _PNG_COLOURS or 0 in image_HxWxC.shape:
+    if image_HxWxC.ndim != 3 or image_HxWxC.shape[2] not in PNG_CHANNELS.values() or 0 in image_HxWxC.shape:
         raise UnfitMediaError(f"shape {array.shape}; return [H, W], [H, W, 1], [H, W, 3] or [H, W, 4]")
     height, width, channels = image_HxWxC.shape
     if max(height, width) > _SIDE_MAX:
@@ -144,7 +145,8 @@ def _encode_image(array: np.ndarray) -> tuple[bytes, JsonObject] | None:
     # Each line begins with the number of its filter; 0 is none.
     lines = np.zeros((height, 1 + width * channels), np.uint8)
     lines[:, 1:] = pixels_HxWxC.reshape(height, -1)
-    header = struct.pack(">IIBBBBB", width, height, 8, _PNG_COLOURS[channels], 0, 0, 0)
+    (colours,) = (each for each, count in PNG_CHANNELS.items() if count == channels)
+    header = struct.pack(">IIBBBBB", width, height, 8, colours, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(lines.tobytes())), (b"IEND", b""))
     content = _PNG_SIGNATURE + b"".join(make_chunk(*chunk) for chunk in chunks)
     return content, {"width": width, "height": height}
@@ -258,6 +260,16 @@ def find_media(row: Mapping[str, Any]) -> dict[str, str]:
             match = _NAME.fullmatch(str(value.get(kind)))
             if match is not None and int(match[1]) == row.get("step") and match[2] == suffix:
                 found[key] = match[0]
+    return found
+
+
+def read_row_media(store: Store, row: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the files that a row refers to, by key; without those that are missing or cannot be read."""
+    found: dict[str, bytes] = {}
+    for key, name in find_media(row).items():
+        with contextlib.suppress(OSError):
+            content = read_media(store, name)
+            found |= {} if content is None else {key: content}
     return found
 
 

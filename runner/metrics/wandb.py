@@ -17,6 +17,7 @@ were killed on this machine.
 
 import os
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ import wandb
 from runner.attempts.attempt import Attempt
 from runner.attempts.environment import has_wandb_key
 from runner.console import warn
+from runner.metrics.media import read_row_media
 from runner.metrics.meta import RowValue, find_bins
 from runner.metrics.rows import Row
 from runner.spec import ExecutionSpec
@@ -58,6 +60,7 @@ class WandbWriter:
 
     def __init__(self, spec: ExecutionSpec, attempt: Attempt):
         self._store = store = attempt.store
+        self._has_warned = False
         self._directory = default_cache_directory() / "wandb" / attempt.run_id if store.root is None else store.root
         mode = spec.logging.wandb
         if mode == "online" and not has_wandb_key():
@@ -103,8 +106,21 @@ class WandbWriter:
 
     def add(self, row: Row) -> None:
         """Log a row. wandb merges successive rows of one step, so a second row of a step completes the first one."""
-        values = {key: convert_value(value) for key, value in row.items() if key != "step"}
+        values: Row = {key: convert_value(value) for key, value in row.items() if key != "step"}
+        values |= {key: self._convert_media(content) for key, content in read_row_media(self._store, row).items()}
         self._run.log({key: value for key, value in values.items() if value is not None}, step=row["step"])
+
+    def _convert_media(self, content: bytes) -> wandb.Image | wandb.Audio | None:
+        """Return the content of a PNG or WAV file as W&B shows it; None for an image without Pillow."""
+        is_audio = content.startswith(b"RIFF")
+        if not is_audio and find_spec("PIL") is None:
+            if not self._has_warned:
+                self._has_warned = True
+                warn("wandb: images are left out, since W&B needs Pillow for them; pip install pillow")
+            return None
+        path = self._directory / FOLDER / ("shown.wav" if is_audio else "shown.png")  # W&B copies it
+        path.write_bytes(content)
+        return wandb.Audio(str(path)) if is_audio else wandb.Image(str(path))
 
     def supersede(self) -> None:
         """Remove the local runs of earlier attempts, whose rows the present one holds."""

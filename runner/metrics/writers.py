@@ -24,13 +24,15 @@ file is in this machine's cache while the job runs, and is uploaded every `UPLOA
 import contextlib
 import functools
 import importlib
+import io
 import math
 import queue
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+import wave
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from types import TracebackType
 from typing import Protocol
@@ -43,6 +45,7 @@ from runner.attempts.attempt import Attempt
 from runner.console import escape_controls, say, warn
 from runner.errors import format_error
 from runner.metrics.file import METRICS_FILE, find_tail_problem, open_metrics_file, read_encoded_rows
+from runner.metrics.media import PNG_CHANNELS, read_row_media
 from runner.metrics.meta import RowValue, find_bins
 from runner.metrics.rows import Row, RowTail, find_unit, format_metrics, list_own_metrics
 from runner.spec import ExecutionSpec
@@ -74,12 +77,16 @@ def _encode_field(number: int, kind: int, payload: bytes) -> bytes:
     return _encode_varint(number << 3 | kind) + length + payload
 
 
-def _encode_summary(row: Row) -> bytes:
-    """Return a `Summary` (field 5 of an `Event`): repeated `Value` 1, each with a tag 1 and an encoded value."""
+def _encode_summary(row: Row, media: Mapping[str, bytes]) -> bytes:
+    """Return a `Summary` (field 5 of an `Event`): repeated `Value` 1, each with a tag 1 and an encoded value.
+
+    `media` are the files to which the row refers, by key.
+    """
     values = (
         _encode_field(1, _BYTES, key.encode(errors="replace")) + encoded
         for key, value in row.items()
-        if key not in ("step", _TIME) and (encoded := _encode_value(value))
+        if key not in ("step", _TIME)
+        and (encoded := _encode_media(media[key]) if key in media else _encode_value(value))
     )
     return _encode_field(5, _BYTES, b"".join(_encode_field(1, _BYTES, value) for value in values))
 
@@ -98,6 +105,28 @@ def _encode_value(value: RowValue) -> bytes:
         return _encode_field(8, _BYTES, string) + _encode_field(9, _BYTES, plugin)
     bins = find_bins(value)
     return b"" if bins is None else _encode_field(5, _BYTES, _encode_histogram(*bins))
+
+
+def _encode_media(content: bytes) -> bytes:
+    """Return an image 4 of a PNG file, or an audio 6 of a WAV file; nothing if the file is damaged.
+
+    An `Image` has height 1, width 2, colorspace 3, which is its number of channels, and the file 4; an `Audio` has
+    sample_rate 1, num_channels 2, length_frames 3, the file 4 and its type 5.
+    """
+    try:
+        if content.startswith(b"RIFF"):
+            with wave.open(io.BytesIO(content)) as file:
+                described = _encode_field(1, _FIXED32, struct.pack("<f", file.getframerate()))
+                described += _encode_field(2, _VARINT, _encode_varint(file.getnchannels()))
+                described += _encode_field(3, _VARINT, _encode_varint(file.getnframes()))
+            described += _encode_field(4, _BYTES, content) + _encode_field(5, _BYTES, b"audio/wav")
+            return _encode_field(6, _BYTES, described)
+        width, height, _, colours = struct.unpack(">IIBB", content[16:26])
+        sizes = enumerate((height, width, PNG_CHANNELS[colours]), 1)
+    except (wave.Error, EOFError, struct.error, KeyError):
+        return b""
+    described = b"".join(_encode_field(number, _VARINT, _encode_varint(size)) for number, size in sizes)
+    return _encode_field(4, _BYTES, described + _encode_field(4, _BYTES, content))
 
 
 def _encode_histogram(counts: list[float], edges: list[float]) -> bytes:
@@ -137,7 +166,7 @@ class _TensorBoardWriter:
         self._write_event(0, _encode_field(7, _BYTES, _encode_field(1, _VARINT, _encode_varint(_START))))
 
     def add(self, row: Row) -> None:
-        self._write_event(row["step"], _encode_summary(row), row.get(_TIME))
+        self._write_event(row["step"], _encode_summary(row, read_row_media(self._store, row)), row.get(_TIME))
         # Until then the file is not visible, so the rows of earlier attempts are written without flushing each.
         if self._is_published:
             self._file.flush()

@@ -5,6 +5,7 @@ import io
 import json
 import re
 import struct
+import sys
 import threading
 import wave
 import zlib
@@ -15,6 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from experiments.gpt import PretrainGPT
 from runner.cli.app import main
@@ -34,9 +36,10 @@ from runner.metrics.media import (
 )
 from runner.metrics.rows import EncodedRow, format_csv
 from runner.metrics.wandb import convert_value
-from runner.metrics.writers import _encode_summary
+from runner.metrics.writers import _encode_summary, _TensorBoardWriter
 from runner.storage import LocalStore, Store
 from runner.train.evaluators import EvaluatorSchedule
+from tests.support import wandb_file
 from tests.support.attempt import make_attempt
 from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 from tests.support.tiny_jobs import ROOT, make_gpt, read_rows, read_trajectory, stop_after
@@ -356,7 +359,7 @@ def test_only_images_and_audio_of_bounded_size_are_read(
 
 def test_writers_and_csv_leave_references_as_they_are() -> None:
     row = {"step": STEP, "train/loss": 1.0, KEY: IMAGE}
-    assert NAME.encode() not in _encode_summary(row)
+    assert NAME.encode() not in _encode_summary(row, {})
     assert convert_value(IMAGE) is None
     assert NAME in list(format_csv([EncodedRow.from_row(row)]))[1]
 
@@ -423,6 +426,58 @@ def test_rows_and_files_are_those_of_an_undisturbed_run(interruption: str, tmp_p
     assert read_files(tmp_path / "run") == read_files(tmp_path / "whole")
     rows = read_rows(tmp_path / "run")
     assert {name for row in rows for name in find_media(row).values()} == {*read_files(tmp_path / "run")}
+
+
+def test_tensorboard_and_wandb_show_images_and_audio_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WANDB_API_KEY": "", "NETRC": "/nonexistent", "WANDB_CACHE_DIR": str(tmp_path / "c")}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("exit", "excepthook"):  # wandb replaces these functions
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    changes = {"logging.tensorboard": True, "logging.wandb": "offline"}
+    with pytest.raises(FencedError):
+        make_gpt(tmp_path / "run", KilledPictureTrainer, **changes)()
+    make_gpt(tmp_path / "run", PictureTrainer, **changes)()
+    files, steps = read_files(tmp_path / "run"), [2, 4, 6, 8]
+    shown = EventAccumulator(str(tmp_path / "run/tensorboard"), size_guidance={"images": 0, "audio": 0})
+    shown.Reload()
+    images, sounds = shown.Images("val/drawing"), shown.Audio("val/tone")
+    assert [event.step for event in images] == [event.step for event in sounds] == steps
+    for image, sound in zip(images, sounds, strict=True):
+        assert image.encoded_image_string == files[f"media/{image.step:08}/val~drawing.png"]
+        assert (image.width, image.height) == (2, 2)
+        assert sound.encoded_audio_string == files[f"media/{sound.step:08}/val~tone.wav"]
+        assert (sound.sample_rate, sound.length_frames, sound.content_type) == (8000, len(SOUND), "audio/wav")
+    (path,) = (tmp_path / "run").glob("wandb/wandb/offline-run-*/run-*.wandb")
+    rows = [row for row in wandb_file.read_history(path) if "val/drawing/path" in row]
+    assert [row["step"] for row in rows] == steps
+    for row in rows:
+        for key, kind, name in (
+            ("val/drawing", "image-file", f"media/{row['step']:08}/val~drawing.png"),
+            ("val/tone", "audio-file", f"media/{row['step']:08}/val~tone.wav"),
+        ):
+            assert row[f"{key}/_type"] == kind
+            assert (path.parent / "files" / row[f"{key}/path"]).read_bytes() == files[name]
+
+
+@pytest.mark.parametrize("kind", ["disk", "bucket"])
+@pytest.mark.parametrize("damage", ["none", "missing", "short", "not a PNG"])
+def test_a_damaged_file_is_left_out_by_writers(
+    kind: str, damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUNNER_CACHE", str(tmp_path / "cache"))
+    store = make_store(kind, tmp_path / "run")
+    content = {"none": PNG, "short": PNG[:20], "not a PNG": b"x" * 100}.get(damage)
+    if content is not None:
+        store.write(NAME, content)
+    writer = _TensorBoardWriter(store, "run", 1)
+    writer.add({"step": STEP, "train/loss": 1.0, KEY: IMAGE})
+    writer.supersede()
+    writer.finish()
+    (name,) = store.list_names("tensorboard")
+    (tmp_path / name).write_bytes(store.read(f"tensorboard/{name}"))
+    found = EventAccumulator(str(tmp_path / name)).Reload()
+    assert found.Tags()["scalars"] == ["train/loss"]
+    assert found.Tags()["images"] == ([KEY] if damage == "none" else [])
 
 
 def test_the_command_evaluate_leaves_images_and_audio_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

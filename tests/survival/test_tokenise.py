@@ -87,6 +87,9 @@ def test_kills_on_any_number_of_hosts_change_no_byte(tmp_path):
     for kill in range(NUM_KILLS):
         attempts, done = job.start_processes((1, 3, 2)[kill % 3]), num_pieces(job)
         strike(job, attempts, chance, done + (total - done) // (NUM_KILLS + 1 - kill))
+        if (job.directory / "result.json").exists():
+            break
+    assert kill > NUM_KILLS // 2, "the job ended too early"
     assert num_pieces(job) > 10
     last = job.launch(2, max_restarts=0)
     last.expect(0, WHOLE_RUN_DEADLINE_SECONDS)
@@ -144,7 +147,7 @@ def test_the_shipped_spec_runs_under_launch_and_verify_resume(tmp_path: Path) ->
 
 
 def strike(job: Job, attempts: list[Attempt], chance: random.Random, until_pieces: int) -> None:
-    """kill -9 to all processes of a job, or to one, and then the others end by themselves with 76.
+    """kill -9 to all processes of a job, or to one, and then the others end by themselves with 76, or were done before.
 
     That is while they start, in one attempt of four, or when they have made some pieces.
     """
@@ -156,4 +159,4 @@ def strike(job: Job, attempts: list[Attempt], chance: random.Random, until_piece
     for attempt in victims:
         attempt.kill()
     for attempt in attempts:
-        assert attempt.wait(DEADLINE_SECONDS) in (-9, 76), attempt.report("ended otherwise")
+        assert attempt.wait(DEADLINE_SECONDS) in (-9, 76, 0), attempt.report("ended otherwise")
