@@ -34,6 +34,7 @@ from tests.support.object_stores import BACKENDS, BUCKET, Backend, Faults, start
 
 POLL_SECONDS = 0.02  # between two reads of a server
 WRITES = ("PUT", "POST")
+DELETED_BATCH = "many objects"  # instead of the name of an object, see `CloudJob.match_requests`
 
 
 @dataclass(frozen=True)
@@ -165,8 +166,12 @@ class CloudJob:
         return {name: self.read(name) for name in names}
 
     def match_requests(self, method_pattern: str, pattern: str) -> "RequestFilter":
-        """Return a filter for the job's requests, by regular expressions of the method and of the object name."""
-        whole = re.compile(f"/{BUCKET}/{re.escape(self.name)}/(?:{pattern})")
+        """Return a filter for the job's requests, by regular expressions of the method and of the object name.
+
+        `DELETED_BATCH` stands for the requests that delete many objects, of any job: their paths name none.
+        """
+        own = rf"/{BUCKET}/{re.escape(self.name)}/(?:{pattern})"
+        whole = re.compile(rf"/{BUCKET}|/batch/storage/v1" if pattern == DELETED_BATCH else own)
 
         def is_one(method: str, path: str) -> bool:
             return re.fullmatch(method_pattern, method) is not None and whole.fullmatch(path) is not None

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.support.cloud_job import (
+    DELETED_BATCH,
     CloudAttempt,
     CloudJob,
     RequestFilter,
@@ -55,7 +56,7 @@ COUNTER_STRIKES: dict[str, Strike] = {
     "look before the commit": ("GET", MANIFEST),
     "commit": COMMIT,
     "retention, manifest": ("DELETE", MANIFEST),
-    "retention, files": ("DELETE", PIECE),
+    "retention, files": ("POST", DELETED_BATCH),
     "ledger": (WRITE, r"events/.*"),
     "result": (WRITE, "result.json"),
 }
