@@ -25,7 +25,7 @@ OPTIONS = (
     "topology.mesh={data: 1, fsdp: auto, tensor: 1}",
 )
 DEVICES, PROCESSES = 2, 2
-RESTORED = re.compile(r"restored step (\d+) from the (\w+) tier")
+RESTORED = re.compile(r"restored step (\d+) from the (run's directory|fast tier)")
 ARRAYS_OF_FIRST_ATTEMPT = r"checkpoints/\d+/arrays\.1/.*"
 
 
@@ -61,7 +61,7 @@ def lose_machines(backend: Backend) -> None:
         max((part / "arrays").iterdir(), key=lambda path: path.stat().st_size).unlink()
         num_requests = len(backend.proxy.requests)
         attempt = kill_beyond_durable_step(job, fast, job.newest() + 10)
-        assert restored_step_and_tier(attempt) == (older, "fast")
+        assert restored_step_and_tier(attempt) == (older, "fast tier")
         assert f"checkpoint {newest} (fast) not restored: process 1: " in attempt.output, attempt.output
         # What the second attempt saves itself it reads back.
         is_earlier = job.match_requests("GET", ARRAYS_OF_FIRST_ATTEMPT)
@@ -73,7 +73,7 @@ def lose_machines(backend: Backend) -> None:
         attempts = job.start_processes(PROCESSES)
         for attempt in attempts:
             attempt.expect(0)
-        assert restored_step_and_tier(attempts[0]) == (durable, "durable")
+        assert restored_step_and_tier(attempts[0]) == (durable, "run's directory")
         assert_same_outcome(job, make_uninterrupted_run(SPEC, OPTIONS, DEVICES, PROCESSES))
 
 
