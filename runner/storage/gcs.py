@@ -38,7 +38,12 @@ def _translate_errors(key: str) -> Iterator[None]:
     except google.auth.exceptions.RefreshError as error:
         raise DeniedError(f"the credentials have expired and cannot be refreshed: {error}") from error
     except _CONNECTION_ERRORS as error:
-        raise TransientError(f"{key}: {type(error).__name__}: {error}") from error
+        cause: BaseException = error
+        while (deeper := cause.__cause__ or cause.__context__) is not None:
+            cause = deeper
+        # The libraries put every error of the chain, with its address, into the message of the outermost one.
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(error)
+        raise TransientError(f"{key}: {type(error).__name__}: {reason}") from error
 
 
 def _decode_crc32c(blob: Blob) -> str | None:

@@ -32,6 +32,7 @@ from google.cloud import storage
 from google.cloud.storage.exceptions import InvalidResponse
 
 from runner.storage import open_store
+from runner.storage.store import TransientError
 from tests.support.job_process import DEADLINE_SECONDS, ROOT
 from tests.support.object_stores import BACKENDS, BUCKET, AmazonServer, Backend, Faults, route_stores_to, start_backend
 
@@ -567,6 +568,16 @@ def test_a_client_killed_during_an_upload_writes_nothing():
             connection.sendall(f"PUT /{BUCKET}/torn HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n".encode())
             connection.sendall(bytes(500))
         assert backend.names("torn") == {}
+
+
+def test_a_service_that_cannot_be_reached_is_described_in_one_short_line(backend):
+    driver = open_store(backend.url("away"))._driver
+    backend.proxy.close()
+    with pytest.raises(TransientError, match=r"away/x: ") as caught:
+        driver.put("away/x", b"", None)
+    assert len(str(caught.value)) < 200
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).count("Connection") <= 2, caught.value
 
 
 def test_a_closed_proxy_does_not_respond(backend, client, name):
