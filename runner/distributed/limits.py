@@ -1,6 +1,7 @@
 """Limits of the system on this process, checked before a job starts: open files and threads."""
 
 import _thread
+import contextlib
 import math
 import os
 import resource
@@ -38,8 +39,9 @@ def raise_thread_limit() -> None:
     JAX ends a process without a useful message if it cannot start one. The limits are those of the user and of the
     control groups, and count other processes, so threads are started and ended to find out: within milliseconds.
     """
-    limits = resource.getrlimit(resource.RLIMIT_NPROC)
-    resource.setrlimit(resource.RLIMIT_NPROC, (limits[1], limits[1]))
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    with contextlib.suppress(OSError, ValueError):  # a system may not allow it, and what counts is found out below
+        resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
     given = os.environ.get("NPROC", "")  # the number of CPUs for which XLA starts threads
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     needed = _OTHER_THREADS + _THREADS_PER_CPU * (int(given) if given.isdecimal() else len(usable))

@@ -17,6 +17,7 @@ were killed on this machine.
 
 import os
 import shutil
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -107,18 +108,20 @@ class WandbWriter:
     def add(self, row: Row) -> None:
         """Log a row. wandb merges successive rows of one step, so a second row of a step completes the first one."""
         values: Row = {key: convert_value(value) for key, value in row.items() if key != "step"}
-        values |= {key: self._convert_media(content) for key, content in read_row_media(self._store, row).items()}
-        self._run.log({key: value for key, value in values.items() if value is not None}, step=row["step"])
+        with tempfile.TemporaryDirectory() as folder:  # from which `log` copies
+            for number, (key, content) in enumerate(read_row_media(self._store, row).items()):
+                values[key] = self._convert_media(content, Path(folder, str(number)))
+            self._run.log({key: value for key, value in values.items() if value is not None}, step=row["step"])
 
-    def _convert_media(self, content: bytes) -> wandb.Image | wandb.Audio | None:
-        """Return the content of a PNG or WAV file as W&B shows it; None for an image without Pillow."""
+    def _convert_media(self, content: bytes, path: Path) -> wandb.Image | wandb.Audio | None:
+        """Return the content of a PNG or WAV file as W&B reads it from `path`; None for an image without Pillow."""
         is_audio = content.startswith(b"RIFF")
         if not is_audio and find_spec("PIL") is None:
             if not self._has_warned:
                 self._has_warned = True
                 warn("wandb: images are left out, since W&B needs Pillow for them; pip install pillow")
             return None
-        path = self._directory / FOLDER / ("shown.wav" if is_audio else "shown.png")  # W&B copies it
+        path = path.with_suffix(".wav" if is_audio else ".png")
         path.write_bytes(content)
         return wandb.Audio(str(path)) if is_audio else wandb.Image(str(path))
 

@@ -386,6 +386,7 @@ class PictureTrainer(TrainLookup):
             def evaluate(self, weights: Any, step: int, hosts: Any) -> Any:
                 return {
                     "val/drawing": Image(np.full((2, 2), step, np.uint8)),
+                    "val/inverse": Image(np.full((2, 2), 255 - step, np.uint8)),
                     "val/tone": Audio(SOUND, 8000),
                     "val/own": 1.0,
                 }
@@ -453,6 +454,7 @@ def test_tensorboard_and_wandb_show_images_and_audio_once(tmp_path: Path, monkey
     for row in rows:
         for key, kind, name in (
             ("val/drawing", "image-file", f"media/{row['step']:08}/val~drawing.png"),
+            ("val/inverse", "image-file", f"media/{row['step']:08}/val~inverse.png"),
             ("val/tone", "audio-file", f"media/{row['step']:08}/val~tone.wav"),
         ):
             assert row[f"{key}/_type"] == kind
