@@ -110,20 +110,15 @@ class WandbWriter:
         values: Row = {key: convert_value(value) for key, value in row.items() if key != "step"}
         with tempfile.TemporaryDirectory() as folder:  # from which `log` copies
             for number, (key, content) in enumerate(read_row_media(self._store, row).items()):
-                values[key] = self._convert_media(content, Path(folder, str(number)))
+                is_audio = content.startswith(b"RIFF")
+                if is_audio or find_spec("PIL") is not None:
+                    path = Path(folder, f"{number}.{'wav' if is_audio else 'png'}")
+                    path.write_bytes(content)
+                    values[key] = wandb.Audio(str(path)) if is_audio else wandb.Image(str(path))
+                elif not self._has_warned:
+                    self._has_warned = True
+                    warn("wandb: images are left out, since W&B needs Pillow for them; pip install pillow")
             self._run.log({key: value for key, value in values.items() if value is not None}, step=row["step"])
-
-    def _convert_media(self, content: bytes, path: Path) -> wandb.Image | wandb.Audio | None:
-        """Return the content of a PNG or WAV file as W&B reads it from `path`; None for an image without Pillow."""
-        is_audio = content.startswith(b"RIFF")
-        if not is_audio and find_spec("PIL") is None:
-            if not self._has_warned:
-                self._has_warned = True
-                warn("wandb: images are left out, since W&B needs Pillow for them; pip install pillow")
-            return None
-        path = path.with_suffix(".wav" if is_audio else ".png")
-        path.write_bytes(content)
-        return wandb.Audio(str(path)) if is_audio else wandb.Image(str(path))
 
     def supersede(self) -> None:
         """Remove the local runs of earlier attempts, whose rows the present one holds."""

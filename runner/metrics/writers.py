@@ -32,7 +32,7 @@ import sys
 import threading
 import time
 import wave
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from types import TracebackType
 from typing import Protocol
@@ -77,22 +77,23 @@ def _encode_field(number: int, kind: int, payload: bytes) -> bytes:
     return _encode_varint(number << 3 | kind) + length + payload
 
 
-def _encode_summary(row: Row, media: Mapping[str, bytes]) -> bytes:
-    """Return a `Summary` (field 5 of an `Event`): repeated `Value` 1, each with a tag 1 and an encoded value.
-
-    `media` are the files to which the row refers, by key.
-    """
+def _encode_summary(row: Row) -> bytes:
+    """Return a `Summary` (field 5 of an `Event`): repeated `Value` 1, each with a tag 1 and an encoded value."""
     values = (
         _encode_field(1, _BYTES, key.encode(errors="replace")) + encoded
         for key, value in row.items()
-        if key not in ("step", _TIME)
-        and (encoded := _encode_media(media[key]) if key in media else _encode_value(value))
+        if key not in ("step", _TIME) and (encoded := _encode_value(value))
     )
     return _encode_field(5, _BYTES, b"".join(_encode_field(1, _BYTES, value) for value in values))
 
 
-def _encode_value(value: RowValue) -> bytes:
-    """Return a simple_value 2, a histo 5, or a tensor 8 with metadata 9 of the text plugin; nothing for null."""
+def _encode_value(value: RowValue | bytes) -> bytes:
+    """Return a simple_value 2, an image 4, a histo 5, an audio 6, or a tensor 8 with metadata 9 of the text plugin.
+
+    Bytes are a PNG or WAV file. Returns nothing for null and for a damaged file. An `Image` has height 1, width 2,
+    colorspace 3, which is its number of channels, and the file 4; an `Audio` has sample_rate 1, num_channels 2,
+    length_frames 3, the file 4 and its type 5.
+    """
     if isinstance(value, int | float):
         try:
             return _encode_field(2, _FIXED32, struct.pack("<f", value))
@@ -103,30 +104,23 @@ def _encode_value(value: RowValue) -> bytes:
         dtype = _encode_field(1, _VARINT, _encode_varint(_DT_STRING))
         string = dtype + _encode_field(8, _BYTES, value.encode(errors="replace"))
         return _encode_field(8, _BYTES, string) + _encode_field(9, _BYTES, plugin)
+    if isinstance(value, bytes):
+        try:
+            if value.startswith(b"RIFF"):
+                with wave.open(io.BytesIO(value)) as file:
+                    rate, sizes = struct.pack("<f", file.getframerate()), (file.getnchannels(), file.getnframes())
+                number, described = 6, [_encode_field(1, _FIXED32, rate)]
+                ending = _encode_field(5, _BYTES, b"audio/wav")
+            else:
+                width, height, _, colours = struct.unpack(">IIBB", value[16:26])
+                number, described = 4, [_encode_field(1, _VARINT, _encode_varint(height))]
+                sizes, ending = (width, PNG_CHANNELS[colours]), b""
+        except (wave.Error, EOFError, struct.error, KeyError):
+            return b""
+        described += [_encode_field(each, _VARINT, _encode_varint(size)) for each, size in enumerate(sizes, 2)]
+        return _encode_field(number, _BYTES, b"".join([*described, _encode_field(4, _BYTES, value), ending]))
     bins = find_bins(value)
     return b"" if bins is None else _encode_field(5, _BYTES, _encode_histogram(*bins))
-
-
-def _encode_media(content: bytes) -> bytes:
-    """Return an image 4 of a PNG file, or an audio 6 of a WAV file; nothing if the file is damaged.
-
-    An `Image` has height 1, width 2, colorspace 3, which is its number of channels, and the file 4; an `Audio` has
-    sample_rate 1, num_channels 2, length_frames 3, the file 4 and its type 5.
-    """
-    try:
-        if content.startswith(b"RIFF"):
-            with wave.open(io.BytesIO(content)) as file:
-                described = _encode_field(1, _FIXED32, struct.pack("<f", file.getframerate()))
-                described += _encode_field(2, _VARINT, _encode_varint(file.getnchannels()))
-                described += _encode_field(3, _VARINT, _encode_varint(file.getnframes()))
-            described += _encode_field(4, _BYTES, content) + _encode_field(5, _BYTES, b"audio/wav")
-            return _encode_field(6, _BYTES, described)
-        width, height, _, colours = struct.unpack(">IIBB", content[16:26])
-        sizes = enumerate((height, width, PNG_CHANNELS[colours]), 1)
-    except (wave.Error, EOFError, struct.error, KeyError):
-        return b""
-    described = b"".join(_encode_field(number, _VARINT, _encode_varint(size)) for number, size in sizes)
-    return _encode_field(4, _BYTES, described + _encode_field(4, _BYTES, content))
 
 
 def _encode_histogram(counts: list[float], edges: list[float]) -> bytes:
@@ -166,7 +160,7 @@ class _TensorBoardWriter:
         self._write_event(0, _encode_field(7, _BYTES, _encode_field(1, _VARINT, _encode_varint(_START))))
 
     def add(self, row: Row) -> None:
-        self._write_event(row["step"], _encode_summary(row, read_row_media(self._store, row)), row.get(_TIME))
+        self._write_event(row["step"], _encode_summary(row | read_row_media(self._store, row)), row.get(_TIME))
         # Until then the file is not visible, so the rows of earlier attempts are written without flushing each.
         if self._is_published:
             self._file.flush()

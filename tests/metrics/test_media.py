@@ -359,7 +359,7 @@ def test_only_images_and_audio_of_bounded_size_are_read(
 
 def test_writers_and_csv_leave_references_as_they_are() -> None:
     row = {"step": STEP, "train/loss": 1.0, KEY: IMAGE}
-    assert NAME.encode() not in _encode_summary(row, {})
+    assert NAME.encode() not in _encode_summary(row)
     assert convert_value(IMAGE) is None
     assert NAME in list(format_csv([EncodedRow.from_row(row)]))[1]
 
