@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -38,11 +39,11 @@ def _translate_errors(key: str) -> Iterator[None]:
     except google.auth.exceptions.RefreshError as error:
         raise DeniedError(f"the credentials have expired and cannot be refreshed: {error}") from error
     except _CONNECTION_ERRORS as error:
-        cause: BaseException = error
-        while (deeper := cause.__cause__ or cause.__context__) is not None:
-            cause = deeper
         # The libraries put every error of the chain, with its address, into the message of the outermost one.
-        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(error)
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, ConnectionError | socket.gaierror):
+            cause = cause.__cause__ or cause.__context__
+        reason = error if cause is None else cause.strerror or cause
         raise TransientError(f"{key}: {type(error).__name__}: {reason}") from error
 
 
