@@ -4,6 +4,7 @@ A run without stages has one program. The data of a stage continue at the positi
 reached, and its steps are compiled while the devices train the stage before it.
 """
 
+import collections
 import dataclasses
 import functools
 import threading
@@ -376,9 +377,8 @@ class Programs:
         compiled = self.current.compile(self.limit_bytes, known_micro_batch)
         validate_same_program(compiled.digest, hosts)
         if jax.default_backend() == "cpu":
-            machine = read_machine_id()
-            num_devices = hosts.gather(machine).count(machine) * jax.local_device_count()
-            keep_freed_memory(compiled.memory.temporaries * num_devices)
+            num_processes = hosts.distribute(read_machine_id(), lambda ids: [*map(collections.Counter(ids).get, ids)])
+            keep_freed_memory(compiled.memory.temporaries * num_processes * jax.local_device_count())
         return compiled
 
     def check_kernels(self, attempt: Attempt, known_micro_batch: int | None) -> None:
