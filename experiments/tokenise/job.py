@@ -431,7 +431,8 @@ class Tokenise(TextJob):
         own = unfinished[hosts.process_id :: hosts.num_processes]
         read_here = {part.file for piece in own for part in self.pieces[piece]}
         duplicates = self._find_duplicates() if self.config.deduplicate and unfinished else None
-        tally, num_files = Tally(len(self.pieces), len(self.pieces) - len(unfinished)), len(self.files)
+        tally = Tally(len(self.pieces), len(self.pieces) - len(unfinished))
+        num_files = len(self.files)
         with contextlib.closing(self._encode(own, duplicates)) as stream:
             while self.step < ROUNDS:
                 # With fewer pieces than steps most steps make nothing, and cost next to nothing.

@@ -11,7 +11,8 @@ from runner.errors import InvalidError
 
 _OTHER_DESCRIPTORS = 128  # files that a process has open at the least, besides its connections to other processes
 _SPARE_DESCRIPTORS = 1024  # for data, saves and replicas, as far as the system allows
-# Threads of a job on one CPU device, measured: 23 with 2 CPUs, 91 with 32. Those of accelerators come on top.
+# Threads of a job on CPUs, measured: 23 on 2 CPUs, 91 with 8 simulated devices, for which `NPROC` is 32. Those of
+# accelerators come on top.
 _OTHER_THREADS, _THREADS_PER_CPU = 32, 3
 
 

@@ -6,7 +6,7 @@ to the bucket, bytes of the manifest and of the record of a crash, and the CPU t
 of `--chips` chips of a state of `--leaves` leaves. Exponents are those of the growth from the number of hosts before: 1
 is linear, 2 quadratic.
 
-Above 1,024 hosts, saves, restores and replicas are left out: the threads of one process would take hours for them.
+Above 1,024 hosts, saves, restores and replicas are left out, since the work of so many hosts takes one machine long.
 
 With `--gib` each host writes as many objects as for a state of so many GiB a host: their size is scaled down.
 
