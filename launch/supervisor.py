@@ -9,7 +9,7 @@ job has claimed its directory then does not count towards a crash loop, because 
 cannot be reached. A host that fails when the job is already done is not started again, because the other hosts would
 not join.
 
-The supervisor reads a job's progress from the job's directory.
+The supervisor reads a job's progress from `progress.json` in the job's directory.
 
 While an attempt runs, a supervisor keeps a standby for each of its processes: a process that has imported what the job
 needs and waits for its command line (`runner.cli.run`). A restart uses it, and does not wait for interpreter and
@@ -28,13 +28,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from runner.attempts.layout import DamagedRecordError
+from runner.attempts.progress_file import read_progress_file
 from runner.console import say
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, EXIT_RETRYABLE, RunnerError
 from runner.history.reader import open_text_stores, read_history
 from runner.history.records import History
 from runner.process import STANDBY_BYTES, STANDBY_VARIABLE, STOP_SIGNALS, read_free_memory_bytes
 from runner.spec import Document, load_document, validate_spec
-from runner.storage import Store, iterate_log, open_store, parse_number
+from runner.storage import Store, open_store, parse_number
 
 FIRST_PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 60.0
@@ -69,12 +71,15 @@ def _open_job_store(document: Document) -> Store:
 class JobProgress(NamedTuple):
     """Progress of a job, as its directory shows it."""
 
-    newest_step: int | None = None  # step of the last commit; None if there is none, or the directory cannot be read
-    # Number of the newest attempt, of an elastic job the newest one in which this host took part, after those of the
-    # jobs that tokenise its text; 0 if there is none, None if the directory cannot be read.
+    newest_step: int | None = None  # step of the last commit; None if it is not known
+    # Number of the newest attempt, after those of the jobs that tokenise its text; 0 if there is none, None if the
+    # directory cannot be read.
     newest_attempt: int | None = None
     is_done: bool = False  # True if the newest attempt has reached the end of this spec
-    num_commits: int = 0  # number of commits, also of steps to which the run has gone back since
+    # When the job, and those that tokenise its text, have last committed a save, in Unix seconds. It may be a save of a
+    # step to which the run has gone back.
+    commits: frozenset[float] = frozenset()
+    takes_part: bool = True  # False if the newest attempt is one of an elastic job without this host
 
 
 def read_progress(spec: str, overrides: Sequence[str]) -> JobProgress:
@@ -91,12 +96,13 @@ def read_progress(spec: str, overrides: Sequence[str]) -> JobProgress:
         return JobProgress()
     return own._replace(
         newest_attempt=sum(each.newest_attempt or 0 for each in (own, *texts)),
-        num_commits=sum(each.num_commits for each in (own, *texts)),
+        commits=own.commits.union(*(each.commits for each in texts)),
+        takes_part=own.takes_part if own.newest_attempt else all(each.takes_part for each in texts),
     )
 
 
 def _read_store_progress(store: Store, digest: str) -> JobProgress:
-    """Return the progress that one directory shows.
+    """Return the progress that one directory shows, with two requests to a bucket: every host has a supervisor.
 
     `digest` is that of the spec with which a run is done.
 
@@ -104,21 +110,23 @@ def _read_store_progress(store: Store, digest: str) -> JobProgress:
         OSError: the directory cannot be read.
         RunnerError: as for `OSError`, with a reason.
     """
-    # The ledger is one file to read, where listing checkpoints costs a request for each in a bucket. There only the
-    # events of process 0 are read, which writes all that matter here: every host has a supervisor.
-    rows = [row for row in iterate_log(store, "events", ".0") if type(row.get("attempt")) is int]
     claims = [number for number in map(parse_number, store.list_names("attempts")) if number is not None]
-    steps = [row["step"] for row in rows if row.get("event") == "commit" and type(row.get("step")) is int]
-    # A claim without events is of an attempt that has ended before its first one.
-    hosts = {row["attempt"]: row.get("hosts") for row in rows if row.get("event") == "start"}
-    others = {claim for claim, names in hosts.items() if isinstance(names, list) and socket.gethostname() not in names}
-    own = [claim for claim in claims if claim not in others]
-    newest = max([0, *claims, *(row["attempt"] for row in rows)])
-    # A run may be extended after its end; earlier versions did not write the digest.
-    is_done = any(
-        row.get("event") == "done" and row["attempt"] == newest and row.get("spec", digest) == digest for row in rows
+    try:
+        record = read_progress_file(store)
+    except DamagedRecordError:  # the next start writes it again
+        record = None
+    if record is None:
+        return JobProgress(None, max(claims, default=0))
+    # A claim without a record is of an attempt that has ended before its start.
+    newest = max([record["attempt"], *claims])
+    is_newest, hosts, committed = record["attempt"] == newest, record["hosts"], record["committed"]
+    return JobProgress(
+        record["step"],
+        newest,
+        is_newest and record["done"] == digest,
+        frozenset([] if committed is None else [committed]),
+        not is_newest or hosts is None or socket.gethostname() in hosts,
     )
-    return JobProgress(steps[-1] if steps else None, max(own, default=0), is_done, len(steps))
 
 
 def find_history(spec: str, overrides: Sequence[str]) -> History | None:
@@ -236,7 +244,7 @@ class Supervisor:
         num_attempts = num_restarts = num_stuck = num_crashes = 0
         # Commits and attempts of earlier launches do not count as progress of this launch.
         progress = self.read_progress()
-        num_commits = progress.num_commits
+        seen = progress.commits
         while True:
             num_attempts += 1
             code = self.start()
@@ -251,9 +259,10 @@ class Supervisor:
                 say("launch: preempted; starting again")
                 continue
             # A new commit shows that the job makes progress, which resets all counts and the backoff.
-            newest, has_commits = progress.newest_step, progress.num_commits > num_commits
-            num_commits = max(num_commits, progress.num_commits)  # 0 is read while the directory cannot be read
-            has_claimed = not self.has_peers or progress.newest_attempt != before.newest_attempt
+            newest, has_commits = progress.newest_step, not progress.commits <= seen
+            seen |= progress.commits
+            has_new_attempt = progress.takes_part and progress.newest_attempt != before.newest_attempt
+            has_claimed = not self.has_peers or has_new_attempt
             if has_commits:
                 num_restarts = num_stuck = num_crashes = 0
             if has_commits and not has_claimed:

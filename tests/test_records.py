@@ -11,6 +11,7 @@ from experiments.counter import Counter
 from runner import ExecutionSpec
 from runner.attempts.events import EVENT_KEYS, EVENTS
 from runner.attempts.layout import RESULT_KEYS
+from runner.attempts.progress_file import PROGRESS_KEYS
 from runner.checkpoint.manifest import INDEX_KEYS, MANIFEST_KEYS
 from runner.metrics.rows import ROW_KEYS
 from runner.storage import Key, parse_lines, url
@@ -22,6 +23,7 @@ from tests.test_values import TrainLookup
 # Result keys of runs that a hook ends or extends: tests/hook/test_run.py.
 HOOK_KEYS = {"stopped_by", "stopped_because", "stopped_rule", "best_step", "best_value", "<name>"}
 TABLES = {"row": ROW_KEYS, "event": EVENT_KEYS, "result": RESULT_KEYS, "manifest": MANIFEST_KEYS, "index": INDEX_KEYS}
+TABLES["progress"] = PROGRESS_KEYS
 OWNER_KEYS = {"owners", "owners.*.leaves", "owners.*.grid", "owners.*.runs"}  # of several processes
 PIECE_KEYS = {"shards", "shards.*.start", "shards.*.shape", "shards.*.pieces"}
 CHECKOUT_KEYS = {"environment.commit", "environment.dirty"}

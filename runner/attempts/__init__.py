@@ -10,6 +10,7 @@
 - `logs`: `logs/<attempt>.<process>.log`, the log file of a process
 - `membership`: missing, waiting and returning hosts of an elastic job
 - `notify`: notifications by command or webhook
+- `progress_file`: `progress.json`, how far the run is, for supervisors
 - `take_over`: question and line of a start in the directory of an attempt that runs
 - `attempt`: `Attempt`: claim of the directory, outcome of the attempt, reports to the user
 """

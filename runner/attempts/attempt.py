@@ -31,6 +31,7 @@ from runner.attempts.layout import RESULT, Owner, read_owner, replace_owner, wri
 from runner.attempts.logs import open_log_file
 from runner.attempts.membership import WaitingHosts
 from runner.attempts.notify import Notifier
+from runner.attempts.progress_file import ProgressFile
 from runner.attempts.take_over import describe_running_attempt
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Progress
@@ -302,7 +303,11 @@ def claim_attempt(
     payload = {"run": spec.name, "directory": store.url, "attempt": number}
     notifier = Notifier(spec.logging.notify if hosts.is_main else None, payload)
     notifier.report_frequent_preemption(lambda: read_log(store, "events"))
-    events = EventLog(log, number, hosts.process_id, notifier.on_event)
+    is_elastic = spec.topology is not None and spec.topology.elastic
+    readers = [notifier.on_event]
+    if hosts.is_main:
+        readers.append(ProgressFile(store, fence, is_elastic, background_writer).on_event)
+    events = EventLog(log, number, hosts.process_id, readers)
     environment = collect_environment(job_class, host_names) if hosts.is_main else {}
     waiting = None
     if hosts.is_main and hosts.num_missing and spec.topology is not None and spec.topology.grow == "at_save":
@@ -320,7 +325,7 @@ def claim_attempt(
         environment,
         notifier=notifier,
         waiting=waiting,
-        is_elastic=spec.topology is not None and spec.topology.elastic,
+        is_elastic=is_elastic,
     )
 
 

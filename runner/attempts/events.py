@@ -5,7 +5,7 @@ generated from it. Imports no jax.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -340,7 +340,7 @@ EVENTS = (
 class EventLog:
     """Append-only log of the events of one process, readable while the job runs.
 
-    `on_append` is called with each event, its step and its details.
+    Each of `readers` is called with each event, its details included.
     """
 
     def __init__(
@@ -348,9 +348,9 @@ class EventLog:
         log: JsonlLog,
         attempt: int,
         process: int,
-        on_append: Callable[[str, int | None, JsonObject], None] = lambda event, step, details: None,
+        readers: Sequence[Callable[[JsonObject], None]] = (),
     ):
-        self._log, self._on_append = log, on_append
+        self._log, self._readers = log, readers
         self._attempt = attempt
         self._process = process
 
@@ -358,11 +358,13 @@ class EventLog:
         """Record one event at `step` completed steps. A full disk causes a warning, and the run continues."""
         # The common keys come first in each line, which makes the ledger readable with `grep`.
         row = {"time": time.time(), "attempt": self._attempt, "process": self._process, "event": event, "step": step}
+        row |= details
         try:
-            self._log.append(row | details)
+            self._log.append(row)
         except OSError as error:
             warn(f"the ledger cannot be written ({error}): {event} at step {step} {details}")
-        self._on_append(event, step, details)
+        for read in self._readers:
+            read(row)
 
     def flush(self) -> None:
         """Make the events of all processes durable. A disk that fails causes a warning, and the run continues."""

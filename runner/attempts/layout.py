@@ -34,6 +34,7 @@ from runner.storage import (
 )
 
 ATTEMPTS = "attempts"  # folder of the claims and clocks
+PROGRESS = "progress.json"
 TEXT_FOLDER = "tokenise"  # of the jobs that tokenise the text of a run, each in a directory with the layout of a run
 # Checked before anything is claimed, so that no run fails late because of a wrong entry.
 LAYOUT = {
@@ -55,6 +56,7 @@ LAYOUT = {
     "tensorboard": "a directory",
     "wandb": "a directory",
     "result.json": "a file",
+    PROGRESS: "a file",
 }
 # If an entry of another kind has one of these names, the run continues without it and prints a warning.
 OPTIONAL_ENTRIES = ("compiled",)

@@ -45,10 +45,10 @@ class Notifier:
             hide_secret(url)  # Anyone who sees the URL in a log could post there.
         self._url = url
 
-    def on_event(self, event: str, step: int | None, details: JsonObject) -> None:
+    def on_event(self, event: JsonObject) -> None:
         """Notify of an event of the ledger, unless the attempt will be retried. Any thread."""
-        if event in _NOTIFIED_EVENTS and details.get("code") != EXIT_RETRYABLE:
-            self.notify(_NOTIFIED_EVENTS[event], step, details.get("reason"))
+        if event["event"] in _NOTIFIED_EVENTS and event.get("code") != EXIT_RETRYABLE:
+            self.notify(_NOTIFIED_EVENTS[event["event"]], event["step"], event.get("reason"))
 
     def report_frequent_preemption(self, read_ledger: Callable[[], Sequence[JsonObject]]) -> None:
         """Notify if the previous attempt was preempted and thereby exceeded the limit of preemptions per hour.

@@ -164,17 +164,13 @@ def read_log(store: Store, name: str) -> list[JsonObject]:
     return sorted(rows, key=get_time) if store.root is None else rows
 
 
-def iterate_log(store: Store, name: str, suffix: str = "") -> Iterator[JsonObject]:
-    """Iterate over the rows of all writers; in a bucket over those of one writer after the other's.
-
-    In a bucket, of the writers whose parts are not merged, only those whose names end in `suffix` are read. On a disk
-    the rows of all are in one file.
-    """
+def iterate_log(store: Store, name: str) -> Iterator[JsonObject]:
+    """Iterate over the rows of all writers; in a bucket over those of one writer after the other's."""
     if store.root is not None:
         for line in LocalStore(store.root).lines(f"{name}.jsonl"):
             yield from parse_lines(line.rstrip(b"\n"))
     else:
-        yield from JsonlTail(store, name, suffix).read().items
+        yield from JsonlTail(store, name).read().items
 
 
 # Merge.
@@ -207,12 +203,11 @@ def _is_part(path: str, first: int, last: int) -> bool:
     return number.isdecimal() and first <= int(number) <= last
 
 
-def _list_parts(names: Iterable[str], suffix: str) -> list[str]:
+def _list_parts(names: Iterable[str]) -> list[str]:
     """Return the objects of a log to read, sorted: all merged ones, and parts whose rows are in none of these."""
     merged = {each: match for each in names if (match := re.search(r"/(\d+)-(\d+)\.jsonl$", each))}
     ranges = [(int(match[1]), int(match[2])) for match in merged.values()]
-    parts = {each for each in names if each.rsplit(".", 2)[0].endswith(suffix)}
-    return sorted({*merged, *(each for each in parts if not any(_is_part(each, *pair) for pair in ranges))})
+    return sorted({*merged, *(each for each in names if not any(_is_part(each, *pair) for pair in ranges))})
 
 
 # Tail.
@@ -289,8 +284,8 @@ class _Position:
 class JsonlTail:
     """Tailing reader of the log `name`: first the rows of `iterate_log`, then those that are new."""
 
-    def __init__(self, store: Store, name: str, suffix: str = ""):
-        self._store, self._name, self._suffix = store, name, suffix
+    def __init__(self, store: Store, name: str):
+        self._store, self._name = store, name
         self._file = None if store.root is None else FileTail(store, f"{name}.jsonl")
         self._num_damaged = 0
         self._positions: dict[str, _Position] = {}  # of a bucket, by part
@@ -320,7 +315,7 @@ class JsonlTail:
             return TailUpdate(is_restart, (row for line in lines for row in self._parse(line.rstrip(b"\n"))))
         positions = self._positions
         found = self._store.list_files(f"{self._name}/")
-        listed = {part: found[part].version for part in _list_parts(found, self._suffix)}
+        listed = {part: found[part].version for part in _list_parts(found)}
         changed = [name for name in sorted(listed) if name not in positions or positions[name].version != listed[name]]
         # The known parts that have changed, at most one of each writer, decide whether the tail can continue.
         contents = {name: self._store.read(name) for name in changed if name in positions}

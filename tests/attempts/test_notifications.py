@@ -63,8 +63,8 @@ def test_notified_events_are_ledger_events() -> None:
 
 def test_a_command_receives_the_payload(tmp_path: Path) -> None:
     alerts = Notifier(NotifyConfig(**make_append_command(tmp_path / "told")), RUN)
-    alerts.on_event("commit", 10, {})
-    alerts.on_event("fallback", 20, {"rejected": 30, "reason": "flipped"})
+    alerts.on_event({"event": "commit", "step": 10})
+    alerts.on_event({"event": "fallback", "step": 20, "rejected": 30, "reason": "flipped"})
     alerts.drain(600)
     (found,) = read_payloads(tmp_path / "told")
     assert found.pop("host")
@@ -157,7 +157,7 @@ class DivergingCounter(Counter):
 @pytest.mark.parametrize("code", [1, 2, 76])
 def test_a_retryable_end_is_not_reported_as_a_failure(code: int, tmp_path: Path) -> None:
     alerts = Notifier(NotifyConfig(**make_append_command(tmp_path / "told")), RUN)
-    alerts.on_event("failed", 5, {"code": code, "reason": "so"})
+    alerts.on_event({"event": "failed", "step": 5, "code": code, "reason": "so"})
     alerts.drain(600)
     assert read_events(tmp_path / "told") == [("failed", 5, "so")] * (code != 76)
 

@@ -195,7 +195,7 @@ def test_a_changed_key_is_refused_once_the_corpus_is_complete(
     assert str(directory / "tokenise/train") in shown.replace("\n", "")
     (tmp_path / "spec.yaml").write_text(json.dumps(make_gpt_document(directory, **changes)))
     progress = read_progress(str(tmp_path / "spec.yaml"), [])
-    assert (progress.newest_step, progress.newest_attempt, progress.num_commits > 0) == (None, 1, True)
+    assert (progress.newest_step, progress.newest_attempt, len(progress.commits)) == (None, 1, 1)
 
 
 def test_a_data_set_of_the_hub_is_read_at_the_commit_where_the_corpus_was_begun(

@@ -22,7 +22,14 @@ def test_the_pages_of_the_reference_are_up_to_date() -> None:
 
 
 def test_every_key_has_its_own_line() -> None:
-    files = {"metrics.jsonl.md", "events.jsonl.md", "manifest.json.md", "result.json.md", "assets.json.md"}
+    files = {
+        "metrics.jsonl.md",
+        "events.jsonl.md",
+        "manifest.json.md",
+        "result.json.md",
+        "progress.json.md",
+        "assets.json.md",
+    }
     pages = {path.name: path.read_text() for path in PAGES.glob("*.md")}
     lines = [line for name in pages.keys() - files for line in pages[name].splitlines()]
     keys = [key for section in collect_sections(ExecutionSpec.model_json_schema()) for key in section.keys]

@@ -1,17 +1,12 @@
 """The supervisor: exit codes that restart a job, restart limits and pauses."""
 
 import itertools
-import json
-import socket
 from pathlib import Path
 
 import pytest
 
 from launch import supervisor
 from launch.supervisor import CRASH_LOOP_ATTEMPTS, JobProgress, Supervisor
-from runner.spec import load_document
-from runner.storage import encode_line
-from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,7 +19,7 @@ def _remove_pauses(monkeypatch):
 def supervise(
     codes, steps=None, max_restarts=100, is_stopping=lambda: False, claims=None, is_done=lambda: False, commits=None
 ):
-    """Run a supervisor on given exit codes, newest steps, claims and numbers of commits.
+    """Run a supervisor on given exit codes, newest steps, claims and times of the last commit.
 
     Without `commits` each new step is one. Returns the exit code and the number of attempts.
     """
@@ -35,7 +30,8 @@ def supervise(
 
     def read_progress():
         step = next(newest)
-        return JobProgress(step, next(claimed), is_done(), (step or 0) if counts is None else next(counts))
+        commit = step if counts is None else next(counts)
+        return JobProgress(step, next(claimed), is_done(), frozenset() if commit is None else frozenset([commit]))
 
     has_peers = claims is not None or is_done()
     return Supervisor(lambda: next(left), read_progress, is_stopping, max_restarts, has_peers).run()
@@ -86,67 +82,22 @@ def test_a_job_that_is_done_is_not_started_again(code):
     assert supervise([code, 1], is_done=lambda: True) == (0, 1)
 
 
-@pytest.mark.parametrize(
-    ("rows", "newest", "is_done"),
-    [
-        ([], None, False),
-        ([(1, "start", None), (1, "commit", 4), (1, "done", 4)], 4, True),
-        ([(1, "commit", 4), (1, "done", 4), (2, "start", None)], 4, False),
-        ([(2, "done", 8), (1, "commit", 4)], 4, True),
-        ([(1, "commit", "8"), (1, "commit", 4), ("2", "start", None), (None, "done", 4)], 4, False),
-        ([(1, ["commit"], 8), (1, None, 4), (True, "commit", 8)], None, False),
-        # The run was rolled back to an earlier step.
-        ([(1, "commit", 8), (1, "commit", 12), (1, "commit", 10)], 10, False),
-    ],
-)
-def test_progress_is_read_from_the_ledger_whatever_it_contains(rows, newest, is_done, tmp_path):
-    keys = ("attempt", "event", "step")
-    lines = [
-        json.dumps({key: value for key, value in zip(keys, row, strict=True) if value is not None}) for row in rows
-    ]
-    (tmp_path / "events.jsonl").write_text("".join(f"{line}\n" for line in [*lines, '{"event"', "[]", "7"]))
-    options = (str(ROOT / "specs" / "counter.yaml"), [f"directory={tmp_path}"])
-    progress = supervisor.read_progress(*options)
-    assert progress.newest_step == newest
-    assert progress.is_done == is_done
-
-
-@pytest.mark.parametrize(
-    ("changes", "claims", "is_done"),
-    [
-        ([], [1], True),
-        # The user has extended the run, and its hosts have not met yet.
-        (["config.total_steps=99"], [1], False),
-        # A new attempt has claimed the directory, and ended before its first event.
-        ([], [1, 2], False),
-    ],
-)
-def test_a_job_is_done_if_the_newest_attempt_has_reached_the_end_of_this_spec(changes, claims, is_done, tmp_path):
-    spec, overrides = str(ROOT / "specs" / "counter.yaml"), [f"directory={tmp_path}"]
-    digest = load_document(spec, overrides).compute_digest()
-    (tmp_path / "events.jsonl").write_text(f'{{"attempt": 1, "event": "done", "spec": "{digest}"}}\n')
-    for claim in claims:
-        (tmp_path / "attempts").mkdir(exist_ok=True)
-        (tmp_path / "attempts" / str(claim)).write_text("{}")
-    assert supervisor.read_progress(spec, [*overrides, *changes]).is_done is is_done
-
-
 def test_a_host_that_an_elastic_job_does_without_waits_as_long_as_it_takes():
     commits = itertools.count()
     assert supervise([76] * 30 + [0], max_restarts=2, claims=[7] * 99, steps=[40] * 99, commits=commits) == (0, 31)
 
 
-def test_in_a_bucket_only_the_events_of_process_0_are_read(monkeypatch):
-    driver = MemoryDriver()
-    bucket, read = make_memory_bucket(driver), []
-    for writer in ("000001.0", "000001.1", "000001.10", "000002.0"):
-        for part in range(2):
-            row = {"attempt": 1, "event": "commit", "step": part}
-            bucket.write(f"events/{writer}.{part:04}.jsonl", encode_line(row))
-    driver.before = lambda verb, key: read.append(key) if verb == "get" else None
-    monkeypatch.setattr("launch.supervisor.open_store", lambda _: bucket)
-    assert supervisor.read_progress(str(ROOT / "specs/gpt_nano.yaml"), []).num_commits == 4
-    assert sorted(read) == [f"run/events/{attempt:06}.0.{part:04}.jsonl" for attempt in (1, 2) for part in (0, 1)]
+def test_attempts_of_other_hosts_are_no_crashes_of_this_one():
+    claimed = itertools.count(1)
+
+    def supervise_host(takes_part):
+        codes = iter([76] * 2 * CRASH_LOOP_ATTEMPTS + [0])
+        return Supervisor(
+            lambda: next(codes), lambda: JobProgress(40, next(claimed), takes_part=takes_part), bool, 99, has_peers=True
+        ).run()
+
+    assert supervise_host(False) == (0, 2 * CRASH_LOOP_ATTEMPTS + 1)
+    assert supervise_host(True) == (1, CRASH_LOOP_ATTEMPTS)
 
 
 def test_commits_after_a_roll_back_are_progress():
@@ -160,21 +111,6 @@ def test_a_directory_that_cannot_be_read_has_no_progress(tmp_path):
     assert progress.newest_step is None
     assert progress.newest_attempt is None
     assert not progress.is_done
-
-
-# Hosts of the start event of attempt 2, and the newest attempt in which this host took part.
-@pytest.mark.parametrize(
-    ("hosts", "newest"),
-    [(None, 2), ([], 1), (["other"], 1), (["other", socket.gethostname()], 2), ("other", 2), (7, 2)],
-)
-def test_attempts_of_other_hosts_are_no_crashes_of_this_one(tmp_path, hosts, newest):
-    for attempt in (1, 2):
-        (tmp_path / "attempts").mkdir(exist_ok=True)
-        (tmp_path / "attempts" / str(attempt)).write_text("{}")
-    row = {"attempt": 2, "event": "start"} | ({} if hosts is None else {"hosts": hosts})
-    (tmp_path / "events.jsonl").write_text(json.dumps(row) + "\n")
-    progress = supervisor.read_progress(str(ROOT / "specs" / "counter.yaml"), [f"directory={tmp_path}"])
-    assert progress.newest_attempt == newest
 
 
 def test_failures_with_progress_are_not_a_crash_loop():
