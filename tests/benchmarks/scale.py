@@ -6,9 +6,13 @@ to the bucket, bytes of the manifest and of the record of a crash, and the CPU t
 of `--chips` chips of a state of `--leaves` leaves. Exponents are those of the growth from the number of hosts before: 1
 is linear, 2 quadratic.
 
+The bucket takes the time of a real one for each request and each byte, and refuses requests beyond a number a second,
+which the runner then tries again. The seconds of a save contain those in which this machine computes for all hosts.
+
 Above 1,024 hosts, saves, restores and replicas are left out, since the work of so many hosts takes one machine long.
 
-With `--gib` each host writes as many objects as for a state of so many GiB a host: their size is scaled down.
+With `--gib` each host writes as many objects as for a state of so many GiB a host: their size is scaled down, and the
+bucket takes the time of the whole size.
 
     python -m tests.benchmarks.scale [--hosts 16 64 256] [--chips 8] [--leaves 60] [--gib 4.7]
 """
@@ -22,7 +26,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +49,8 @@ from runner.distributed.rendezvous import Placement, wait_for_peers
 from runner.distributed.watchdog import Periods, Watchdog
 from runner.spec import Deadlines
 from runner.storage import JsonlLog, LocalStore
+from runner.storage.bucket import ObjectInfo
+from runner.storage.store import TransientError, Version, compute_crc32c
 from tests.support.attempt import make_attempt
 from tests.support.coordinator import MemoryCoordinator
 from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
@@ -51,7 +58,10 @@ from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
 SHARD_ELEMENTS = 8  # of float32, in each shard: the size of arrays is not measured
 DEADLINE_SECONDS = 3600.0
 TARGET = "checkpoints/1/arrays.1"
-DOLLARS = {"put": 5e-6, "list": 5e-6, "get": 4e-7, "delete": 0.0, "delete_batch": 0.0}  # of a request to S3 Standard
+LATENCY_SECONDS, BYTES_PER_SECOND = 0.03, 100e6  # of a request to the bucket, and of its connection
+REQUESTS_PER_SECOND = {"put": 3500, "delete": 3500, "delete_batch": 3500, "get": 5500, "list": 5500}  # S3, one prefix
+PAGE_KEYS = 1000  # of a listing
+DOLLARS = {"put": 5e-6, "list": 5e-6, "get": 4e-7}  # of a request to S3 Standard
 
 
 @dataclass
@@ -62,15 +72,14 @@ class Pod:
     num_chips: int
     num_leaves: int
     scratch: Path
+    bytes_scale: float  # bytes for which a byte of an array stands
     requests: "collections.Counter[str]" = field(default_factory=collections.Counter)
     sizes: dict[str, float] = field(default_factory=dict)  # of what an act has written, by name
 
     def __post_init__(self) -> None:
         self.coordinator = MemoryCoordinator(self.num_hosts)
         self.hosts = self.coordinator.hosts(DEADLINE_SECONDS)
-        driver = MemoryDriver()
-        driver.before = lambda verb, key: self.requests.update([verb])
-        self.bucket = make_memory_bucket(driver)
+        self.bucket = make_memory_bucket(_TimedDriver(lambda name: self.requests.update([name]), self.bytes_scale))
         self.manifest = Manifest(name="1", step=1, arrays="arrays.1")
         self.sharding = _FirstAxis(self.num_hosts, self.num_chips)
 
@@ -242,20 +251,75 @@ class Pod:
 
     def restore_one(self) -> float:
         """Read the blocks of one host, on the mesh that saved them; the other hosts do the same."""
-        began, process = time.thread_time(), self.num_hosts // 2
+        began, process = time.process_time(), self.num_hosts // 2
         manifest = read_manifest(self.bucket, "checkpoints/1")
         with open_arrays(self.bucket, "checkpoints/1", manifest) as reader:
             assert isinstance(reader, ArrayReader)
-            for name, leaf in self.make_leaves(process).items():
-                for shard in leaf.addressable_shards:
-                    assert np.array_equal(reader.read_block(name, leaf, shard.index), shard.data)
-        return time.thread_time() - began
+            wanted = [
+                (name, leaf, shard)
+                for name, leaf in self.make_leaves(process).items()
+                for shard in leaf.addressable_shards
+            ]
+            with ThreadPoolExecutor(blocks.NUM_READERS) as pool:
+                found = pool.map(lambda want: reader.read_block(want[0], want[1], want[2].index), wanted)
+                assert all(np.array_equal(block, shard.data) for block, (*_, shard) in zip(found, wanted, strict=True))
+        return time.process_time() - began
 
     def delete(self) -> float:
         """Delete the checkpoint, as retention does."""
         began = time.thread_time()
         self.bucket.remove_tree("checkpoints/1")
         return time.thread_time() - began
+
+
+class _TimedDriver(MemoryDriver):
+    """Driver that takes the time of a service, refuses what exceeds its rate, and counts both."""
+
+    def __init__(self, count: Callable[[str], None], bytes_scale: float):
+        super().__init__()
+        self._count, self._bytes_scale = count, bytes_scale
+        self._taken = dict.fromkeys(REQUESTS_PER_SECOND, (0.0, 0.0))  # requests of the last second, and when
+        self.before = lambda verb, key: self._request(verb)
+
+    def _request(self, verb: str) -> None:
+        with self._lock:
+            rate, now = REQUESTS_PER_SECOND[verb], time.monotonic()
+            taken, moment = self._taken[verb]
+            taken = max(taken - (now - moment) * rate, 0.0)
+            is_refused = taken >= rate
+            self._taken[verb] = taken + (not is_refused), now
+            self._count("refusal" if is_refused else verb)
+        time.sleep(LATENCY_SECONDS)
+        if is_refused:
+            raise TransientError("503: SlowDown")
+
+    def _transfer(self, key: str, num_bytes: int) -> None:
+        scale = self._bytes_scale if key.endswith(".bin") else 1.0  # of arrays alone
+        time.sleep(num_bytes * scale / BYTES_PER_SECOND)
+
+    def get(self, key: str) -> tuple[bytes, Version]:
+        found = super().get(key)
+        self._transfer(key, len(found[0]))
+        return found
+
+    def get_range(self, key: str, start: int, stop: int, version: Version | None) -> bytes:
+        found = super().get_range(key, start, stop, version)
+        self._transfer(key, len(found))
+        return found
+
+    def put(self, key: str, content: bytes, version: Version | None) -> Version:
+        self._transfer(key, len(content))
+        return super().put(key, content, version)
+
+    def list(self, prefix: str, delimiter: str) -> Iterator[ObjectInfo]:
+        found = [*super().list(prefix, delimiter)]
+        for _ in range(PAGE_KEYS, len(found), PAGE_KEYS):
+            self._request("list")
+        yield from found
+
+    def crc32c(self, key: str) -> str | None:
+        self._request("get")  # of its metadata alone
+        return compute_crc32c(self.objects[key][0])
 
 
 class _Watchdog(Watchdog):
@@ -304,22 +368,23 @@ HEAVY_ACTS = ("find_parts", "save", "restore_one", "delete")
 MOST_HEAVY_HOSTS = 1024
 
 
-def measure(num_hosts: int, num_chips: int, num_leaves: int) -> dict[str, dict[str, float]]:
+def measure(num_hosts: int, num_chips: int, num_leaves: int, bytes_scale: float) -> dict[str, dict[str, float]]:
     """Return the figures of each act."""
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
-        pod = Pod(num_hosts, num_chips, num_leaves, Path(scratch))
+        pod = Pod(num_hosts, num_chips, num_leaves, Path(scratch), bytes_scale)
         for name in (*ACTS, *(HEAVY_ACTS if num_hosts <= MOST_HEAVY_HOSTS else ())):
             coordinator, pod.requests, pod.sizes = pod.coordinator, collections.Counter(), {}
             coordinator.num_calls = coordinator.num_bytes = 0
-            coordinator.most_keys = len(coordinator.values)
+            coordinator.most_keys, coordinator.most_held = len(coordinator.values), coordinator.num_held
             began = time.monotonic()
             cpu_seconds = getattr(pod, name)()
             wall_seconds = time.monotonic() - began
-            dollars = sum(DOLLARS[verb] * count for verb, count in pod.requests.items())
+            dollars = sum(DOLLARS.get(verb, 0.0) * count for verb, count in pod.requests.items())
             found[name] = {
                 "calls": coordinator.num_calls,
                 "keys in the coordinator": coordinator.most_keys,
+                "MB in the coordinator": coordinator.most_held / 1e6,
                 "MB out of the coordinator": coordinator.num_bytes / 1e6,
                 "CPU seconds of process 0": cpu_seconds,
                 "seconds of all, on this machine": wall_seconds,
@@ -338,16 +403,18 @@ def main() -> None:
     parser.add_argument("--leaves", type=int, default=60)
     parser.add_argument("--gib", type=float)
     parsed = parser.parse_args()
+    bytes_scale = 1.0
     if parsed.gib is not None:
         num_bytes = parsed.chips * parsed.leaves * SHARD_ELEMENTS * np.dtype(np.float32).itemsize
         blocks.PACK_BYTES, blocks.PIECE_BYTES = (
             max(1, round(limit / 2**30 * num_bytes / parsed.gib)) for limit in (blocks.PACK_BYTES, blocks.PIECE_BYTES)
         )
+        bytes_scale = parsed.gib * 2**30 / num_bytes
     threading.stack_size(256 << 10)
     sys.setswitchinterval(1.0)  # thousands of threads that ask for the interpreter every 5 ms would leave it no time
     before: tuple[int, dict[str, dict[str, float]]] | None = None
     for num_hosts in parsed.hosts:
-        found = measure(num_hosts, parsed.chips, parsed.leaves)
+        found = measure(num_hosts, parsed.chips, parsed.leaves, bytes_scale)
         for act, figures in found.items():
             texts = []
             for name, value in figures.items():

@@ -20,13 +20,15 @@ class MemoryCoordinator:
     Attributes:
         values: values by key.
         most_keys: largest number of keys at any time.
+        num_held: bytes of all values now.
+        most_held: largest number of these bytes at any time.
         num_calls: calls so far.
         num_bytes: bytes that calls have returned.
     """
 
     def __init__(self, num_processes: int):
         self.values: dict[str, str] = {}
-        self.most_keys = self.num_calls = self.num_bytes = 0
+        self.most_keys = self.num_held = self.most_held = self.num_calls = self.num_bytes = 0
         lock = threading.RLock()
         self._changed = threading.Condition(lock)  # for `wait_until`
         self._passed = threading.Condition(lock)  # for barriers
@@ -55,8 +57,9 @@ class MemoryCoordinator:
         assert allow_overwrite
         with self._changed:
             self._count()
+            self.num_held += len(value) - len(self.values.get(key, ""))
             self.values[key] = value
-            self.most_keys = max(self.most_keys, len(self.values))
+            self.most_keys, self.most_held = max(self.most_keys, len(self.values)), max(self.most_held, self.num_held)
             if key in self._awaited:
                 self._awaited.pop(key).set_result(value)
             self._changed.notify_all()
@@ -79,7 +82,7 @@ class MemoryCoordinator:
         with self._changed:
             self._count()
             for name in [name for name in self.values if name == key or name.startswith(f"{key}/")]:
-                del self.values[name]
+                self.num_held -= len(self.values.pop(name))
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
         with self._changed:
