@@ -180,6 +180,7 @@ _EXAMPLES = Chart("Examples per second", "examples / s", is_smoothed=True)
 _MFU = Chart("Model FLOPs utilisation", "share of the devices' peak", form="share", is_smoothed=True)
 _STEP_TIME = Chart("Step time", "seconds")
 _MEMORY = Chart("Device memory", "GiB", factor=1 / (1 << 30))
+_UTILIZATION = Chart("GPU utilisation", "share of the time with a kernel", form="share", is_smoothed=True)
 _HOST_MEMORY = Chart("Host memory", "GiB", factor=1 / (1 << 30))
 _CPUS = Chart("CPU cores in use", "cores", is_smoothed=True)
 _NOISE = Chart("Gradient noise scale", "tokens", allows_log_scale=True)
@@ -190,8 +191,9 @@ _HIGH_LOSS = Chart("Steps with a high loss", "in succession")
 _MIXTURE = Chart("Mixture of the data", "share of the tokens drawn so far", form="stack")
 _EPOCHS = Chart("Epochs of each source", "passes over the source")
 CHARTS = (
-    LOSS, _BITS, _ACCURACY, _GRADIENT, _RATE, _THROUGHPUT, _EXAMPLES, _MFU, _STEP_TIME, _MEMORY, _HOST_MEMORY, _CPUS,
-    _NOISE, _TARGETS, _SKIPPED, _ROLL_BACKS, _HIGH_LOSS, _MIXTURE, _EPOCHS, _GRADIENTS, _PARAMETERS,
+    LOSS, _BITS, _ACCURACY, _GRADIENT, _RATE, _THROUGHPUT, _EXAMPLES, _MFU, _STEP_TIME, _MEMORY, _UTILIZATION,
+    _HOST_MEMORY, _CPUS, _NOISE, _TARGETS, _SKIPPED, _ROLL_BACKS, _HIGH_LOSS, _MIXTURE, _EPOCHS,
+    _GRADIENTS, _PARAMETERS,
 )  # fmt: skip
 
 # Keys of the rows, the chart that shows them, and the name of their series.
@@ -223,6 +225,7 @@ _SERIES = tuple(
         ("perf/step_seconds_p95", _STEP_TIME, "95th percentile"),
         ("perf/device_bytes", _MEMORY, "in use, fullest device of process 0"),
         ("perf/peak_bytes", _MEMORY, "peak so far"),
+        ("perf/device_utilization", _UTILIZATION, "process 0"),
         ("perf/host_bytes", _HOST_MEMORY, "process 0"),
         ("perf/host_free_bytes", _HOST_MEMORY, "free"),
         ("perf/cpu_cores", _CPUS, "process 0"),

@@ -116,6 +116,13 @@ ROW_KEYS = (
         "Memory in use on the fullest device of process 0 when the row is written. Absent as `perf/peak_bytes`.",
         "bytes",
     ),
+    Key(
+        "perf/device_utilization",
+        float,
+        "Share of the driver's last sample, of up to a second, in which kernels ran, mean of the GPUs of process 0. "
+        "Absent on other devices, and without the package `nvidia-ml-py` (extra `cuda`).",
+        "share",
+    ),
     Key("perf/host_bytes", int, "Memory that process 0 holds on its host when the row is written.", "bytes"),
     Key(
         "perf/host_free_bytes",

@@ -21,6 +21,7 @@ for code that runs inside `jax.shard_map`, where some axes are manual: each devi
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -34,6 +35,7 @@ from runner.accelerator import HOST_MEMORY
 from runner.errors import InvalidError
 from runner.process import read_memory_bytes
 from runner.spec import MeshConfig as MeshSpec
+from runner.spec.imports import import_extra
 
 AXES = ("data", "fsdp", "sequence", "expert", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")
@@ -271,6 +273,32 @@ def read_memory_counter(name: str) -> int | None:
     """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     return max((int(each[name]) for each in stats if name in each), default=None)
+
+
+def read_gpu_utilization() -> float | None:
+    """Return the share of the driver's last sample, of up to a second, in which kernels ran.
+
+    It is the mean over the GPUs of this process; None without GPUs of NVIDIA, without the library of their driver, or
+    without the package `nvidia-ml-py`. Does not wait for the devices.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+    try:
+        pynvml = import_extra("pynvml")
+    except InvalidError:
+        return None
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    try:
+        pynvml.nvmlInit()  # each call after the first counts a reference
+        numbers = [device.local_hardware_id or 0 for device in jax.local_devices()]
+        names = [visible[number] if visible else str(number) for number in numbers]
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else pynvml.nvmlDeviceGetHandleByUUID(name)
+            for name in names
+        ]
+        return sum(pynvml.nvmlDeviceGetUtilizationRates(each).gpu for each in handles) / 100 / len(handles)
+    except (pynvml.NVMLError, IndexError):
+        return None
 
 
 def has_host_memory(mesh: Mesh | AbstractMesh) -> bool:

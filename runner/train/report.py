@@ -18,7 +18,7 @@ from runner.metrics.meta import Meta
 from runner.metrics.rows import EncodedRow, Row, RowTail
 from runner.metrics.window import NO_SUMS, MetricsWindow, StepTimer
 from runner.metrics.writers import RowDisplay, open_displays
-from runner.parallel.mesh import read_memory_counter, read_peak_memory_bytes
+from runner.parallel.mesh import read_gpu_utilization, read_memory_counter, read_peak_memory_bytes
 from runner.process import read_free_memory_bytes, read_resident_bytes
 from runner.spec import ExecutionSpec
 from runner.spec.document import format_trust
@@ -255,6 +255,7 @@ class Report:
         usage = {
             "perf/peak_bytes": read_peak_memory_bytes(),
             "perf/device_bytes": read_memory_counter("bytes_in_use"),
+            "perf/device_utilization": read_gpu_utilization(),
             "perf/host_bytes": read_resident_bytes(),
             "perf/host_free_bytes": read_free_memory_bytes(),
             "perf/cpu_cores": busy_seconds / max(seconds, 1e-9),

@@ -72,7 +72,7 @@ class Pod:
     num_chips: int
     num_leaves: int
     scratch: Path
-    bytes_scale: float  # bytes for which a byte of an array stands
+    bytes_scale: float = 1.0  # bytes for which a byte of an array stands
     requests: "collections.Counter[str]" = field(default_factory=collections.Counter)
     sizes: dict[str, float] = field(default_factory=dict)  # of what an act has written, by name
 

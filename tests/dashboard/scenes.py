@@ -89,7 +89,8 @@ def make_synthetic_run(
                "train/tokens": stage.units + (step - stage.step) * stage.units_per_step,
                "perf/tokens_per_second": 874_000 + numbers.gauss(0, 9000), "perf/mfu": 0.52 + numbers.gauss(0, 0.004),
                "perf/step_seconds_median": 0.6, "perf/step_seconds_p95": 0.64, "perf/peak_bytes": 13_958_643_712,
-               "perf/device_bytes": 12_884_901_888, "perf/host_bytes": 6_442_450_944 + index * 1_000_000,
+               "perf/device_bytes": 12_884_901_888, "perf/device_utilization": 0.97 + numbers.gauss(0, 0.01),
+               "perf/host_bytes": 6_442_450_944 + index * 1_000_000,
                "perf/host_free_bytes": 60_000_000_000 - index * 1_000_000, "perf/cpu_cores": 3.2,
                "perf/time": moment, "perf/attempt": attempt, "train/router_z": 0.1, "train/accuracy": 0.3}  # fmt: skip
         if sources:

@@ -3,11 +3,16 @@
 import csv
 import io
 import json
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import jax.numpy as jnp
+import pynvml
 import pytest
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -122,3 +127,60 @@ def test_peak_memory_is_that_of_the_fullest_device(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("jax.local_devices", lambda: devices)
     assert mesh.read_peak_memory_bytes() == 9
     assert mesh.read_memory_counter("bytes_in_use") is None
+
+
+class Gpu(NamedTuple):
+    """What JAX says of a device."""
+
+    local_hardware_id: int
+
+
+@pytest.mark.parametrize(
+    ("visible", "numbers", "share"),
+    [
+        (None, [0, 1, 2, 3], 0.25),
+        ("", [0, 2], 0.2),
+        ("3,1", [0, 1], 0.3),
+        ("1", [0], 0.2),
+        ("GPU-0,GPU-3", [0, 1], 0.25),
+        ("7", [0], None),  # the driver has no such device
+        ("1", [5], None),
+        ("MIG-GPU-1", [0], None),
+    ],
+)
+def test_the_utilisation_of_gpus_is_that_of_the_visible_ones(
+    visible: str | None, numbers: list[int], share: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert mesh.read_gpu_utilization() is None, "these are CPUs"
+    by_index = {index: (index + 1) * 10 for index in range(4)}  # percent
+    by_name = {f"GPU-{index}": value for index, value in by_index.items()}
+
+    def look_up(handles: dict[Any, int]) -> Callable[[Any], int]:
+        def get(key: Any) -> int:
+            if key not in handles:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+            return handles[key]
+
+        return get
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", look_up(by_index))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", look_up(by_name))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", lambda handle: SimpleNamespace(gpu=handle, memory=1))
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    monkeypatch.setattr("jax.local_devices", lambda: [Gpu(number) for number in numbers])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = mesh.read_gpu_utilization()
+    assert found is None if share is None else found == pytest.approx(share)
+
+
+@pytest.mark.parametrize("missing", ["driver", "package"])
+def test_without_the_library_of_a_driver_there_is_no_utilisation(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    if missing == "package":
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    else:
+        monkeypatch.setattr(pynvml, "nvmlInit", Mock(side_effect=pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)))
+    assert mesh.read_gpu_utilization() is None
