@@ -33,6 +33,7 @@ train_recipe  TrainRecipe: what a training job says about its model, loss, optim
 session       the training of one attempt: batches, rows, evaluations, hooks, contents of saves
 trainer       BaseTrainer: a recipe with its session; `run` is the training loop
 inference     sampling and evaluation of a run's weights, read-only
+retrace       steps of a run looked at again, and computed again, beside it
 dashboard     report page and live dashboard, read-only; no jax
 plan          preflight for hardware that need not be present: check, compile, forecast, search
 cli           commands of `python -m runner`

@@ -134,6 +134,21 @@ COMMANDS.add(
     "The spec is complete and commented. Its mesh, micro-batch and memory policy are chosen by arithmetic; no "
     "accelerator is needed.",
 )
+COMMANDS.add(
+    "explain",
+    declared.ExplainArguments,
+    "Show what a training step saw, and what each example cost",
+    _READ_EXIT_CODES,
+    "Repeats the steps from the newest checkpoint before it in a scratch directory. The run is only read.",
+)
+COMMANDS.add(
+    "replay",
+    declared.ReplayArguments,
+    "Compute a step of a run again, and compare",
+    "0 the bits are the same, or the losses within rounding where other hardware is used; 1 they differ; 2 invalid "
+    "command line, no such run or step, or it cannot run here; 76 the storage cannot be reached.",
+    "Repeats the steps from the newest checkpoint before it in a scratch directory. The run is only read.",
+)
 COMMANDS.add("metrics", declared.MetricsArguments, "Print the metrics of a run as JSON or CSV", _READ_EXIT_CODES)
 COMMANDS.add(
     "profile",
@@ -161,6 +176,8 @@ _IMPLEMENTATIONS = {
     declared.SpecArguments: ("runner.cli.inspect", "print_spec"),
     declared.InitArguments: ("runner.cli.init", "write_first_files"),
     declared.SpecFromArguments: ("runner.cli.plan", "write_spec_from"),
+    declared.ExplainArguments: ("runner.cli.retrace", "print_explanation"),
+    declared.ReplayArguments: ("runner.cli.retrace", "print_replay"),
     declared.MetricsArguments: ("runner.cli.inspect", "print_metrics"),
     declared.ProfileArguments: ("runner.cli.checkpoints", "request_steps"),
 }

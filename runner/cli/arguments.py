@@ -430,6 +430,68 @@ class MetricsArguments:
     ] = None
 
 
+AnyDevice = Annotated[
+    bool,
+    typer.Option(
+        "--any-device", help="Use all devices of this machine, whatever the run had. Losses then differ by rounding."
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainArguments:
+    """Arguments of `explain`."""
+
+    where: RunLocation
+    step: Annotated[int | None, typer.Option(metavar="K", help="Step to explain: the one that ends with K steps.")] = (
+        None
+    )
+    steps: Annotated[str | None, typer.Option(metavar="A-B", help="Several successive steps, instead of --step.")] = (
+        None
+    )
+    is_spike: Annotated[
+        bool, typer.Option("--spike", help="The row whose loss is furthest above those before it, instead of --step.")
+    ] = False
+    top: Annotated[int, typer.Option(metavar="N", help="Examples to show of each step, the most expensive first.")] = 10
+    is_data_only: Annotated[
+        bool, typer.Option("--data-only", help="Only what follows from the data; loads no weights and repeats no step.")
+    ] = False
+    as_json: AsJson = False
+    overrides: Overrides = field(default_factory=list)
+    is_any_device: AnyDevice = False
+    trust: TrustedModules = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if (self.step is not None) + (self.steps is not None) + self.is_spike != 1:
+            raise InvalidError("explain: needs one of --step K, --steps A-B and --spike")
+        if self.top < 1:
+            raise InvalidError(f"--top {self.top}: needs at least 1")
+        if self.steps is not None:
+            first, _, last = self.steps.partition("-")
+            if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
+                raise InvalidError(f"--steps {self.steps}: needs two steps, such as 20-24")
+
+    @property
+    def range(self) -> tuple[int, int] | None:
+        """First and last step; None with --spike."""
+        if self.steps is not None:
+            first, _, last = self.steps.partition("-")
+            return int(first), int(last)
+        return None if self.step is None else (self.step, self.step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayArguments:
+    """Arguments of `replay`."""
+
+    where: RunLocation
+    step: Annotated[int, typer.Option(metavar="K", help="Step to compute again: the one that ends with K steps.")]
+    as_json: AsJson = False
+    overrides: Overrides = field(default_factory=list)
+    is_any_device: AnyDevice = False
+    trust: TrustedModules = field(default_factory=list)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProfileArguments:
     """Arguments of `profile`."""

@@ -282,6 +282,10 @@ class ArrayExamples:
         arrays = self._source.read(self._start + np.asarray(indices, np.int64))
         return {**arrays, _PADDING_MASK: np.ones(len(indices), np.bool_)}
 
+    def get_spans(self, index: int) -> np.ndarray:
+        """Return no span."""
+        return np.zeros((0, 2), np.int64)
+
     def make_order(self, seed: int, batch_examples: Fraction) -> ShuffledOrder:
         """Return a shuffle of all examples, the same for every batch size."""
         return ShuffledOrder(self.num_examples, seed)

@@ -99,6 +99,19 @@ class TrainSource:
         return self.examples.read(np.array([self.order[first + index] for index in indices.tolist()], np.int64))
 
 
+class ExampleOrigin(NamedTuple):
+    """Place of a training example in the data."""
+
+    source: TrainSource
+    epoch: int  # passes over its source that were complete before it, by the order of the source
+    number: int  # of the example among those of its source
+
+    @property
+    def spans(self) -> np.ndarray:
+        """Spans of tokens that it holds, as in `runner.data.packing`; (0, 2) for arrays."""
+        return self.source.examples.get_spans(self.number)
+
+
 @dataclass(frozen=True)
 class SourceShare:
     """Contribution of a source to the first examples of a run."""
@@ -348,14 +361,28 @@ class Dataset:
             return self.train_sources[0].read(numbers)
         # One read for each source of the mixture, whose examples are then scattered over the batch.
         sequences = {name: np.empty((count, *field.shape), field.dtype) for name, field in self.fields.items()}
-        runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
-        located = [self._mixture.locate(int(run[0]), len(run)) for run in runs]
-        sources, indices = (np.concatenate(parts) for parts in zip(*located, strict=True))
+        sources, indices = self._locate(numbers)
         for source in np.unique(sources):
             rows = np.flatnonzero(sources == source)
             for name, values in self._add_weights(self.train_sources[source].read(indices[rows])).items():
                 sequences[name][rows] = values
         return sequences
+
+    def _locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the source of each example of the mixture, and its number in the stream of the source."""
+        runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+        located = [self._mixture.locate(int(run[0]), len(run)) for run in runs]
+        sources, indices = (np.concatenate(parts) for parts in zip(*located, strict=True))
+        return sources, indices
+
+    def find_origins(self, numbers: np.ndarray) -> list[ExampleOrigin]:
+        """Return where the training examples with these numbers (N,), ascending, come from."""
+        origins = []
+        for source, index in zip(*(found.tolist() for found in self._locate(numbers)), strict=True):
+            train = self.train_sources[source]
+            position = train.first_example + index
+            origins.append(ExampleOrigin(train, position // train.examples.num_examples, train.order[position]))
+        return origins
 
     def _add_weights(self, sequences: Sequences) -> Sequences:
         """Add a loss weight of 1 for each real target, if this source has no weights and another source has."""

@@ -24,7 +24,15 @@ from runner.data.megatron import read_megatron, validate_pairs
 from runner.data.readers import cache_key, publish, read_record, warn_unwritable, write_record
 from runner.data.remote import CacheSettings, open_reader
 from runner.data.source import CheckedSource, Source, bind_options
-from runner.data.source_files import BucketFiles, SourceFile, SourceFiles, find_corpus, find_source, read_source_file
+from runner.data.source_files import (
+    BucketFiles,
+    File,
+    SourceFile,
+    SourceFiles,
+    find_corpus,
+    find_source,
+    read_source_file,
+)
 from runner.data.tables import read_tables
 from runner.data.token_files import DocumentFiles, TokenReader, TokenSequence, open_token_files
 from runner.data.tokenizers import TOKENIZER_FILES, ByteTokenizer, CharacterTokenizer, Tokenizer, collect_characters
@@ -69,9 +77,11 @@ class TextTokens(TokenSequence, Source):
 
     has_documents = True
 
-    def __init__(self, text: TokenisedText, bytes_copied: int = 0) -> None:
+    def __init__(self, text: TokenisedText, bytes_copied: int = 0, files: Sequence[File] = ()) -> None:
+        """Wrap the tokens of `files`, of which none is empty."""
         super().__init__([text.ids])
         self.bytes_copied = bytes_copied
+        self._text_files = files if len(files) == len(text.ends) else None
         self.tokenizer = text.tokenizer
         self._sha256, self.ends = text.sha256, text.ends
 
@@ -88,6 +98,13 @@ class TextTokens(TokenSequence, Source):
     def read_part_ends(self, part: int, start: int, stop: int) -> np.ndarray:
         """Return the ends of all files."""
         return self.ends
+
+    def describe_position(self, position: int) -> str:
+        """Return the position in its file, and the name of the file."""
+        if self._text_files is None:
+            return super().describe_position(position)
+        index = int(np.searchsorted(self.ends, position, side="right"))
+        return f"position {position - int(self.ends[index - 1] if index else 0)} of {self._text_files[index]}"
 
     def validate_vocabulary(self, size: int) -> None:
         """Raise `DataError` if the tokenizer has more than `size` ids."""
@@ -229,7 +246,8 @@ def open_source(
             text = load_text(files, config.tokenizer, cache, separator)
             # Text in a bucket is copied to this host's disk first; `plan` reports the space that the copies take.
             is_copied = isinstance(files, BucketFiles)
-            source = TextTokens(text, sum(file.size_bytes for file in files.files) if is_copied else 0)
+            num_bytes = sum(file.size_bytes for file in files.files) if is_copied else 0
+            source = TextTokens(text, num_bytes, [file for file in files.files if file.size_bytes or separator])
     if not len(source):
         raise DataError(f"data.source={token_source.source}: is empty: it holds 0 tokens")
     if config.packing != "concatenate" and not source.has_documents:

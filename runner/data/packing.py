@@ -88,6 +88,9 @@ class Examples(Protocol):
     def read(self, indices: np.ndarray) -> Sequences:
         """Return the examples with these indices, each field of shape (len(indices), *shape of the field)."""
 
+    def get_spans(self, index: int) -> np.ndarray:
+        """Return the spans of tokens that an example holds, in order, of shape (n, 2); (0, 2) if it has no tokens."""
+
     def make_order(self, seed: int, batch_examples: Fraction) -> Sequence[int]:
         """Return the endless order, with every index once in each epoch. A step takes `batch_examples` on average."""
 
@@ -101,6 +104,11 @@ class TokenWindows:
         self._source, self._split = source, split
         self.fields = make_token_fields({**TOKEN_DTYPES, **source.fields}, split.sequence_length)
         self.num_examples = split.num_windows
+
+    def get_spans(self, index: int) -> np.ndarray:
+        """Return the inputs of a window as one span, which may hold parts of several documents."""
+        T = self._split.sequence_length
+        return np.array([[self._split.start + index * T, T]])
 
     def read(self, indices: np.ndarray) -> Sequences:
         """Read the windows, and the additional fields of their targets."""

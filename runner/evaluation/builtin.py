@@ -199,6 +199,9 @@ class _LeadingExamples:
     def read(self, numbers: np.ndarray) -> Sequences:
         return self.examples.read(numbers)
 
+    def get_spans(self, index: int) -> np.ndarray:
+        return self.examples.get_spans(index)
+
     def make_order(self, seed: int, batch_examples: Fraction) -> Sequence[int]:
         return self.examples.make_order(seed, batch_examples)
 

@@ -45,6 +45,8 @@ REQUIRED_ARGUMENTS = {
     ("spec",): [],
     ("init",): ["mine"],
     ("spec-from",): ["weights"],
+    ("explain",): ["run", "--step", "3"],
+    ("replay",): ["run", "--step", "3"],
     ("metrics",): ["run"],
     ("profile",): ["run"],
 }
@@ -69,6 +71,8 @@ OPTIONS = {
     ("spec",): "",
     ("init",): "",
     ("spec-from",): "--topology --data --lora --ignore-config-key -o --output",
+    ("explain",): "--step --steps --spike --top --data-only --json --set --any-device --trust",
+    ("replay",): "--step --json --set --any-device --trust",
     ("metrics",): "--csv -o --output",
     ("profile",): "--steps",
 }

@@ -98,6 +98,8 @@ COMMANDS: dict[str, Callable[[str, Path, str], list[str]]] = {
     "status of a path": lambda run, out, name: ["status", f"{run}/{name}"],
     "lineage": lambda run, out, name: ["lineage", run],
     "lineage of a directory": lambda run, out, name: ["lineage", str(Path(run).parent)],
+    "explain": lambda run, out, name: ["explain", run, "--step", "1"],
+    "replay": lambda run, out, name: ["replay", run, "--step", "1"],
     "metrics": lambda run, out, name: ["metrics", run],
     "metrics as CSV": lambda run, out, name: ["metrics", run, "--csv"],
     "report": lambda run, out, name: ["report", run, "-o", str(out / f"{name}.html")],

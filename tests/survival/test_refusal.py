@@ -269,7 +269,6 @@ def test_unusable_data_is_refused_with_numbers(
         in_the_soak("topology.mesh={data: 4, fsdp: 4, tensor: 1}", ("topology.mesh", "2 devices")),
         in_the_soak("topology.mesh={data: auto, fsdp: auto, tensor: 1}", ("topology.mesh", "auto")),
         in_the_soak("topology.accelerator=v5e-16", ("topology.accelerator", "v5e-16", "2 x cpu", "--set")),
-        in_the_soak("topology=null", ("topology",)),
         in_the_soak("job=experiments.gpt:PretrainGTP", ("job", "did you mean PretrainGPT")),
         in_the_soak("job=experiments.gtp:PretrainGPT", ("job", "did you mean experiments.gpt")),
         in_the_soak("job=json:JSONDecoder", ("job", "RestoreableJob")),

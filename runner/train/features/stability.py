@@ -222,6 +222,15 @@ class Stability(Feature):
         self.skipped = (*saved, *map(_get_range, newer))
         return replace_skipped_batches(state, self.skipped) if self.skipped != in_state else state
 
+    def adopt_records(self, identity: Trajectory, store: Store) -> None:
+        """Take over the ranges that a run has skipped, to read its data: those of its newest checkpoint and records.
+
+        `identity` is that of the checkpoint. Raises `InvalidError` if a record is damaged.
+        """
+        saved = [SkippedBatches(*skipped) for skipped in identity.get(ROLL_BACK_FOLDER, [])]
+        newer = [record for record in read_roll_backs(store) if record["number"] > len(saved)]
+        self.skipped = (*saved, *map(_get_range, newer))
+
     def rewind(
         self,
         job: RestoreableJob,

@@ -1,0 +1,195 @@
+"""Steps of a run, repeated in a scratch directory: its job goes on from one of its checkpoints, as at a restart.
+
+The run is only read. The scratch directory gets what a restart needs: the owner, one checkpoint, the records of
+roll-backs and of failed kernels. The job saves nothing there, and sends nothing to W&B or to a recipient of
+notifications. Its hooks are called.
+"""
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runner.attempts.events import ROLL_BACK_FOLDER
+from runner.attempts.layout import OWNER
+from runner.checkpoint.inspect import SPEC, copy_checkpoint, read_document
+from runner.checkpoint.manifest import Manifest, read_committed
+from runner.distributed.agreement import Hosts
+from runner.distributed.clock import Progress
+from runner.distributed.preemption import StopNotice
+from runner.errors import InvalidError
+from runner.job import make_job, prepare_process
+from runner.metrics.file import read_rows
+from runner.metrics.rows import Row
+from runner.spec import Document, Trust, parse_document, validate_spec
+from runner.spec.document import dump_yaml
+from runner.storage import STEP_MAX, JsonObject, LocalStore, Store, open_store
+from runner.train.kernel_check import RECORD
+from runner.trainer import BaseTrainer
+
+# Values with which a job keeps its output in its directory, and does not save. They change no bit.
+_QUIET = {
+    "checkpoint.every_steps": STEP_MAX,
+    "checkpoint.every_minutes": None,
+    "checkpoint.every": None,
+    "checkpoint.local_directory": None,
+    "checkpoint.local_every_steps": None,
+    "checkpoint.local_replicas": 0,
+    "logging.wandb": "disabled",
+    "logging.tensorboard": False,
+    "logging.notify": None,
+    "logging.profile": None,
+}
+
+
+@dataclass(frozen=True)
+class RetraceRequest:
+    """Request for the steps of a run from its newest checkpoint before `step`."""
+
+    directory: str  # of the run, or its URL
+    step: int  # last step that is wanted
+    overrides: Sequence[str] = ()  # `KEY=VALUE` of keys that may have other values than in the run
+    is_any_device: bool = False  # True: on all devices of this machine, whatever the run had
+    trust: Sequence[str] = ()  # modules, see `runner.spec.Trust`
+
+
+@dataclass
+class Retracing:
+    """Job of a run in a scratch directory, between two steps.
+
+    Attributes:
+        job: the job, with its state and the number of completed steps.
+        run: directory of the run.
+        base: manifest of the checkpoint from which it goes on; None if it has begun at step 0.
+        manifests: manifests of the run by committed step.
+        start: completed steps from which the steps are repeated.
+    """
+
+    job: BaseTrainer
+    run: Store
+    base: Manifest | None
+    manifests: dict[int, Manifest]
+    start: int
+    _batches: Any = field(repr=False)
+
+    @property
+    def hardware(self) -> JsonObject:
+        """Hardware of the run when it saved the base, or else its first checkpoint; empty if it has none."""
+        return self._get_record("topology")
+
+    @property
+    def environment(self) -> JsonObject:
+        """Versions and machines of the run at that time; empty if it has no checkpoint."""
+        return self._get_record("environment")
+
+    def _get_record(self, name: str) -> JsonObject:
+        manifest = self.base or self.manifests.get(min(self.manifests, default=-1))
+        return getattr(manifest, name, None) or {}
+
+    def load_arrays(self, step: int) -> dict[str, np.ndarray]:
+        """Return the examples of the batch after `step` completed steps, in order: (N, ...) by field."""
+        batch = self.job.batch(step=step)
+        return {name: np.asarray(values).reshape(-1, *values.shape[2:]) for name, values in batch.items()}
+
+    def advance(self) -> None:
+        """Make the next step, with its row and the calls of hooks."""
+        job, session = self.job, self.job.session
+        session.enter_stage(job.step)
+        batch, has_target = next(self._batches.seek(job.step))
+        job.state, loss, meta = session.make_step(job.state, batch, has_target, job.train_setup.key)
+        job.step += 1
+        session.add_step(job.step, loss, meta)
+        job.attempt.progress.report_step(job.step)
+        session.write_row()
+
+    def advance_to(self, step: int) -> None:
+        """Make all steps up to `step`."""
+        while self.job.step < step:
+            self.advance()
+
+    def read_rows(self) -> list[Row]:
+        """Return the rows of the steps that were repeated."""
+        self.job.session.report.sync()
+        return read_rows(self.job.store)
+
+
+def open_job(directory: str, trust: Sequence[str]) -> BaseTrainer:
+    """Return the job of a run by its directory or URL, to be read and not to be run.
+
+    Texts that the run has tokenised are replaced by its corpora. `trust` is as in `RetraceRequest`. Raises
+    `InvalidError` if there is no run of a trainer.
+    """
+    store = open_store(directory)
+    document = read_document(store, Trust(tuple(trust)))
+    job = make_job(document, validate_spec(document))
+    if not isinstance(job, BaseTrainer):
+        raise InvalidError(f"{store.url}: its job {job.spec.job} is no trainer; needs a run of a BaseTrainer")
+    return job
+
+
+def validate_step(run: Store, step: int, newest: int) -> None:
+    """Raise `InvalidError` if a run, which has made `newest` steps, has not made this one."""
+    if not 0 < step <= newest:
+        reason = "has not made a step yet" if not newest else f"has made the steps 1 to {newest}"
+        raise InvalidError(f"{run.url}: --step {step}: the run {reason}")
+
+
+def _make_document(request: RetraceRequest, document: Document, scratch: Path) -> Document:
+    values = _QUIET | {"directory": str(scratch)}
+    overrides = [*request.overrides, *(f"{key}={json.dumps(value)}" for key, value in values.items())]
+    data = document.data | ({"topology": {}} if request.is_any_device else {})
+    made = parse_document(dump_yaml(data), f"{request.directory}/{SPEC}", overrides)
+    return replace(made, trust=document.trust)
+
+
+def _copy_past(run: Store, step: int | None, scratch: LocalStore) -> None:
+    """Copy what a restart at a step needs. Raises `InvalidError` if the checkpoint is damaged or gone."""
+    names = [OWNER, RECORD, *(f"{ROLL_BACK_FOLDER}/{name}" for name in run.list_sizes(ROLL_BACK_FOLDER))]
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            scratch.write(name, run.read(name))
+    if step is not None:
+        copy_checkpoint(run, str(step), scratch)
+
+
+@contextlib.contextmanager
+def retrace(request: RetraceRequest) -> Iterator[Retracing]:
+    """Set up the job of a run at its newest checkpoint before a step, and remove the scratch directory at the end.
+
+    Raises:
+        InvalidError: there is no run of a trainer, or it cannot go on here.
+    """
+    document = open_job(request.directory, request.trust).document
+    run = open_store(request.directory)
+    manifests = read_committed(run)
+    base = max((step for step in manifests if step < request.step), default=None)
+    with tempfile.TemporaryDirectory(prefix="runner-retrace-") as directory:
+        scratch = LocalStore(Path(directory))
+        _copy_past(run, base, scratch)
+        made = _make_document(request, document, Path(directory))
+        job = make_job(made, validate_spec(made))
+        assert isinstance(job, BaseTrainer), "the class is that of the run"
+        prepare_process(job)
+        try:
+            attempt = job.lifecycle.claim(Hosts.single_process(), StopNotice(), Progress())
+        except InvalidError as error:
+            # What is advised about a directory does not help here.
+            head, found, _ = str(error).partition(f"\n{scratch.url}: ")
+            if not found:
+                raise
+            raise InvalidError(f"{head}\n{run.url}: is repeated as it was, so this key stays") from error
+        with attempt.record_outcome():
+            job.lifecycle.prepare_and_restore()
+            if job.step >= request.step:
+                parent = job.lineage.get("run", "another run")
+                raise InvalidError(
+                    f"{run.url}: was forked from {parent} at step {job.step}; that run has made step {request.step}"
+                )
+            with job.session.open() as batches:
+                yield Retracing(job, run, manifests.get(job.step), manifests, job.step, batches)
+            job.checkpointer.close()

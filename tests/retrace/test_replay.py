@@ -1,0 +1,197 @@
+"""Replay: every step of a run of every kind is computed again to the bit, and a run with other values is found out."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.cli.app import run_command
+from runner.cli.status import open_run_store
+from runner.errors import InvalidError
+from runner.history.reader import HistoryReader
+from runner.retrace.replay import ReplayResult, replay
+from runner.retrace.scratch import RetraceRequest, retrace
+from tests.retrace.runs import DAILY, RUNS, SAVES, STEPS
+from tests.support.job_process import hash_tree
+from tests.support.tiny_jobs import get_job_name, make_gpt, read_rows
+from tests.test_values import TrainLookup
+
+TRUST = ("tests",)
+
+
+class Scaled(TrainLookup):
+    """Lookup-table job whose loss has a factor."""
+
+    factor = 1.0
+
+    @classmethod
+    def forward(cls, apply_fn: Any, params: Any, batch: Any, key: Any) -> Any:
+        loss_sum, meta = super().forward(apply_fn, params, batch, key)
+        return loss_sum * Scaled.factor, meta
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory):
+    """Return a function from a kind to the directory of a finished run, made once."""
+    made: dict[str, Path] = {}
+
+    def get(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp("replay") / "run"
+            RUNS[kind](made[kind])
+        return made[kind]
+
+    return get
+
+
+def replay_step(directory: Path, step: int, *overrides: str, **options: Any) -> ReplayResult:
+    history = HistoryReader(open_run_store(str(directory))).read()
+    with retrace(RetraceRequest(str(directory), step, overrides, trust=TRUST, **options)) as retracing:
+        return replay(retracing, step, history)
+
+
+def list_steps(directory: Path) -> list[int]:
+    return [row["step"] for row in read_rows(directory)]
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[] if kind in DAILY else pytest.mark.soak) for kind in RUNS])
+def test_steps_of_every_kind_of_run_replay_to_the_bit(kind, run_of):
+    directory = run_of(kind)
+    before, steps = hash_tree(directory), list_steps(directory)
+    # Between two checkpoints, at one, and the last one.
+    for step in (steps[1], 6, steps[-1]):
+        result = replay_step(directory, step)
+        assert (result.verdict, result.difference) == ("same bits", None), [*result.format()]
+        assert result.num_rows
+        assert result.promises_bits
+        assert result.start < step
+    assert result.fingerprints == {steps[-1]: json.loads((directory / "result.json").read_text())["fingerprint"]}
+    assert hash_tree(directory) == before
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", RUNS)
+def test_every_step_of_every_kind_of_run_replays_to_the_bit(kind, run_of):
+    directory = run_of(kind)
+    rows = {row["step"]: row for row in read_rows(directory)}
+    for step in rows:
+        result = replay_step(directory, step)
+        assert (result.verdict, result.difference) == ("same bits", None), [*result.format()]
+
+
+def test_the_job_leaves_nothing_behind(run_of, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    replay_step(run_of("whole"), 2)
+    with pytest.raises(InvalidError):
+        replay_step(run_of("whole"), 2, "config.model.width=-1")
+    assert os.listdir(tmp_path) == []
+
+
+# What a run has recorded, changed afterwards: the key of a row of step 5, or the seed of its spec.
+@pytest.mark.parametrize(
+    ("key", "value"), [("train/loss", 3.25), ("train/grad_norm", None), ("val/loss", 1.0), ("train/tokens", 7)]
+)
+def test_a_row_with_another_value_is_named(key, value, tmp_path):
+    make_gpt(tmp_path / "run", **SAVES | {"config.eval.every_steps": 5})()
+    rows = read_rows(tmp_path / "run")
+    rows[4][key] = value
+    (tmp_path / "run/metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    result = replay_step(tmp_path / "run", 5)
+    assert result.verdict == "different"
+    assert result.difference is not None
+    assert (result.difference.step, result.difference.key, result.difference.recorded) == (5, key, value)
+    assert replay_step(tmp_path / "run", 4).verdict == "same bits"
+
+
+def test_a_key_of_the_trajectory_cannot_have_another_value(run_of):
+    with pytest.raises(InvalidError) as caught:
+        replay_step(run_of("whole"), 5, "config.precision.matmul=int8")
+    assert "checkpoint 3 has 'compute', the spec 'int8'" in str(caught.value)
+    assert str(caught.value).endswith("run: is repeated as it was, so this key stays")
+
+
+def test_a_fork_names_the_run_of_the_steps_before_it(run_of):
+    with pytest.raises(InvalidError, match=r"was forked from .*parent at step 3; that run has made step 2"):
+        replay_step(run_of("fork"), 2)
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "same bits"), (1.0001, "within rounding"), (2.0, "different")])
+def test_code_that_has_changed_since_is_named(factor, verdict, tmp_path, monkeypatch):
+    make_gpt(tmp_path / "run", Scaled, **SAVES | {"job": get_job_name(Scaled)})()
+    monkeypatch.setattr(Scaled, "factor", factor)
+    result = replay_step(tmp_path / "run", 5)
+    assert result.verdict == verdict
+    assert result.promises_bits == (factor == 1.0)
+    assert any("program of the train step" in change for change in result.changes) == (factor != 1.0)
+    # Only other results end the command with 1.
+    code = run_command(["replay", str(tmp_path / "run"), "--step", "5", "--trust", "tests"])
+    assert code == (1 if verdict == "different" else 0)
+
+
+def test_other_devices_change_the_losses_by_rounding_alone(run_of):
+    result = replay_step(run_of("whole"), 5, "topology.mesh={data: 2, fsdp: 4}")
+    assert result.verdict == "within rounding"
+    assert not result.promises_bits
+    assert 0 < result.loss_deviation < 1e-5
+    assert any("mesh" in change for change in result.changes)
+
+
+def test_a_run_with_fixed_sums_has_the_same_bits_on_other_devices(tmp_path):
+    fixed = {"config.train.same_bits_devices": 8, "config.train.micro_batch_examples": 2}
+    make_gpt(tmp_path / "run", **SAVES | fixed)()
+    result = replay_step(tmp_path / "run", 5, "topology.mesh={data: 1, fsdp: 8}")
+    assert result.promises_bits
+    assert result.verdict == "same bits"
+
+
+def test_a_step_that_was_made_twice_is_named(run_of):
+    lost = replay_step(run_of("killed"), 5)
+    assert lost.notes == ["attempt 2 made step 5 too, and lost it; it was computed again"]
+    assert replay_step(run_of("killed"), 4).notes == []
+    rolled_back = replay_step(run_of("rolled back"), 9)
+    assert "step 9 was rolled back, because of loss nan" in rolled_back.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--step", "0"], "--step 0: the run has made the steps 1 to 8"),
+        (["--step", str(STEPS + 1)], "--step 9: the run has made the steps 1 to 8"),
+        (["--step", "2", "--set", "config.model.wdth=3"], "did you mean config.model.width"),
+        ([], "--step"),
+    ],
+)
+def test_a_wrong_request_is_refused(words, problem, run_of):
+    with pytest.raises(InvalidError) as caught:
+        run_command(["replay", str(run_of("whole")), *words])
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", ["manifest", "arrays", "gone"])
+def test_a_checkpoint_that_cannot_be_used_is_named(damage, tmp_path):
+    make_gpt(tmp_path / "run", **SAVES)()
+    checkpoint = tmp_path / "run/checkpoints/3"
+    if damage == "manifest":
+        (checkpoint / "manifest.json").write_text("{")
+    else:
+        path = next(checkpoint.rglob("*.bin"))
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content) if damage == "arrays" else path.unlink()
+    if damage == "manifest":  # it is no checkpoint, and the run is repeated from its beginning
+        assert replay_step(tmp_path / "run", 5).start == 0
+    else:
+        with pytest.raises((InvalidError, FileNotFoundError)) as caught:
+            replay_step(tmp_path / "run", 5)
+        assert "checkpoints/3" in str(caught.value)
+
+
+def test_the_command_prints_a_verdict_and_json(run_of, capfd):
+    assert run_command(["replay", str(run_of("whole")), "--step", "5"]) == 0
+    assert "step 5, from checkpoint 3: SAME BITS, compared with 2 rows" in capfd.readouterr().out
+    assert run_command(["replay", str(run_of("whole")), "--step", "6", "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert (found["verdict"], found["from_checkpoint"], found["rows"]) == ("same bits", 3, 3)
+    assert found["fingerprints"] == found["recorded_fingerprints"] == {"6": found["fingerprint"]}
