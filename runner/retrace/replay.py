@@ -80,7 +80,7 @@ class ReplayResult:
         yield from self.notes
         for change in self.changes:
             yield f"other than in the run: {change}"
-        compared = [f"{self.num_rows} rows"] if self.num_rows else []
+        compared = [f"{self.num_rows} row{'s' * (self.num_rows > 1)}"] if self.num_rows else []
         compared += [f"fingerprint of step {step}" for step in self.recorded_fingerprints]
         where = f"step {self.step}, from {f'checkpoint {self.start}' if self.start else 'the beginning'}"
         against = f", compared with {' and '.join(compared)}" if compared else ""
