@@ -6,7 +6,9 @@ notifications. Its hooks are called.
 """
 
 import contextlib
+import fcntl
 import json
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +20,8 @@ import numpy as np
 from runner.attempts.events import ROLL_BACK_FOLDER
 from runner.attempts.layout import OWNER
 from runner.checkpoint.inspect import SPEC, copy_checkpoint, read_document
-from runner.checkpoint.manifest import Manifest, read_committed
+from runner.checkpoint.manifest import CHECKPOINTS, Manifest, read_committed
+from runner.console import warn
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Progress
 from runner.distributed.preemption import StopNotice
@@ -32,6 +35,7 @@ from runner.storage import STEP_MAX, JsonObject, LocalStore, Store, open_store
 from runner.train.kernel_check import RECORD
 from runner.trainer import BaseTrainer
 
+_PREFIX, _LOCK = "runner-retrace-", ".lock"
 # Values with which a job keeps its output in its directory, and does not save. They change no bit.
 _QUIET = {
     "checkpoint.every_steps": STEP_MAX,
@@ -147,19 +151,38 @@ def _make_document(request: RetraceRequest, document: Document, scratch: Path) -
     return replace(made, trust=document.trust)
 
 
-def _copy_past(run: Store, step: int | None, scratch: LocalStore) -> None:
-    """Copy what a restart at a step needs. Raises `InvalidError` if the checkpoint is damaged or gone."""
+def _copy_past(run: Store, steps: Sequence[int], scratch: LocalStore) -> None:
+    """Copy what a restart needs, with the newest good checkpoint of these ascending `steps`, if there is one."""
     names = [OWNER, RECORD, *(f"{ROLL_BACK_FOLDER}/{name}" for name in run.list_sizes(ROLL_BACK_FOLDER))]
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             scratch.write(name, run.read(name))
-    if step is not None:
-        copy_checkpoint(run, str(step), scratch)
+    for step in reversed(steps):
+        try:
+            copy_checkpoint(run, str(step), scratch)
+            return
+        except (InvalidError, FileNotFoundError) as error:
+            warn(f"checkpoint {step} cannot be used, an older one is: {error}")
+            scratch.remove_tree(f"{CHECKPOINTS}/{step}")
+
+
+@contextlib.contextmanager
+def _scratch_directory() -> Iterator[Path]:
+    """Yield a directory that exists as long as the context, and remove those of processes that were killed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        # The lock of a process ends with it.
+        with contextlib.suppress(OSError), (left / _LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory, (Path(directory) / _LOCK).open("wb") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield Path(directory) / "run"
 
 
 @contextlib.contextmanager
 def retrace(request: RetraceRequest) -> Iterator[Retracing]:
-    """Set up the job of a run at its newest checkpoint before a step, and remove the scratch directory at the end.
+    """Set up the job of a run at its newest good checkpoint before a step, and remove the scratch directory at the end.
 
     Raises:
         InvalidError: there is no run of a trainer, or it cannot go on here.
@@ -167,11 +190,10 @@ def retrace(request: RetraceRequest) -> Iterator[Retracing]:
     document = open_job(request.directory, request.trust).document
     run = open_store(request.directory)
     manifests = read_committed(run)
-    base = max((step for step in manifests if step < request.step), default=None)
-    with tempfile.TemporaryDirectory(prefix="runner-retrace-") as directory:
-        scratch = LocalStore(Path(directory))
-        _copy_past(run, base, scratch)
-        made = _make_document(request, document, Path(directory))
+    with _scratch_directory() as directory:
+        scratch = LocalStore(directory)
+        _copy_past(run, sorted(step for step in manifests if step < request.step), scratch)
+        made = _make_document(request, document, directory)
         job = make_job(made, validate_spec(made))
         assert isinstance(job, BaseTrainer), "the class is that of the run"
         prepare_process(job)
@@ -180,6 +202,8 @@ def retrace(request: RetraceRequest) -> Iterator[Retracing]:
         except InvalidError as error:
             # What is advised about a directory does not help here.
             head, found, _ = str(error).partition(f"\n{scratch.url}: ")
+            if not found and "topology" in head and not request.is_any_device:
+                raise InvalidError(f"{head}\n--any-device uses the devices of this machine instead") from error
             if not found:
                 raise
             raise InvalidError(f"{head}\n{run.url}: is repeated as it was, so this key stays") from error

@@ -2,20 +2,34 @@
 
 import json
 import os
+import random
+import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from runner.checkpoint.manifest import read_committed
 from runner.cli.app import run_command
 from runner.cli.status import open_run_store
 from runner.errors import InvalidError
 from runner.history.reader import HistoryReader
+from runner.retrace import scratch
 from runner.retrace.replay import ReplayResult, replay
 from runner.retrace.scratch import RetraceRequest, retrace
 from tests.retrace.runs import DAILY, RUNS, SAVES, STEPS
 from tests.support.job_process import hash_tree
-from tests.support.tiny_jobs import get_job_name, make_gpt, read_rows
+from tests.support.tiny_jobs import (
+    get_job_name,
+    make_gpt,
+    make_gpt_document,
+    read_outcome,
+    read_rows,
+    start_python,
+    wait_for_output,
+)
 from tests.test_values import TrainLookup
 
 TRUST = ("tests",)
@@ -138,6 +152,12 @@ def test_other_devices_change_the_losses_by_rounding_alone(run_of):
     assert any("mesh" in change for change in result.changes)
 
 
+def test_a_mesh_that_does_not_fit_is_refused_with_the_option_that_helps(run_of):
+    with pytest.raises(InvalidError, match="--any-device uses the devices of this machine instead"):
+        replay_step(run_of("whole"), 5, "topology.mesh={data: 16}")
+    assert replay_step(run_of("whole"), 5, is_any_device=True).verdict == "same bits"
+
+
 def test_a_run_with_fixed_sums_has_the_same_bits_on_other_devices(tmp_path):
     fixed = {"config.train.same_bits_devices": 8, "config.train.micro_batch_examples": 2}
     make_gpt(tmp_path / "run", **SAVES | fixed)()
@@ -169,23 +189,84 @@ def test_a_wrong_request_is_refused(words, problem, run_of):
     assert problem in str(caught.value)
 
 
-@pytest.mark.parametrize("damage", ["manifest", "arrays", "gone"])
-def test_a_checkpoint_that_cannot_be_used_is_named(damage, tmp_path):
+@pytest.mark.parametrize("damage", ["manifest", "arrays", "gone", "deleted meanwhile"])
+def test_a_checkpoint_that_cannot_be_used_is_passed_over(damage, tmp_path, monkeypatch, capfd):
     make_gpt(tmp_path / "run", **SAVES)()
-    checkpoint = tmp_path / "run/checkpoints/3"
+    checkpoint = tmp_path / "run/checkpoints/6"
+    path = next(checkpoint.rglob("*.bin"))
     if damage == "manifest":
         (checkpoint / "manifest.json").write_text("{")
-    else:
-        path = next(checkpoint.rglob("*.bin"))
+    elif damage == "arrays":
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
-        path.write_bytes(content) if damage == "arrays" else path.unlink()
-    if damage == "manifest":  # it is no checkpoint, and the run is repeated from its beginning
-        assert replay_step(tmp_path / "run", 5).start == 0
+        path.write_bytes(content)
+    elif damage == "gone":
+        path.unlink()
     else:
-        with pytest.raises((InvalidError, FileNotFoundError)) as caught:
-            replay_step(tmp_path / "run", 5)
-        assert "checkpoints/3" in str(caught.value)
+        # Retention of the run deletes it after it was listed.
+        def list_and_delete(store):
+            found = read_committed(store)
+            shutil.rmtree(checkpoint)
+            return found
+
+        monkeypatch.setattr(scratch, "read_committed", list_and_delete)
+    result = replay_step(tmp_path / "run", 8)
+    assert (result.start, result.verdict) == (3, "same bits")
+    assert ("checkpoint 6 cannot be used" in capfd.readouterr().err) == (damage != "manifest")
+
+
+# Beside a run, and killed.
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_replay_that_is_killed_leaves_nothing(number, run_of, tmp_path):
+    directory, before = run_of("whole"), hash_tree(run_of("whole"))
+    words = ["-m", "runner", "replay", str(directory), "--step", "8"]
+    process = start_python(*words, devices=8, TMPDIR=str(tmp_path))
+    while not [*tmp_path.glob("runner-retrace-*/run/events.jsonl")]:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == (-number if number == signal.SIGKILL else 75)
+    if number == signal.SIGKILL:
+        assert [*tmp_path.glob("runner-retrace-*")]
+        wait_for_output(start_python(*words, devices=8, TMPDIR=str(tmp_path)))
+    assert [*tmp_path.glob("runner-retrace-*")] == []
+    assert hash_tree(directory) == before
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(4))
+def test_commands_beside_a_live_run_change_nothing(seed, tmp_path):
+    """The run saves each step, and keeps few of its checkpoints."""
+    options = {"checkpoint.every_steps": 1, "checkpoint.keep_last": 2, "config.train.total_steps": 60}
+    make_gpt(tmp_path / "whole", **options)()
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(json.dumps(make_gpt_document(tmp_path / "run", **options)))
+    live = start_python("-m", "runner", str(spec), devices=8)
+    chance, verdicts = random.Random(seed), []
+    while live.poll() is None or len(verdicts) < 3:
+        rows = read_rows(tmp_path / "run") if (tmp_path / "run/metrics.jsonl").exists() else []
+        if not rows:
+            time.sleep(0.1)
+            continue
+        step = max(rows[-1]["step"] - chance.randrange(3), 1)
+        command = chance.choice([["replay", "--json"], ["explain", "--top", "1", "--json"]])
+        process = start_python(
+            "-m", "runner", command[0], str(tmp_path / "run"), "--step", str(step), *command[1:], devices=8
+        )
+        if chance.random() < 0.3:
+            time.sleep(chance.uniform(0, 8))
+            process.kill()
+            process.communicate()
+            continue
+        output = wait_for_output(process)
+        if command == "replay":
+            verdicts.append(json.loads(output.splitlines()[-1])["verdict"])
+    assert wait_for_output(live) is not None
+    assert {*verdicts} <= {"same bits", "not compared"}
+    assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
 
 
 def test_the_command_prints_a_verdict_and_json(run_of, capfd):
