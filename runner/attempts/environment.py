@@ -161,14 +161,15 @@ def find_commit(job_class: type) -> JsonObject:
         path = Path(inspect.getfile(job_class)).resolve()
     except (OSError, TypeError):  # The class was typed into an interpreter.
         return {}
-    commit = _run_git(path.parent, "rev-parse", "HEAD")
-    if commit is None or _run_git(path.parent, "check-ignore", str(path)) is not None:
+    commit = run_git(path.parent, "rev-parse", "HEAD")
+    if commit is None or run_git(path.parent, "check-ignore", str(path)) is not None:
         return {}  # A package installed below a checkout, in a virtual environment, is not part of its commit.
-    changes = _run_git(path.parent, "status", "--porcelain", "--untracked-files=no")
+    changes = run_git(path.parent, "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit} if changes is None else {"commit": commit, "dirty": bool(changes)}
 
 
-def _run_git(directory: Path, *arguments: str) -> str | None:
+def run_git(directory: Path, *arguments: str) -> str | None:
+    """Return the output of a git command in a directory; None if there is no git, or it fails or takes too long."""
     try:
         result = subprocess.run(
             ["git", "-C", str(directory), *arguments],

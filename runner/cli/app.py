@@ -149,6 +149,23 @@ COMMANDS.add(
     "command line, no such run or step, or it cannot run here; 76 the storage cannot be reached.",
     "Repeats the steps from the newest checkpoint before it in a scratch directory. The run is only read.",
 )
+COMMANDS.add(
+    "bundle",
+    declared.BundleArguments,
+    "Write an archive with which others can check a run",
+    "0 written; 2 invalid command line, or no such run; 76 the storage cannot be reached, or the output cannot be "
+    "written.",
+    "It holds the spec, the rows, fingerprints, digests of the data and versions: no weights, and no data.",
+)
+COMMANDS.add(
+    "reproduce",
+    declared.ReproduceArguments,
+    "Run the job of a bundle again, and compare",
+    "0 every save that was compared is identical, or the losses within rounding where hardware or versions differ; 1 "
+    "they differ; 2 invalid command line or bundle, other data, or it cannot run here; 75 and 76: run the same command "
+    "again.",
+    "Ends at the first save that differs. Interrupted, the same command goes on.",
+)
 COMMANDS.add("metrics", declared.MetricsArguments, "Print the metrics of a run as JSON or CSV", _READ_EXIT_CODES)
 COMMANDS.add(
     "profile",
@@ -178,6 +195,8 @@ _IMPLEMENTATIONS = {
     declared.SpecFromArguments: ("runner.cli.plan", "write_spec_from"),
     declared.ExplainArguments: ("runner.cli.retrace", "print_explanation"),
     declared.ReplayArguments: ("runner.cli.retrace", "print_replay"),
+    declared.BundleArguments: ("runner.cli.retrace", "write_bundle"),
+    declared.ReproduceArguments: ("runner.cli.retrace", "print_reproduction"),
     declared.MetricsArguments: ("runner.cli.inspect", "print_metrics"),
     declared.ProfileArguments: ("runner.cli.checkpoints", "request_steps"),
 }

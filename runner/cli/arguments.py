@@ -485,7 +485,40 @@ class ReplayArguments:
     """Arguments of `replay`."""
 
     where: RunLocation
-    step: Annotated[int, typer.Option(metavar="K", help="Step to compute again: the one that ends with K steps.")]
+    step: Annotated[
+        int | None, typer.Option(metavar="K", help="Step to compute again: the one that ends with K steps.")
+    ] = None
+    is_spot_check: Annotated[
+        bool,
+        typer.Option("--spot-check", help="A random checkpoint, from the one before it, instead of --step."),
+    ] = False
+    as_json: AsJson = False
+    overrides: Overrides = field(default_factory=list)
+    is_any_device: AnyDevice = False
+    trust: TrustedModules = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if (self.step is not None) == self.is_spot_check:
+            raise InvalidError("replay: needs one of --step K and --spot-check")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BundleArguments:
+    """Arguments of `bundle`."""
+
+    where: RunLocation
+    output: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="Archive to write.")]
+    trust: TrustedModules = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceArguments:
+    """Arguments of `reproduce`."""
+
+    bundle: Annotated[str, typer.Argument(metavar="FILE", help="Archive that `bundle` has written.")]
+    directory: Annotated[
+        str, typer.Option("-o", "--output", metavar="DIR", help="Directory or URL of the new run; goes on there.")
+    ]
     as_json: AsJson = False
     overrides: Overrides = field(default_factory=list)
     is_any_device: AnyDevice = False

@@ -6,4 +6,5 @@
 - `losses`: losses and gradients of single examples
 - `explain`: the examples of a step, the cost of each, and other changes at that step
 - `replay`: a step computed again, and compared with what the run recorded
+- `bundle`: an archive from which somebody else can run the job again, and check its results
 """

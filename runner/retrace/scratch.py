@@ -8,6 +8,7 @@ notifications. Its hooks are called.
 import contextlib
 import fcntl
 import json
+import random
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,7 @@ from runner.trainer import BaseTrainer
 
 _PREFIX, _LOCK = "runner-retrace-", ".lock"
 # Values with which a job keeps its output in its directory, and does not save. They change no bit.
-_QUIET = {
+QUIET = {
     "checkpoint.every_steps": STEP_MAX,
     "checkpoint.every_minutes": None,
     "checkpoint.every": None,
@@ -143,8 +144,16 @@ def validate_step(run: Store, step: int, newest: int) -> None:
         raise InvalidError(f"{run.url}: --step {step}: the run {reason}")
 
 
+def choose_checkpoint(run: Store) -> int:
+    """Return the step of a random checkpoint, of several not the first. Raises `InvalidError` if there is none."""
+    steps = [step for step in sorted(read_committed(run)) if step]
+    if not steps:
+        raise InvalidError(f"{run.url}: no checkpoint is here")
+    return random.choice(steps[1:] or steps)
+
+
 def _make_document(request: RetraceRequest, document: Document, scratch: Path) -> Document:
-    values = _QUIET | {"directory": str(scratch)}
+    values = QUIET | {"directory": str(scratch)}
     overrides = [*request.overrides, *(f"{key}={json.dumps(value)}" for key, value in values.items())]
     data = document.data | ({"topology": {}} if request.is_any_device else {})
     made = parse_document(dump_yaml(data), f"{request.directory}/{SPEC}", overrides)

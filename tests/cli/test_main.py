@@ -47,6 +47,8 @@ REQUIRED_ARGUMENTS = {
     ("spec-from",): ["weights"],
     ("explain",): ["run", "--step", "3"],
     ("replay",): ["run", "--step", "3"],
+    ("bundle",): ["run", "-o", "x.zip"],
+    ("reproduce",): ["x.zip", "-o", "out"],
     ("metrics",): ["run"],
     ("profile",): ["run"],
 }
@@ -72,7 +74,9 @@ OPTIONS = {
     ("init",): "",
     ("spec-from",): "--topology --data --lora --ignore-config-key -o --output",
     ("explain",): "--step --steps --spike --top --data-only --json --set --any-device --trust",
-    ("replay",): "--step --json --set --any-device --trust",
+    ("replay",): "--step --spot-check --json --set --any-device --trust",
+    ("bundle",): "-o --output --trust",
+    ("reproduce",): "-o --output --json --set --any-device --trust",
     ("metrics",): "--csv -o --output",
     ("profile",): "--steps",
 }

@@ -180,7 +180,8 @@ def test_a_step_that_was_made_twice_is_named(run_of):
         (["--step", "0"], "--step 0: the run has made the steps 1 to 8"),
         (["--step", str(STEPS + 1)], "--step 9: the run has made the steps 1 to 8"),
         (["--step", "2", "--set", "config.model.wdth=3"], "did you mean config.model.width"),
-        ([], "--step"),
+        ([], "replay: needs one of --step K and --spot-check"),
+        (["--step", "2", "--spot-check"], "replay: needs one of --step K and --spot-check"),
     ],
 )
 def test_a_wrong_request_is_refused(words, problem, run_of):
@@ -275,4 +276,8 @@ def test_the_command_prints_a_verdict_and_json(run_of, capfd):
     assert run_command(["replay", str(run_of("whole")), "--step", "6", "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert (found["verdict"], found["from_checkpoint"], found["rows"]) == ("same bits", 3, 3)
+    assert run_command(["replay", str(run_of("whole")), "--spot-check", "--json"]) == 0
+    spot = json.loads(capfd.readouterr().out)
+    assert (spot["step"], spot["from_checkpoint"]) in ((6, 3), (8, 6))
+    assert spot["fingerprints"].keys() == {str(spot["step"])}
     assert found["fingerprints"] == found["recorded_fingerprints"] == {"6": found["fingerprint"]}

@@ -1,0 +1,272 @@
+"""Bundle: a small archive with which somebody else can run the job of a run again, and check its results.
+
+It holds the resolved spec, the rows, the fingerprint of each save that belongs to the trajectory, digests of the data,
+versions, hardware, and the code of the job that is not in its commit. It holds no weights, no data and no secrets.
+What is in an archive is data: no code of it is executed, and its spec may name only classes that the user trusts.
+"""
+
+import inspect
+import io
+import json
+import math
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from runner.attempts.environment import collect_versions, run_git
+from runner.checkpoint.inspect import SPEC
+from runner.checkpoint.manifest import read_newest_manifest
+from runner.console import say
+from runner.distributed.agreement import Hosts
+from runner.distributed.clock import Clock
+from runner.distributed.preemption import StopNotice
+from runner.errors import InvalidError, PreemptedError
+from runner.job import make_job, prepare_process
+from runner.metrics.file import METRICS_FILE, read_rows
+from runner.metrics.rows import Row
+from runner.retrace.replay import LOSS, ROUNDING, compare_losses
+from runner.retrace.scratch import QUIET, open_job
+from runner.spec import Document, Trust, parse_document, validate_spec
+from runner.storage import JsonObject, Key, Store, iterate_log, parse_json, parse_lines, validate_record
+from runner.trainer import BaseTrainer
+
+FORMAT = 1
+RECORD, _DIFF = "bundle.json", "code.diff"
+RECORD_KEYS = (
+    Key("format", int, "Version of this layout."),
+    Key("name", str, "Name of the run."),
+    Key("id", str, "Its id."),
+    Key("job", str, "Class of the job."),
+    Key("commits", dict, "Fingerprint of each save of the trajectory, by step."),
+    Key("identity", dict, "Trajectory of the newest checkpoint, with the digest of the data."),
+    Key("environment", dict, "Versions, CPUs, commit and hosts of the newest checkpoint."),
+    Key("hardware", dict, "Mesh, devices and processes of the newest checkpoint."),
+)
+_MEMBER_BYTES_MAX = 1 << 30
+_MAX_NAMED = 8
+
+Verdict = Literal["identical", "within rounding", "different", "nothing to compare"]
+
+
+def list_commits(events: Iterator[JsonObject]) -> dict[int, str]:
+    """Return the fingerprint of each durable save by step, without those that the run has discarded since."""
+    commits: dict[int, str] = {}
+    for event in events:
+        step, fingerprint = event.get("step"), event.get("fingerprint")
+        if not isinstance(step, int):
+            continue
+        if event.get("event") in ("restore", "load", "init", "fork"):
+            commits = {each: found for each, found in commits.items() if each <= step}
+        elif event.get("event") == "commit" and isinstance(fingerprint, str):
+            commits[step] = fingerprint
+    return commits
+
+
+def make_bundle(store: Store, trust: Sequence[str], name: str, run_id: str) -> bytes:
+    """Return the archive of a run. Raises `InvalidError` if it is none of a trainer, or has no checkpoint."""
+    job, newest = open_job(store.url, trust), read_newest_manifest(store)
+    if newest is None:
+        raise InvalidError(f"{store.url}: no checkpoint is committed yet, so there is nothing to check")
+    record = {
+        "format": FORMAT,
+        "name": name,
+        "id": run_id,
+        "job": job.spec.job,
+        "commits": {str(step): found for step, found in list_commits(iterate_log(store, "events")).items()},
+        "identity": newest.identity,
+        "environment": newest.environment or {},
+        "hardware": newest.topology or {},
+    }
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr(RECORD, json.dumps(record, indent=1))
+        file.writestr(SPEC, store.read(SPEC))
+        file.writestr(METRICS_FILE, "".join(f"{json.dumps(row)}\n" for row in read_rows(store)))
+        file.writestr(_DIFF, read_diff(type(job)))
+    return buffer.getvalue()
+
+
+def read_diff(job_class: type) -> str:
+    """Return what differs from the commit in the checkout with a class; empty if there is none."""
+    try:
+        folder = Path(inspect.getfile(job_class)).resolve().parent
+    except (OSError, TypeError):
+        return ""
+    return run_git(folder, "diff", "HEAD") or ""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Content of an archive."""
+
+    record: JsonObject  # with the keys of `RECORD_KEYS`
+    spec: str
+    rows: Sequence[Row]
+
+    @property
+    def commits(self) -> dict[int, str]:
+        """Fingerprint of each save by step."""
+        return {int(step): found for step, found in self.record["commits"].items() if step.isdecimal()}
+
+
+def read_bundle(path: str) -> Bundle:
+    """Return the content of an archive. Raises `InvalidError` if it is damaged, or no bundle."""
+
+    def read(file: zipfile.ZipFile, name: str) -> bytes:
+        if file.getinfo(name).file_size > _MEMBER_BYTES_MAX:
+            raise ValueError(f"{name} is too large")
+        return file.read(name)
+
+    try:
+        with zipfile.ZipFile(path) as file:
+            record = parse_json(read(file, RECORD))
+            if record.get("format") != FORMAT:
+                raise ValueError(f"its format is {record.get('format')}, this runner reads {FORMAT}")
+            validate_record(record, RECORD_KEYS, [key.name for key in RECORD_KEYS])
+            return Bundle(record, read(file, SPEC).decode(), parse_lines(read(file, METRICS_FILE)))
+    except FileNotFoundError as error:
+        raise InvalidError(f"{path}: no such file") from error
+    except (ValueError, KeyError, OSError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
+        raise InvalidError(f"{path}: is no bundle of a run: {error}") from error
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """Outcome of running a bundle again."""
+
+    url: str  # directory of the new run
+    last_same_step: int | None  # newest compared save up to which all fingerprints are equal; None if the first differs
+    first_other_step: int | None  # first save with another fingerprint
+    num_compared: int  # saves that were compared
+    loss_deviation: float  # largest relative difference of a loss in the rows
+    changes: Sequence[str]  # other versions and hardware than those of the run
+
+    @property
+    def verdict(self) -> Verdict:
+        """Outcome in words."""
+        if not self.num_compared:
+            return "nothing to compare"
+        if self.first_other_step is None:
+            return "identical"
+        return "within rounding" if self.changes and self.loss_deviation <= ROUNDING else "different"
+
+    def to_json(self) -> JsonObject:
+        """Return the outcome as plain data."""
+        return {"verdict": self.verdict, **asdict(self)}
+
+    def format(self) -> Iterator[str]:
+        """Yield the lines for people."""
+        for change in self.changes:
+            yield f"other than in the run: {change}"
+        if self.first_other_step is None and self.last_same_step is not None:
+            yield f"IDENTICAL to step {self.last_same_step}: {self.num_compared} fingerprints are the same"
+        elif self.first_other_step is not None:
+            same = "none before it" if self.last_same_step is None else f"identical to step {self.last_same_step}"
+            yield f"{self.verdict.upper()}: the fingerprint of step {self.first_other_step} is another one, {same}"
+            yield f"largest relative difference of a loss: {self.loss_deviation:.2g}"
+        else:
+            yield "NOTHING TO COMPARE: no save of the bundle was made again"
+
+
+class _ComparingStop(StopNotice):
+    """Stop notice that also arrives when a save of a job differs from that of a bundle."""
+
+    def __init__(self, store: Store, commits: Mapping[int, str]):
+        super().__init__()
+        self._store, self._commits, self._num_bytes = store, commits, -1
+
+    def poll(self) -> bool:
+        path = None if self._store.root is None else self._store.root / "events.jsonl"
+        num_bytes = path.stat().st_size if path is not None and path.exists() else self._num_bytes
+        if num_bytes != self._num_bytes:
+            self._num_bytes = num_bytes
+            other = find_first_other(self._commits, list_commits(iterate_log(self._store, "events")))
+            if other is not None:
+                self.stop_at_next_poll(f"the fingerprint of step {other} is another one than in the bundle")
+        return super().poll()
+
+
+def find_first_other(recorded: Mapping[int, str], found: Mapping[int, str]) -> int | None:
+    """Return the first step in both whose fingerprints differ."""
+    return min((step for step in recorded.keys() & found.keys() if recorded[step] != found[step]), default=None)
+
+
+def reproduce(
+    path: str, directory: str, overrides: Sequence[str], is_any_device: bool, trust: Sequence[str]
+) -> Reproduction:
+    """Run the job of a bundle in a directory, or go on there, and compare its saves with those of the bundle.
+
+    Ends at the first save that differs. Raises `InvalidError` if the data are others, and what a job raises.
+    """
+    bundle = read_bundle(path)
+    document = _make_document(bundle, path, directory, overrides, is_any_device, trust)
+    job = make_job(document, validate_spec(document))
+    if not isinstance(job, BaseTrainer):
+        raise InvalidError(f"{path}: its job {job.spec.job} is no trainer")
+    changes = list_changes(bundle.record["environment"])
+    for change in changes:
+        say(f"other than in the run: {change}")
+    prepare_process(job)
+    if not job.texts:  # whose corpora are made first, and are part of the trajectory
+        validate_data(bundle, job, path)
+    stop = _ComparingStop(job.store, bundle.commits)
+    try:
+        job.lifecycle.run(Hosts.single_process(), stop, Clock(), ends_process=False)
+    except PreemptedError:
+        if find_first_other(bundle.commits, list_commits(iterate_log(job.store, "events"))) is None:
+            raise
+    saved = bundle.record["hardware"]
+    own = job.train_setup.describe_hardware(1)
+    changes += [f"{key} {value}, not {saved[key]}" for key, value in own.items() if saved.get(key, value) != value]
+    return compare(bundle, job.store, changes)
+
+
+def _make_document(
+    bundle: Bundle, path: str, directory: str, overrides: Sequence[str], is_any_device: bool, trust: Sequence[str]
+) -> Document:
+    kept = {key: value for key, value in QUIET.items() if not key.startswith("checkpoint.every")}
+    values: JsonObject = kept | {"directory": directory} | ({"topology": {}} if is_any_device else {})
+    quiet = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    made = parse_document(bundle.spec, f"{path}/{SPEC}", [*overrides, *quiet])
+    return replace(made, trust=Trust(tuple(trust)))
+
+
+def list_changes(environment: JsonObject) -> list[str]:
+    """Return the versions that differ from those of a run, each with the command that installs the former one."""
+    before, now = environment.get("versions", {}), collect_versions()
+    return [
+        f"{name} {now.get(name, 'is missing')}, not {version} (pip install {name}=={version})"
+        if name != "python"
+        else f"Python {now[name]}, not {version}"
+        for name, version in before.items()
+        if now.get(name) != version
+    ]
+
+
+def validate_data(bundle: Bundle, job: BaseTrainer, path: str) -> None:
+    """Raise `InvalidError` if the data, or another part of the trajectory, are not those of the bundle."""
+    changes = job.make_run_identity(job.identity()).compare_values(bundle.record["identity"])
+    if not changes:
+        return
+    named = [*changes][:_MAX_NAMED]
+    lines = [f"{key}: the run had {changes[key][0]!r}, here it is {changes[key][1]!r}" for key in named]
+    if any(key.startswith("config.data") for key in named):
+        lines.append(f"the data are not those of the run: {job.dataset.source}")
+    raise InvalidError("\n".join([f"{path}: cannot be reproduced here", *lines]))
+
+
+def compare(bundle: Bundle, store: Store, changes: Sequence[str]) -> Reproduction:
+    """Compare a run with the bundle that it was made from."""
+    commits, found = bundle.commits, list_commits(iterate_log(store, "events"))
+    common = sorted(commits.keys() & found.keys())
+    other = find_first_other(commits, found)
+    same = [step for step in common if other is None or step < other]
+    losses = {row["step"]: row.get(LOSS) for row in bundle.rows if "step" in row}
+    deviations = [
+        compare_losses(losses[row["step"]], row.get(LOSS)) for row in read_rows(store) if row["step"] in losses
+    ]
+    worst = max(deviations, default=math.inf if other is not None else 0.0)
+    return Reproduction(store.url, max(same, default=None), other, len(common), worst, changes)

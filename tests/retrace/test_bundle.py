@@ -1,0 +1,213 @@
+"""Bundles: a run is made again from its archive and compared, and other data, code or archives are found out."""
+
+import io
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.cli.app import run_command
+from runner.errors import InvalidError, PreemptedError
+from runner.retrace import bundle
+from runner.retrace.bundle import RECORD_KEYS, list_commits, read_bundle, reproduce
+from runner.storage import BackgroundWriter, JsonlLog, LocalStore, read_log
+from tests.retrace.runs import DAILY, RUNS, SAVES
+from tests.retrace.test_replay import Scaled
+from tests.support.job_process import hash_tree
+from tests.support.tiny_jobs import get_job_name, make_gpt, read_rows
+
+TRUST = ["--trust", "tests"]
+
+
+@pytest.fixture(scope="module")
+def bundle_of(tmp_path_factory):
+    """Return a function from a kind of run to its archive, made once; the run is beside it."""
+    made: dict[str, Path] = {}
+
+    def get(kind: str) -> Path:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp("bundle")
+            RUNS[kind](folder / "run")
+            before = hash_tree(folder / "run")
+            assert run_command(["bundle", str(folder / "run"), "-o", str(folder / "run.zip"), *TRUST]) == 0
+            assert hash_tree(folder / "run") == before
+            made[kind] = folder / "run.zip"
+        return made[kind]
+
+    return get
+
+
+def change(path: Path, target: Path, **changes: Any) -> Path:
+    """Write a bundle with other values of its record."""
+    with zipfile.ZipFile(path) as file:
+        members = {name: file.read(name) for name in file.namelist()}
+    members["bundle.json"] = json.dumps(json.loads(members["bundle.json"]) | changes).encode()
+    with zipfile.ZipFile(target, "w") as file:
+        for name, content in members.items():
+            file.writestr(name, content)
+    return target
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[] if kind in DAILY else pytest.mark.soak) for kind in RUNS])
+def test_a_run_of_every_kind_is_made_again(kind, bundle_of, tmp_path, capfd):
+    path = bundle_of(kind)
+    assert run_command(["reproduce", str(path), "-o", str(tmp_path / "again"), "--json", *TRUST]) == 0
+    found = json.loads(capfd.readouterr().out.splitlines()[-1])
+    steps = [row["step"] for row in read_rows(path.with_name("run"))]
+    assert (found["verdict"], found["last_same_step"], found["loss_deviation"]) == ("identical", steps[-1], 0.0)
+    assert found["num_compared"] > 1
+    # A second call has nothing left to do.
+    assert run_command(["reproduce", str(path), "-o", str(tmp_path / "again"), *TRUST]) == 0
+    assert f"IDENTICAL to step {steps[-1]}" in capfd.readouterr().out
+
+
+def test_a_bundle_names_what_the_run_was(bundle_of):
+    found = read_bundle(str(bundle_of("killed")))
+    assert found.record["job"] == "experiments.gpt:PretrainGPT"
+    assert found.commits.keys() == {3, 4, 6, 8}
+    assert found.record["environment"]["versions"]["jax"]
+    assert "config.data" in found.record["identity"]
+    assert [row["step"] for row in found.rows] == list(range(1, 9))
+
+
+def test_another_result_is_found_at_its_first_save(bundle_of, tmp_path, capfd):
+    path = bundle_of("killed")
+    commits = read_bundle(str(path)).record["commits"]
+    other = change(path, tmp_path / "other.zip", commits=commits | {"6": "0" * 32})
+    assert run_command(["reproduce", str(other), "-o", str(tmp_path / "again")]) == 1
+    shown = capfd.readouterr().out
+    assert "DIFFERENT: the fingerprint of step 6 is another one, identical to step 3" in shown
+
+
+def test_the_job_stops_at_the_first_save_that_differs(tmp_path):
+    store = LocalStore(tmp_path)
+    stop = bundle._ComparingStop(store, {3: "a", 6: "b"})
+    log = JsonlLog(store, "events", "000001.0", BackgroundWriter())
+    for step, fingerprint in ((3, "a"), (4, "x")):
+        assert not stop.poll()
+        log.append({"event": "commit", "step": step, "fingerprint": fingerprint})
+    assert not stop.poll()
+    log.append({"event": "commit", "step": 6, "fingerprint": "other"})
+    assert stop.poll()
+    assert stop.poll()
+
+
+def test_an_interrupted_reproduction_goes_on(bundle_of, tmp_path, monkeypatch):
+    path = bundle_of("stages")
+
+    class Stop(bundle._ComparingStop):
+        num_polls = 0
+
+        def poll(self) -> bool:
+            Stop.num_polls += 1
+            return super().poll() or Stop.num_polls >= 5
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bundle, "_ComparingStop", Stop)
+        with pytest.raises(PreemptedError):
+            reproduce(str(path), str(tmp_path / "again"), (), False, ())
+    found = reproduce(str(path), str(tmp_path / "again"), (), False, ())
+    assert found.verdict == "identical"
+    assert {event["attempt"] for event in read_log(LocalStore(tmp_path / "again"), "events")} == {1, 2}
+
+
+def test_data_with_one_other_byte_are_refused_by_name(tmp_path):
+    make_gpt(tmp_path / "run", **SAVES)()
+    assert run_command(["bundle", str(tmp_path / "run"), "-o", str(tmp_path / "run.zip")]) == 0
+    text = tmp_path / "text.txt"
+    content = bytearray(text.read_bytes())
+    content[9999] ^= 1
+    text.write_bytes(content)
+    with pytest.raises(InvalidError) as caught:
+        run_command(["reproduce", str(tmp_path / "run.zip"), "-o", str(tmp_path / "again")])
+    assert "config.data: the run had" in str(caught.value)
+    assert f"the data are not those of the run: {text}" in str(caught.value)
+    assert not (tmp_path / "again").exists()
+
+
+def test_other_devices_are_named_and_differ_by_rounding(bundle_of, tmp_path):
+    mesh = ("topology.mesh={data: 2, fsdp: 4}",)
+    found = reproduce(str(bundle_of("killed")), str(tmp_path / "again"), mesh, False, ())
+    assert (found.verdict, found.first_other_step) == ("within rounding", 3)
+    assert 0 <= found.loss_deviation < 1e-5
+    assert any(change.startswith("mesh") for change in found.changes)
+
+
+def test_other_code_is_different(tmp_path, monkeypatch):
+    make_gpt(tmp_path / "run", Scaled, **SAVES | {"job": get_job_name(Scaled)})()
+    assert run_command(["bundle", str(tmp_path / "run"), "-o", str(tmp_path / "run.zip"), *TRUST]) == 0
+    with pytest.raises(InvalidError, match="comes from module tests"):
+        run_command(["reproduce", str(tmp_path / "run.zip"), "-o", str(tmp_path / "again")])
+    monkeypatch.setattr(Scaled, "factor", 2.0)
+    assert run_command(["reproduce", str(tmp_path / "run.zip"), "-o", str(tmp_path / "again"), *TRUST]) == 1
+
+
+def test_versions_that_differ_are_named_with_a_command():
+    environment = {"versions": bundle.collect_versions() | {"jax": "0.1.2", "python": "3.1.0"}}
+    lines = bundle.list_changes(environment)
+    assert any(line.endswith("not 0.1.2 (pip install jax==0.1.2)") for line in lines)
+    assert any(line.endswith("not 3.1.0") for line in lines)
+    assert len(lines) == 2
+
+
+def test_saves_that_a_run_has_discarded_are_left_out():
+    def event(name, step, fingerprint=None):
+        return {"event": name, "step": step, "fingerprint": fingerprint}
+
+    events = [event("commit", 3, "a"), event("commit", 5, "b"), event("restore", 3), event("commit", 4, "c")]
+    assert list_commits(iter(events)) == {3: "a", 4: "c"}
+    assert list_commits(iter([*events, event("load", 3), event("commit", 6, "d")])) == {3: "a", 6: "d"}
+    fast = {"event": "commit", "step": 9, "tier": "fast"}
+    assert list_commits(iter([*events, fast, {"event": "commit"}])) == {3: "a", 4: "c"}
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "no such file"),
+        (b"", "is no bundle of a run"),
+        (b"PK\x03\x04" + b"\0" * 99, "is no bundle of a run"),
+        ({}, "is no bundle of a run: .*bundle.json"),
+        ({"bundle.json": "{"}, "is no bundle of a run"),
+        ({"bundle.json": "[]"}, "is no bundle of a run: not a JSON object"),
+        ({"bundle.json": '{"format": 2}'}, "its format is 2, this runner reads 1"),
+        ({"bundle.json": '{"format": 1}'}, "the key name is missing"),
+    ],
+)
+def test_what_is_no_bundle_is_refused(content, problem, tmp_path):
+    path = tmp_path / "x.zip"
+    if isinstance(content, dict):
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as file:
+            for name, text in content.items():
+                file.writestr(name, text)
+        content = buffer.getvalue()
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InvalidError, match=problem):
+        run_command(["reproduce", str(path), "-o", str(tmp_path / "again")])
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("key", ["commits", "identity", "environment", "hardware", "name", "job"])
+@pytest.mark.parametrize("value", [None, 7, [], "x", {"a": "b"}])
+def test_a_bundle_with_any_wrong_value_ends_with_one_line(key, value, bundle_of, tmp_path):
+    path = change(bundle_of("killed"), tmp_path / "x.zip", **{key: value})
+    kind = next(each.type for each in RECORD_KEYS if each.name == key)
+    if isinstance(value, kind):
+        assert read_bundle(str(path)).commits.keys() <= {3, 4, 6, 8}
+    else:
+        with pytest.raises(InvalidError, match=f"is no bundle of a run: .*{key}"):
+            read_bundle(str(path))
+
+
+def test_a_spec_in_a_bundle_may_not_be_a_path_out_of_it(bundle_of, tmp_path):
+    """Members are read by their names, and nothing is extracted."""
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("../evil", "x")
+    with pytest.raises(InvalidError, match="is no bundle"):
+        read_bundle(str(path))
+    assert not (tmp_path.parent / "evil").exists()
