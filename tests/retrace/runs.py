@@ -88,4 +88,4 @@ RUNS: dict[str, Callable[[Path], None]] = {
     "rolled back": run_rolled_back,
     "arrays": run_arrays,
 }
-DAILY = ("killed", "stages", "fork")
+DAILY = ("killed", "stages")
