@@ -492,6 +492,9 @@ class ReplayArguments:
         bool,
         typer.Option("--spot-check", help="A random checkpoint, from the one before it, instead of --step."),
     ] = False
+    is_inspected: Annotated[
+        bool, typer.Option("--inspect", help="Also show the parameters, gradients and updates of the step, by leaf.")
+    ] = False
     as_json: AsJson = False
     overrides: Overrides = field(default_factory=list)
     is_any_device: AnyDevice = False

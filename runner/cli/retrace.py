@@ -50,7 +50,7 @@ def print_replay(arguments: ReplayArguments) -> int:
         step = choose_checkpoint(run.store) if arguments.step is None else arguments.step
         validate_step(run.store, step, run.history.step)
         with _quiet_if(arguments.as_json), retrace(run.make_request(step, arguments)) as retracing:
-            result = replay(retracing, step, run.history)
+            result = replay(retracing, step, run.history, arguments.is_inspected)
         if arguments.as_json:
             write_text(json.dumps(result.to_json()) + "\n")
         else:

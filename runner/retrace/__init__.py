@@ -4,6 +4,7 @@
 - `past`: history of a step that the run has made more than once
 - `origin`: examples of a step: their sources and documents, and what they hold
 - `losses`: losses and gradients of single examples
+- `leaves`: parameters, gradients and updates of a step by leaf
 - `explain`: the examples of a step, the cost of each, and other changes at that step
 - `replay`: a step computed again, and compared with what the run recorded
 - `bundle`: an archive from which somebody else can run the job again, and check its results

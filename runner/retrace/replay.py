@@ -9,6 +9,7 @@ from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.history.records import History
 from runner.metrics.file import read_rows
 from runner.metrics.rows import Row
+from runner.retrace.leaves import LeafReport, format_leaves, inspect_step
 from runner.retrace.past import describe_past
 from runner.retrace.scratch import Retracing
 from runner.storage import JsonObject, read_log
@@ -47,6 +48,7 @@ class ReplayResult:
     promises_bits: bool  # True if hardware and program are those of the run, or the run promises equal bits on others
     changes: Sequence[str]  # differences of program, versions or hardware
     notes: Sequence[str]  # what became of the step in the run
+    leaves: Sequence[LeafReport] = ()  # figures of the step, if they were asked for
 
     @property
     def verdict(self) -> Verdict:
@@ -73,6 +75,7 @@ class ReplayResult:
             "same_bits_promised": self.promises_bits,
             "changes": [*self.changes],
             "notes": [*self.notes],
+            **({"leaves": [leaf.to_json() for leaf in self.leaves]} if self.leaves else {}),
         }
 
     def format(self) -> Iterator[str]:
@@ -96,13 +99,20 @@ class ReplayResult:
         if self.verdict == "not compared":
             yield "the run has recorded nothing behind this step yet, so nothing proves the replay"
         yield f"fingerprint of step {self.step}: {self.fingerprint}"
+        if self.leaves:
+            yield ""
+            yield from format_leaves(self.leaves)
 
 
-def replay(retracing: Retracing, step: int, history: History) -> ReplayResult:
-    """Repeat all steps to `step`, and on to the next one that the run has recorded if none before it was."""
+def replay(retracing: Retracing, step: int, history: History, is_inspected: bool = False) -> ReplayResult:
+    """Repeat all steps to `step`, and on to the next one that the run has recorded if none before it was.
+
+    If `is_inspected`, the result has the figures of the arrays in `step`.
+    """
     recorded = {row["step"]: row for row in read_rows(retracing.run)}
     known = {manifest.step: manifest.fingerprint for manifest in retracing.manifests.values() if manifest.fingerprint}
-    retracing.advance_to(step)
+    retracing.advance_to(step - is_inspected)
+    leaves = inspect_step(retracing) if is_inspected else []
     fingerprint = compute_fingerprint(retracing.job.state)
     points = {each for each in {*recorded, *known} if each > retracing.start}
     stop = step if any(each <= step for each in points) else min(points, default=step)
@@ -128,6 +138,7 @@ def replay(retracing: Retracing, step: int, history: History) -> ReplayResult:
         promises_same_bits(retracing),
         list_changes(retracing),
         describe_past(retracing.run, step, history),
+        leaves,
     )
 
 

@@ -9,14 +9,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from runner.checkpoint.fingerprint import format_leaf_name
 from runner.checkpoint.manifest import read_committed
 from runner.cli.app import run_command
 from runner.cli.status import open_run_store
 from runner.errors import InvalidError
 from runner.history.reader import HistoryReader
 from runner.retrace import scratch
+from runner.retrace.leaves import LeafFigures, _measure_all
 from runner.retrace.replay import ReplayResult, replay
 from runner.retrace.scratch import RetraceRequest, retrace
 from tests.retrace.runs import DAILY, RUNS, SAVES, STEPS
@@ -283,3 +288,39 @@ def test_the_command_prints_a_verdict_and_json(run_of, capfd):
     assert (spot["step"], spot["from_checkpoint"]) in ((6, 3), (8, 6))
     assert spot["fingerprints"].keys() == {str(spot["step"])}
     assert found["fingerprints"] == found["recorded_fingerprints"] == {"6": found["fingerprint"]}
+
+
+@pytest.mark.daily(1)
+@pytest.mark.parametrize("kind", ["stages", "adapter", "arrays"])
+def test_the_figures_of_a_step_are_those_of_its_arrays(kind, run_of, capfd):
+    history = HistoryReader(open_run_store(str(run_of(kind)))).read()
+    with retrace(RetraceRequest(str(run_of(kind)), 5, trust=TRUST)) as retracing:
+        retracing.advance_to(4)
+        before = jax.device_get(retracing.job.state.params)
+        result = replay(retracing, 5, history, is_inspected=True)
+        after = jax.device_get(retracing.job.state.params)
+    assert result.verdict == "same bits"
+    leaves = {format_leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(before)}
+    assert [report.name for report in result.leaves] == [*leaves]
+    for report, (name, old), new in zip(result.leaves, leaves.items(), jax.tree.leaves(after), strict=True):
+        change = new.astype(np.float32) - old.astype(np.float32)
+        for figures, values in ((report.parameters, old), (report.updates, change)):
+            values = values.astype(np.float64)
+            assert figures.rms == pytest.approx(np.sqrt((values**2).mean()), rel=1e-4), name
+            assert figures.largest == pytest.approx(np.abs(values).max())
+            assert figures.zeros == pytest.approx((values == 0).mean())
+            assert figures.num_not_finite == 0
+    # The norm of all gradients is that of the row, since the run has no dropout.
+    sizes = [np.prod(report.shape) for report in result.leaves]
+    norm = np.sqrt(sum(report.gradients.rms**2 * size for report, size in zip(result.leaves, sizes, strict=True)))
+    row = next(row for row in read_rows(run_of(kind)) if row["step"] == 5)
+    assert norm == pytest.approx(row["train/grad_norm"], rel=1e-3)
+    lines = [*result.format()]
+    assert lines[-1 - len(leaves)].split()[:2] == ["leaf", "shape"]
+
+
+def test_values_that_are_not_finite_are_counted():
+    tree = {"a": jnp.array([0.0, 3.0, jnp.nan, -jnp.inf, -4.0]), "b": jnp.zeros((0, 2))}
+    first, second = (LeafFigures(*(float(each) for each in figures)) for figures in _measure_all(tree))
+    assert first == (pytest.approx(5 / np.sqrt(3)), 4.0, pytest.approx(0.2), 2)
+    assert second == (0, 0, 0, 0)
