@@ -54,9 +54,8 @@ def inspect_step(retracing: Retracing) -> list[LeafReport]:
     job = retracing.job
     before, grads = jax.tree.map(jnp.copy, job.state.params), compute_gradients(retracing)
     retracing.advance()
-    updates = jax.tree.map(
-        lambda after, old: after.astype(jnp.float32) - old.astype(jnp.float32), job.state.params, before
-    )
+    wide = [jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params) for params in (job.state.params, before)]
+    updates = jax.tree.map(jnp.subtract, *wide)
     found = [jax.device_get(_measure_all(tree)) for tree in (before, grads, updates)]
     names = [format_leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(before)]
     shapes = [leaf.shape for leaf in jax.tree.leaves(before)]
@@ -87,13 +86,12 @@ def compute_gradients(retracing: Retracing) -> Any:
     with setup.sharding_rules():
         # One micro-batch at a time is in memory, as in the step.
         for first in range(0, len(next(iter(arrays.values()))), size):
-            batch = {
-                name: jax.device_put(values[None, first : first + size], sharding) for name, values in arrays.items()
-            }
+            micro = {name: values[None, first : first + size] for name, values in arrays.items()}
+            batch = {name: jax.device_put(values, sharding) for name, values in micro.items()}
             count, grads = compute(job.state.params, job.state, batch)
             total += float(count)
             whole = grads if whole is None else jax.tree.map(jnp.add, whole, grads)
-    return jax.tree.map(lambda grad: grad / max(total, 1.0), whole)
+    return jax.tree.map(lambda grad: grad / (total or 1.0), whole)
 
 
 @jax.jit
@@ -111,7 +109,7 @@ def _measure_all(tree: Any) -> list[tuple[jax.Array, ...]]:
 
 def format_leaves(reports: Sequence[LeafReport]) -> Iterator[str]:
     """Yield a table: root mean square and largest absolute value of each array, and what is zero or not finite."""
-    rows = [_HEADS]
+    rows: list[tuple[str, ...]] = [_HEADS]
     for report in reports:
         arrays = report.parameters, report.gradients, report.updates
         ratio = report.updates.rms / report.parameters.rms if report.parameters.rms else math.nan
