@@ -165,7 +165,7 @@ def find_commit(job_class: type) -> JsonObject:
     if commit is None or run_git(path.parent, "check-ignore", str(path)) is not None:
         return {}  # A package installed below a checkout, in a virtual environment, is not part of its commit.
     changes = run_git(path.parent, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit} if changes is None else {"commit": commit, "dirty": bool(changes)}
+    return {"commit": commit.strip()} | ({} if changes is None else {"dirty": bool(changes.strip())})
 
 
 def run_git(directory: Path, *arguments: str) -> str | None:
@@ -176,13 +176,14 @@ def run_git(directory: Path, *arguments: str) -> str | None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=_GIT_SECONDS,
             # `git status` would otherwise write the index, and could disturb a git command of the user.
             env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return result.stdout.strip() if result.returncode == 0 else None
+    return result.stdout if result.returncode == 0 else None
 
 
 def compare_environments(before: JsonObject, now: JsonObject) -> list[str]:

@@ -11,7 +11,7 @@ from runner.attempts.fence import Fence
 from runner.attempts.layout import PROGRESS, DamagedRecordError, read_record
 from runner.console import warn
 from runner.errors import FencedError, NewerFormatError, RunnerError
-from runner.storage import ABSENT, BackgroundWriter, JsonObject, Key, Store, Version, encode_json
+from runner.storage import ABSENT, TIME_MAX, BackgroundWriter, JsonObject, Key, Store, Version, encode_json
 
 FORMAT = 1
 PROGRESS_KEYS = (
@@ -27,7 +27,10 @@ PROGRESS_KEYS = (
 
 def read_progress_file(store: Store) -> JsonObject | None:
     """Return the values of `PROGRESS_KEYS`, or None if there is no such file. Raises as `read_record`."""
-    return read_record(store, PROGRESS, PROGRESS_KEYS, [key.name for key in PROGRESS_KEYS])
+    record = read_record(store, PROGRESS, PROGRESS_KEYS, [key.name for key in PROGRESS_KEYS])
+    if record is not None and not 0 <= (record["committed"] or 0.0) <= TIME_MAX:  # nor NaN
+        raise DamagedRecordError(f"{store.url}/{PROGRESS} is damaged: committed is no time")
+    return record
 
 
 class ProgressFile:

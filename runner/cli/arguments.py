@@ -468,7 +468,8 @@ class ExplainArguments:
             raise InvalidError(f"--top {self.top}: needs at least 1")
         if self.steps is not None:
             first, _, last = self.steps.partition("-")
-            if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
+            is_number = all(word.isdecimal() and len(word) < 16 for word in (first, last))
+            if not (is_number and 0 < int(first) <= int(last)):
                 raise InvalidError(f"--steps {self.steps}: needs two steps, such as 20-24")
 
     @property

@@ -12,7 +12,7 @@ from runner.console import escape_controls, say, silence, write_lines, write_tex
 from runner.data.readers import publish
 from runner.errors import EXIT_DONE, EXIT_FAILED, InvalidError
 from runner.history.reader import HistoryReader
-from runner.history.records import History
+from runner.history.records import History, to_json
 from runner.retrace.bundle import make_bundle, reproduce
 from runner.retrace.explain import Explainer, find_spike
 from runner.retrace.replay import replay
@@ -52,7 +52,7 @@ def print_replay(arguments: ReplayArguments) -> int:
         with _quiet_if(arguments.as_json), retrace(run.make_request(step, arguments)) as retracing:
             result = replay(retracing, step, run.history, arguments.is_inspected)
         if arguments.as_json:
-            write_text(json.dumps(result.to_json()) + "\n")
+            write_text(json.dumps(to_json(result.to_json())) + "\n")
         else:
             write_lines(escape_controls(line) for line in result.format())
     return EXIT_FAILED if result.verdict == "different" else EXIT_DONE
@@ -78,7 +78,7 @@ def print_explanation(arguments: ExplainArguments) -> int:
             for step in range(first, last + 1):
                 explanation = explainer.explain(step, retracing, arguments.top)
                 if arguments.as_json:
-                    write_text(json.dumps(explanation.to_json()) + "\n")
+                    write_text(json.dumps(to_json(explanation.to_json())) + "\n")
                 else:
                     write_lines(escape_controls(line) for line in explanation.format(arguments.top))
     return EXIT_DONE
@@ -109,7 +109,7 @@ def print_reproduction(arguments: ReproduceArguments) -> int:
                 arguments.bundle, arguments.directory, arguments.overrides, arguments.is_any_device, arguments.trust
             )
         if arguments.as_json:
-            write_text(json.dumps(found.to_json()) + "\n")
+            write_text(json.dumps(to_json(found.to_json())) + "\n")
         else:
             write_lines(escape_controls(line) for line in found.format())
     return EXIT_DONE if found.verdict in ("identical", "within rounding") else EXIT_FAILED

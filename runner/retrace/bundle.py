@@ -1,22 +1,24 @@
 """Bundle: a small archive with which somebody else can run the job of a run again, and check its results.
 
 It holds the resolved spec, the rows, the fingerprint of each save that belongs to the trajectory, digests of the data,
-versions, hardware, and the code of the job that is not in its commit. It holds no weights, no data and no secrets.
+versions, hardware, and what differs in tracked files from the commit of the job's code; no weights, and no data.
 What is in an archive is data: no code of it is executed, and its spec may name only classes that the user trusts.
 """
 
 import inspect
 import io
 import json
-import math
+import lzma
+import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from runner.attempts.environment import collect_versions, run_git
+from runner.attempts.layout import read_owner
 from runner.checkpoint.inspect import SPEC
 from runner.checkpoint.manifest import read_newest_manifest
 from runner.console import say
@@ -27,10 +29,10 @@ from runner.errors import InvalidError, PreemptedError
 from runner.job import make_job, prepare_process
 from runner.metrics.file import METRICS_FILE, read_rows
 from runner.metrics.rows import Row
-from runner.retrace.replay import LOSS, ROUNDING, compare_losses
+from runner.retrace.replay import LOSS, ROUNDING, Difference, compare_losses, compare_rows
 from runner.retrace.scratch import QUIET, open_job
 from runner.spec import Document, Trust, parse_document, validate_spec
-from runner.storage import JsonObject, Key, Store, iterate_log, parse_json, parse_lines, validate_record
+from runner.storage import JsonObject, Key, Store, parse_json, parse_lines, parse_number, read_log, validate_record
 from runner.trainer import BaseTrainer
 
 FORMAT = 1
@@ -45,13 +47,17 @@ RECORD_KEYS = (
     Key("environment", dict, "Versions, CPUs, commit and hosts of the newest checkpoint."),
     Key("hardware", dict, "Mesh, devices and processes of the newest checkpoint."),
 )
+_ZIP_ERRORS = zipfile.BadZipFile, zlib.error, lzma.LZMAError
 _MEMBER_BYTES_MAX = 1 << 30
 _MAX_NAMED = 8
+_DIGITS_MAX = 16  # of a step
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_VERSION = re.compile(r"[\w.+!-]{1,64}", re.ASCII)
 
 Verdict = Literal["identical", "within rounding", "different", "nothing to compare"]
 
 
-def list_commits(events: Iterator[JsonObject]) -> dict[int, str]:
+def list_commits(events: Iterable[JsonObject]) -> dict[int, str]:
     """Return the fingerprint of each durable save by step, without those that the run has discarded since."""
     commits: dict[int, str] = {}
     for event in events:
@@ -70,14 +76,15 @@ def make_bundle(store: Store, trust: Sequence[str], name: str, run_id: str) -> b
     job, newest = open_job(store.url, trust), read_newest_manifest(store)
     if newest is None:
         raise InvalidError(f"{store.url}: no checkpoint is committed yet, so there is nothing to check")
+    environment = newest.environment or {}
     record = {
         "format": FORMAT,
         "name": name,
         "id": run_id,
         "job": job.spec.job,
-        "commits": {str(step): found for step, found in list_commits(iterate_log(store, "events")).items()},
+        "commits": {str(step): found for step, found in list_commits(read_log(store, "events")).items()},
         "identity": newest.identity,
-        "environment": newest.environment or {},
+        "environment": environment,
         "hardware": newest.topology or {},
     }
     buffer = io.BytesIO()
@@ -85,17 +92,18 @@ def make_bundle(store: Store, trust: Sequence[str], name: str, run_id: str) -> b
         file.writestr(RECORD, json.dumps(record, indent=1))
         file.writestr(SPEC, store.read(SPEC))
         file.writestr(METRICS_FILE, "".join(f"{json.dumps(row)}\n" for row in read_rows(store)))
-        file.writestr(_DIFF, read_diff(type(job)))
+        file.writestr(_DIFF, read_diff(type(job), environment.get("commit")))
     return buffer.getvalue()
 
 
-def read_diff(job_class: type) -> str:
-    """Return what differs from the commit in the checkout with a class; empty if there is none."""
+def read_diff(job_class: type, commit: object) -> str:
+    """Return what differs in tracked files of the checkout with a class from a commit; empty if there is none."""
     try:
         folder = Path(inspect.getfile(job_class)).resolve().parent
     except (OSError, TypeError):
         return ""
-    return run_git(folder, "diff", "HEAD") or ""
+    known = commit if isinstance(commit, str) and _COMMIT.fullmatch(commit) else "HEAD"
+    return run_git(folder, "diff", "--binary", known) or ""
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,8 @@ class Bundle:
     @property
     def commits(self) -> dict[int, str]:
         """Fingerprint of each save by step."""
-        return {int(step): found for step, found in self.record["commits"].items() if step.isdecimal()}
+        numbers = {parse_number(step[:_DIGITS_MAX]): found for step, found in self.record["commits"].items()}
+        return {step: found for step, found in numbers.items() if step is not None and isinstance(found, str)}
 
 
 def read_bundle(path: str) -> Bundle:
@@ -126,10 +135,21 @@ def read_bundle(path: str) -> Bundle:
             if record.get("format") != FORMAT:
                 raise ValueError(f"its format is {record.get('format')}, this runner reads {FORMAT}")
             validate_record(record, RECORD_KEYS, [key.name for key in RECORD_KEYS])
-            return Bundle(record, read(file, SPEC).decode(), parse_lines(read(file, METRICS_FILE)))
+            rows = [row for row in parse_lines(read(file, METRICS_FILE)) if type(row.get("step")) is int]
+            return Bundle(record, read(file, SPEC).decode(), rows)
     except FileNotFoundError as error:
         raise InvalidError(f"{path}: no such file") from error
-    except (ValueError, KeyError, OSError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
+    except (
+        ValueError,
+        KeyError,
+        OSError,
+        zipfile.BadZipFile,
+        zlib.error,
+        lzma.LZMAError,
+        EOFError,
+        NotImplementedError,
+        RuntimeError,
+    ) as error:
         raise InvalidError(f"{path}: is no bundle of a run: {error}") from error
 
 
@@ -141,6 +161,7 @@ class Reproduction:
     last_same_step: int | None  # newest compared save up to which all fingerprints are equal; None if the first differs
     first_other_step: int | None  # first save with another fingerprint
     num_compared: int  # saves that were compared
+    difference: Difference | None  # first value of a row that differs; None if all are equal
     loss_deviation: float  # largest relative difference of a loss in the rows
     changes: Sequence[str]  # other versions and hardware than those of the run
 
@@ -149,26 +170,32 @@ class Reproduction:
         """Outcome in words."""
         if not self.num_compared:
             return "nothing to compare"
-        if self.first_other_step is None:
+        if self.first_other_step is None and self.difference is None:
             return "identical"
         return "within rounding" if self.changes and self.loss_deviation <= ROUNDING else "different"
 
     def to_json(self) -> JsonObject:
         """Return the outcome as plain data."""
-        return {"verdict": self.verdict, **asdict(self)}
+        return {"verdict": self.verdict, **asdict(self), "difference": self.difference and self.difference._asdict()}
 
     def format(self) -> Iterator[str]:
         """Yield the lines for people."""
         for change in self.changes:
             yield f"other than in the run: {change}"
-        if self.first_other_step is None and self.last_same_step is not None:
-            yield f"IDENTICAL to step {self.last_same_step}: {self.num_compared} fingerprints are the same"
+        count = f"{self.num_compared} fingerprint{'s' * (self.num_compared != 1)}"
+        if self.verdict == "identical":
+            yield f"IDENTICAL to step {self.last_same_step}: {count} and all rows are the same"
         elif self.first_other_step is not None:
             same = "none before it" if self.last_same_step is None else f"identical to step {self.last_same_step}"
             yield f"{self.verdict.upper()}: the fingerprint of step {self.first_other_step} is another one, {same}"
             yield f"largest relative difference of a loss: {self.loss_deviation:.2g}"
+        elif self.difference is not None and self.num_compared:
+            yield f"{self.verdict.upper()}: {count} are the same, but the rows of the bundle are others"
         else:
             yield "NOTHING TO COMPARE: no save of the bundle was made again"
+        if self.difference is not None:
+            step, key, recorded, found = self.difference
+            yield f"first difference of a row: step {step}, {key}: the bundle has {recorded!r}, this run {found!r}"
 
 
 class _ComparingStop(StopNotice):
@@ -183,7 +210,7 @@ class _ComparingStop(StopNotice):
         num_bytes = path.stat().st_size if path is not None and path.exists() else self._num_bytes
         if num_bytes != self._num_bytes:
             self._num_bytes = num_bytes
-            other = find_first_other(self._commits, list_commits(iterate_log(self._store, "events")))
+            other = find_first_other(self._commits, list_commits(read_log(self._store, "events")))
             if other is not None:
                 self.stop_at_next_poll(f"the fingerprint of step {other} is another one than in the bundle")
         return super().poll()
@@ -209,6 +236,9 @@ def reproduce(
     changes = list_changes(bundle.record["environment"])
     for change in changes:
         say(f"other than in the run: {change}")
+    owner = read_owner(job.store)
+    if owner is not None and owner.id == bundle.record["id"]:
+        raise InvalidError(f"-o {directory}: holds the run of the bundle itself; use another directory")
     prepare_process(job)
     if not job.texts:  # whose corpora are made first, and are part of the trajectory
         validate_data(bundle, job, path)
@@ -216,7 +246,7 @@ def reproduce(
     try:
         job.lifecycle.run(Hosts.single_process(), stop, Clock(), ends_process=False)
     except PreemptedError:
-        if find_first_other(bundle.commits, list_commits(iterate_log(job.store, "events"))) is None:
+        if find_first_other(bundle.commits, list_commits(read_log(job.store, "events"))) is None:
             raise
     saved = bundle.record["hardware"]
     own = job.train_setup.describe_hardware(1)
@@ -235,14 +265,19 @@ def _make_document(
 
 
 def list_changes(environment: JsonObject) -> list[str]:
-    """Return the versions that differ from those of a run, each with the command that installs the former one."""
-    before, now = environment.get("versions", {}), collect_versions()
+    """Return the versions that differ from those of a run, each with the command that installs the former one.
+
+    Only names that are known here and what may be a version are shown, since a bundle may be anybody's.
+    """
+    given, now = environment.get("versions"), collect_versions()
+    before = given if isinstance(given, dict) else {}
+    known = {name: str(before[name]) for name in now if name in before and _VERSION.fullmatch(str(before[name]))}
     return [
-        f"{name} {now.get(name, 'is missing')}, not {version} (pip install {name}=={version})"
+        f"{name} {now[name]}, not {version} (pip install {name}=={version})"
         if name != "python"
         else f"Python {now[name]}, not {version}"
-        for name, version in before.items()
-        if now.get(name) != version
+        for name, version in known.items()
+        if now[name] != version
     ]
 
 
@@ -260,13 +295,12 @@ def validate_data(bundle: Bundle, job: BaseTrainer, path: str) -> None:
 
 def compare(bundle: Bundle, store: Store, changes: Sequence[str]) -> Reproduction:
     """Compare a run with the bundle that it was made from."""
-    commits, found = bundle.commits, list_commits(iterate_log(store, "events"))
+    commits, found = bundle.commits, list_commits(read_log(store, "events"))
     common = sorted(commits.keys() & found.keys())
     other = find_first_other(commits, found)
     same = [step for step in common if other is None or step < other]
-    losses = {row["step"]: row.get(LOSS) for row in bundle.rows if "step" in row}
-    deviations = [
-        compare_losses(losses[row["step"]], row.get(LOSS)) for row in read_rows(store) if row["step"] in losses
-    ]
-    worst = max(deviations, default=math.inf if other is not None else 0.0)
-    return Reproduction(store.url, max(same, default=None), other, len(common), worst, changes)
+    recorded = {row["step"]: row for row in bundle.rows}
+    pairs = [(recorded[row["step"]], row) for row in read_rows(store) if row["step"] in recorded]
+    worst = max((compare_losses(old.get(LOSS), new.get(LOSS)) for old, new in pairs), default=0.0)
+    difference = next((found for pair in pairs for found in compare_rows(*pair)), None)
+    return Reproduction(store.url, max(same, default=None), other, len(common), difference, worst, changes)

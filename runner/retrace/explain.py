@@ -3,6 +3,7 @@
 The loss of a spike is judged as `config.stability` does: by standard deviations above the mean of a window of rows.
 """
 
+import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -214,7 +215,8 @@ def list_changes(rows: Sequence[Row], step: int, job: BaseTrainer, history: Hist
         if first <= plan.start < step
     ]
     attempts = {attempt.number: attempt for attempt in history.attempts}
-    old, new = attempts.get(before.get("perf/attempt", 0)), attempts.get(row.get("perf/attempt", 0))
+    numbers = [each.get("perf/attempt") for each in (before, row)]
+    old, new = (attempts.get(number) if isinstance(number, int) else None for number in numbers)
     if old is not None and new is not None and old.number != new.number:
         lines.append(f"a restart: attempt {new.number} went on from step {new.resumed_step}")
         if {*old.hosts} != {*new.hosts}:
@@ -227,17 +229,24 @@ def list_changes(rows: Sequence[Row], step: int, job: BaseTrainer, history: Hist
     for event in history.events:
         at = event.get("step")
         if event.get("event") in ("changed", "spec_changed") and isinstance(at, int) and first <= at < step:
-            lines += [str(change) for change in event.get("changes", [])]
+            changes = event.get("changes")
+            lines += [str(change) for change in changes] if isinstance(changes, list) else []
     return lines
 
 
 def list_advice(url: str, step: int, config: TrainerConfig[Any], base: int | None) -> list[str]:
-    """Return the lines of a spec that trains past a step: a fork at the checkpoint `base`, which skips its batch."""
-    ranges = [[first, last] for first, last in config.train.skip_steps if last < step] + [[step - 1, step]]
+    """Return the lines of a spec that trains past a step: a fork at the checkpoint `base`, which skips its batch.
+
+    Empty if the run skips batches at this step or later: the steps of those ranges would be others then.
+    """
+    ranges = [[*each] for each in config.train.skip_steps]
+    if ranges and ranges[-1][1] >= step:
+        return []
+    ranges.append([step - 1, step])
     if base is None:
-        return [f"config.train.skip_steps: {ranges}"]
+        return [f"config: {{train: {{skip_steps: {ranges}}}}}"]
     return [
-        f"checkpoint: {{fork_from: {{run: {url}, step: {base}, changes: [config.train.skip_steps]}}}}",
+        f"checkpoint: {{fork_from: {{run: {json.dumps(url)}, step: {base}, changes: [config.train.skip_steps]}}}}",
         f"config: {{train: {{skip_steps: {ranges}}}}}",
     ]
 

@@ -80,7 +80,9 @@ class ExampleScorer:
         """Return the loss of an example, whose arrays are given by field. Waits for the devices."""
         with self._setup.sharding_rules():
             found = self._score(self._state, self._make_batch(example))
-        return ExampleLoss(*(float(value) for value in jax.device_get(found)))
+        # Without a mask the rows of all shards count.
+        num_rows = 1 if _MASK in example else self._num_shards
+        return ExampleLoss(*(float(value) / num_rows for value in jax.device_get(found)))
 
     def score_tokens(self, example: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the loss of each token of an example of a language model: float32 (T,). Waits for the devices."""

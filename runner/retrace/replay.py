@@ -145,16 +145,18 @@ def replay(retracing: Retracing, step: int, history: History, is_inspected: bool
 def compare_rows(recorded: Row, replayed: Row) -> Iterator[Difference]:
     """Yield the values that differ, without times and sizes."""
     for key in sorted(recorded.keys() | replayed.keys()):
-        if not key.startswith(_UNCOMPARED) and recorded.get(key) != replayed.get(key):
+        values = [None if value != value else value for value in (recorded.get(key), replayed.get(key))]
+        if not key.startswith(_UNCOMPARED) and values[0] != values[1]:
             yield Difference(recorded["step"], key, recorded.get(key), replayed.get(key))
 
 
 def compare_losses(recorded: Any, replayed: Any) -> float:
     """Return the relative difference of two losses; infinite if only one of them is a number."""
-    if recorded is None and replayed is None:
-        return 0.0
-    if not isinstance(recorded, int | float) or not isinstance(replayed, int | float):
-        return math.inf
+    values = [
+        value if isinstance(value, int | float) and math.isfinite(value) else None for value in (recorded, replayed)
+    ]
+    if None in values:
+        return 0.0 if values == [None, None] else math.inf
     return abs(recorded - replayed) / max(abs(recorded), abs(replayed), 1e-9)
 
 

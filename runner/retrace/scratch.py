@@ -8,6 +8,7 @@ notifications. Its hooks are called.
 import contextlib
 import fcntl
 import json
+import os
 import random
 import shutil
 import tempfile
@@ -131,6 +132,8 @@ def open_job(directory: str, trust: Sequence[str]) -> BaseTrainer:
     """
     store = open_store(directory)
     document = read_document(store, Trust(tuple(trust)))
+    # The directory may have been copied or moved since the run began.
+    document = replace(document, data=document.data | {"directory": directory})
     job = make_job(document, validate_spec(document))
     if not isinstance(job, BaseTrainer):
         raise InvalidError(f"{store.url}: its job {job.spec.job} is no trainer; needs a run of a BaseTrainer")
@@ -179,13 +182,18 @@ def _copy_past(run: Store, steps: Sequence[int], scratch: LocalStore) -> None:
 def _scratch_directory() -> Iterator[Path]:
     """Yield a directory that exists as long as the context, and remove those of processes that were killed."""
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        # The lock of a process ends with it.
-        with contextlib.suppress(OSError), (left / _LOCK).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory, (Path(directory) / _LOCK).open("wb") as lock:
+        # The lock of a process ends with it. Others may have made what is there, such as a pipe.
+        with contextlib.suppress(OSError):
+            lock = os.open(left / _LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if left.stat().st_uid == os.getuid():
+                    shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(lock)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory, (Path(directory) / _LOCK).open("wb") as own:
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(own, fcntl.LOCK_EX)
         yield Path(directory) / "run"
 
 

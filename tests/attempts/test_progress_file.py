@@ -127,7 +127,7 @@ def test_a_damaged_file_is_not_read_and_written_again(store, content):
 
 
 @pytest.mark.parametrize("key", [key.name for key in PROGRESS_KEYS])
-@pytest.mark.parametrize("value", ["missing", [[]], {"a": 1}, True, "x"])
+@pytest.mark.parametrize("value", ["missing", [[]], {"a": 1}, True, "x", float("nan")])
 def test_a_file_with_a_wrong_value_counts_as_damaged(tmp_path, key, value):
     store = LocalStore(tmp_path)
     Attempt(store, is_elastic=True).write("start").write("commit", 3)
@@ -137,7 +137,7 @@ def test_a_file_with_a_wrong_value_counts_as_damaged(tmp_path, key, value):
     else:
         values[key] = value
     store.write(PROGRESS, encode_json(values))
-    if (key, value) in (("done", "x"), ("hosts", [[]])):
+    if (key, value) in (("done", "x"), ("hosts", [[]])):  # of the right type
         assert _read_store_progress(store, SPEC).newest_attempt == 1
     elif key == "format" and value not in ("missing", True):
         with pytest.raises(NewerFormatError):

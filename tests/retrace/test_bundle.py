@@ -1,7 +1,10 @@
 """Bundles: a run is made again from its archive and compared, and other data, code or archives are found out."""
 
+import contextlib
 import io
 import json
+import random
+import subprocess
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -39,11 +42,13 @@ def bundle_of(tmp_path_factory):
     return get
 
 
-def change(path: Path, target: Path, **changes: Any) -> Path:
-    """Write a bundle with other values of its record."""
+def change(path: Path, target: Path, rows: Any = None, **changes: Any) -> Path:
+    """Write a bundle with other values of its record, or other rows."""
     with zipfile.ZipFile(path) as file:
         members = {name: file.read(name) for name in file.namelist()}
     members["bundle.json"] = json.dumps(json.loads(members["bundle.json"]) | changes).encode()
+    if rows is not None:
+        members["metrics.jsonl"] = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
     with zipfile.ZipFile(target, "w") as file:
         for name, content in members.items():
             file.writestr(name, content)
@@ -92,6 +97,45 @@ def test_the_job_stops_at_the_first_save_that_differs(tmp_path):
     log.append({"event": "commit", "step": 6, "fingerprint": "other"})
     assert stop.poll()
     assert stop.poll()
+
+
+def test_rows_that_a_run_does_not_have_are_found(bundle_of, tmp_path, capfd):
+    rows = [row | {"train/loss": 0.001} for row in read_bundle(str(bundle_of("killed"))).rows]
+    forged = change(bundle_of("killed"), tmp_path / "forged.zip", rows=[{"step": [1]}, {}, *rows])
+    assert run_command(["reproduce", str(forged), "-o", str(tmp_path / "again")]) == 1
+    shown = capfd.readouterr().out
+    assert "DIFFERENT: 3 fingerprints are the same, but the rows of the bundle are others" in shown
+    assert "first difference of a row: step 1, train/loss: the bundle has 0.001, this run 5.5" in shown
+
+
+def test_the_run_itself_is_no_reproduction(bundle_of):
+    path = bundle_of("killed")
+    before = hash_tree(path.with_name("run"))
+    with pytest.raises(InvalidError, match="holds the run of the bundle itself"):
+        run_command(["reproduce", str(path), "-o", str(path.with_name("run"))])
+    assert hash_tree(path.with_name("run")) == before
+
+
+def test_the_differences_from_a_commit_can_be_applied(tmp_path, monkeypatch):
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x@y", *words], cwd=tmp_path, check=True)
+
+    code = tmp_path / "own_code_of_a_bundle.py"
+    code.write_text("class Own:\n    pass\n\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "x")
+    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=tmp_path, text=True).strip()
+    code.write_bytes(b"class Own:\n    pass\n\n# \xe9\n\n")
+    git("commit", "-qam", "later")
+    monkeypatch.setattr(bundle.inspect, "getfile", lambda _: str(code))
+    assert bundle.read_diff(object, "HEAD; rm -rf x") == ""
+    assert "# \ufffd" in bundle.read_diff(object, commit)
+    code.write_text("class Own:\n    pass\n\n# plain\n\n")
+    patch = bundle.read_diff(object, commit)
+    git("checkout", "-q", commit, ".")
+    (tmp_path / "x.diff").write_text(patch)
+    git("apply", "--check", "x.diff")
 
 
 def test_an_interrupted_reproduction_goes_on(bundle_of, tmp_path, monkeypatch):
@@ -150,6 +194,16 @@ def test_versions_that_differ_are_named_with_a_command():
     assert any(line.endswith("not 0.1.2 (pip install jax==0.1.2)") for line in lines)
     assert any(line.endswith("not 3.1.0") for line in lines)
     assert len(lines) == 2
+    # What is no version, or of no package that is known, may be a command.
+    hostile = {"jax": "1; rm -rf ~", "flax": "1\nIDENTICAL", "jax; rm -rf ~ #": "1", "optax": [1], "evil": "1"}
+    for versions in (hostile, "x", None, [1]):
+        assert bundle.list_changes({"versions": versions}) == []
+
+
+def test_steps_of_any_form_are_no_error():
+    commits = {"9" * 5000: "x", "-3": "x", "007": "x", "x": "y", "4": 5, "6": "z", "": "x"}
+    found = bundle.Bundle({"commits": commits}, "", []).commits
+    assert {step: each for step, each in found.items() if step < 10**15} == {6: "z"}
 
 
 def test_saves_that_a_run_has_discarded_are_left_out():
@@ -169,6 +223,7 @@ def test_saves_that_a_run_has_discarded_are_left_out():
         (None, "no such file"),
         (b"", "is no bundle of a run"),
         (b"PK\x03\x04" + b"\0" * 99, "is no bundle of a run"),
+        (b"\0" * 99, "is no bundle of a run"),
         ({}, "is no bundle of a run: .*bundle.json"),
         ({"bundle.json": "{"}, "is no bundle of a run"),
         ({"bundle.json": "[]"}, "is no bundle of a run: not a JSON object"),
@@ -211,3 +266,21 @@ def test_a_spec_in_a_bundle_may_not_be_a_path_out_of_it(bundle_of, tmp_path):
     with pytest.raises(InvalidError, match="is no bundle"):
         read_bundle(str(path))
     assert not (tmp_path.parent / "evil").exists()
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_bundle_with_damaged_bytes_is_read_or_refused(compression, bundle_of, tmp_path):
+    with zipfile.ZipFile(bundle_of("killed")) as file:
+        members = {name: file.read(name) for name in file.namelist()}
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", compression) as file:
+        for name, content in members.items():
+            file.writestr(name, content)
+    chance = random.Random(compression)
+    for _ in range(60):
+        damaged = bytearray(buffer.getvalue())
+        for _ in range(8):
+            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
+        (tmp_path / "x.zip").write_bytes(damaged)
+        with contextlib.suppress(InvalidError):
+            assert read_bundle(str(tmp_path / "x.zip")).commits is not None

@@ -244,6 +244,7 @@ def test_the_window_is_that_of_the_run():
         (["--steps", "7-9"], "--step 9: the run has made the steps 1 to 8"),
         (["--steps", "3-2"], "--steps 3-2: needs two steps, such as 20-24"),
         (["--steps", "3"], "--steps 3: needs two steps, such as 20-24"),
+        (["--steps", f"1-{'9' * 5000}"], "needs two steps, such as 20-24"),
         (["--step", "2", "--top", "0"], "--top 0: needs at least 1"),
         (["--spike"], "--spike needs 9 rows with a loss, and there are 8"),
     ],
@@ -272,8 +273,34 @@ def test_without_checkpoints_the_steps_are_repeated_from_the_beginning(tmp_path)
 
 
 def test_ranges_that_are_skipped_already_stay_in_the_advice():
-    job = make_gpt(Path("unused"), **{"config.train.skip_steps": [[2, 4], [7, 8]]})
-    assert list_advice("r", 6, job.config, None) == ["config.train.skip_steps: [[2, 4], [5, 6]]"]
+    config = make_gpt(Path("unused"), **{"config.train.skip_steps": [[2, 4]]}).config
+    assert list_advice("r", 6, config, None) == ["config: {train: {skip_steps: [[2, 4], [5, 6]]}}"]
+    # A range of the config counts the steps of the run with the ranges before it.
+    assert [list_advice("r", step, config, None) for step in (2, 3, 4)] == [[], [], []]
+    for url in ("/t/run [1]", "/t/a: b", "/t/a #b", "/t/{x}", "/t/a, b", 'gs://b/"x"'):
+        lines = list_advice(url, 6, config, 3)
+        assert yaml.safe_load(lines[0])["checkpoint"]["fork_from"]["run"] == url
+
+
+def test_a_copy_of_a_run_is_explained_by_its_own_files(run_of, tmp_path):
+    copied = tmp_path / "run [1]"
+    shutil.copytree(run_of("stages"), copied)
+    rows = read_rows(copied)
+    rows[4]["train/loss"] = 99.0
+    (copied / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    explained = explain_step(copied, 5)
+    assert explained.row["train/loss"] == 99.0
+    assert yaml.safe_load(explained.advice[0])["checkpoint"]["fork_from"]["run"] == str(copied)
+
+
+@pytest.mark.parametrize("value", [[1], {}, None, "x", True])
+def test_rows_and_events_of_any_type_are_no_error(value, run_of, tmp_path):
+    shutil.copytree(run_of("stages"), tmp_path / "run")
+    rows = [row | {"perf/attempt": value, "train/learning_rate": value} for row in read_rows(tmp_path / "run")]
+    (tmp_path / "run/metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with (tmp_path / "run/events.jsonl").open("a") as file:
+        file.write(json.dumps({"time": 2e9, "attempt": 1, "event": "changed", "step": 4, "changes": value}) + "\n")
+    assert explain_step(tmp_path / "run", 5, is_data_only=True).examples
 
 
 class Ends:

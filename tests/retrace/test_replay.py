@@ -1,6 +1,7 @@
 """Replay: every step of a run of every kind is computed again to the bit, and a run with other values is found out."""
 
 import json
+import math
 import os
 import random
 import shutil
@@ -22,7 +23,7 @@ from runner.errors import InvalidError
 from runner.history.reader import HistoryReader
 from runner.retrace import scratch
 from runner.retrace.leaves import LeafFigures, _measure_all
-from runner.retrace.replay import ReplayResult, replay
+from runner.retrace.replay import ReplayResult, compare_losses, replay
 from runner.retrace.scratch import RetraceRequest, retrace
 from tests.retrace.runs import DAILY, RUNS, SAVES, STEPS
 from tests.support.job_process import hash_tree
@@ -317,6 +318,32 @@ def test_the_figures_of_a_step_are_those_of_its_arrays(kind, run_of, capfd):
     assert norm == pytest.approx(row["train/grad_norm"], rel=1e-3)
     lines = [*result.format()]
     assert lines[-1 - len(leaves)].split()[:2] == ["leaf", "shape"]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "replayed", "deviation"),
+    [
+        (2.0, 2.0, 0.0),
+        (2.0, 1.0, 0.5),
+        (0.0, 0.0, 0.0),
+        (None, None, 0.0),
+        (math.nan, None, 0.0),
+        (math.nan, 1.0, math.inf),
+        (1.0, math.inf, math.inf),
+        ("x", 1.0, math.inf),
+    ],
+)
+def test_losses_are_compared_whatever_they_are(recorded, replayed, deviation):
+    assert compare_losses(recorded, replayed) == compare_losses(replayed, recorded) == deviation
+
+
+def test_what_others_have_made_in_the_temporary_directory_is_no_obstacle(run_of, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in ("pipe", "link", "nothing"):
+        (tmp_path / f"runner-retrace-{name}").mkdir()
+    os.mkfifo(tmp_path / "runner-retrace-pipe/.lock")
+    (tmp_path / "runner-retrace-link/.lock").symlink_to(tmp_path / "text.txt")
+    assert replay_step(run_of("whole"), 2).verdict == "same bits"
 
 
 def test_values_that_are_not_finite_are_counted():
