@@ -81,7 +81,8 @@ class TextTokens(TokenSequence, Source):
         """Wrap the tokens of `files`, of which none is empty."""
         super().__init__([text.ids])
         self.bytes_copied = bytes_copied
-        self._text_files = files if len(files) == len(text.ends) else None
+        self._file_ends = text.ends[text.ends > 0]  # an empty file may be the first
+        self._text_files = files if len(files) == len(self._file_ends) else None
         self.tokenizer = text.tokenizer
         self._sha256, self.ends = text.sha256, text.ends
 
@@ -103,8 +104,8 @@ class TextTokens(TokenSequence, Source):
         """Return the position in its file, and the name of the file."""
         if self._text_files is None:
             return super().describe_position(position)
-        index = int(np.searchsorted(self.ends, position, side="right"))
-        return f"position {position - int(self.ends[index - 1] if index else 0)} of {self._text_files[index]}"
+        index = int(np.searchsorted(self._file_ends, position, side="right"))
+        return f"position {position - int(self._file_ends[index - 1] if index else 0)} of {self._text_files[index]}"
 
     def validate_vocabulary(self, size: int) -> None:
         """Raise `DataError` if the tokenizer has more than `size` ids."""
@@ -247,7 +248,11 @@ def open_source(
             # Text in a bucket is copied to this host's disk first; `plan` reports the space that the copies take.
             is_copied = isinstance(files, BucketFiles)
             num_bytes = sum(file.size_bytes for file in files.files) if is_copied else 0
-            source = TextTokens(text, num_bytes, [file for file in files.files if file.size_bytes or separator])
+            # No separator follows the last file.
+            with_tokens = [
+                file for file in files.files if file.size_bytes or (separator and file is not files.files[-1])
+            ]
+            source = TextTokens(text, num_bytes, with_tokens)
     if not len(source):
         raise DataError(f"data.source={token_source.source}: is empty: it holds 0 tokens")
     if config.packing != "concatenate" and not source.has_documents:

@@ -303,6 +303,20 @@ def test_rows_and_events_of_any_type_are_no_error(value, run_of, tmp_path):
     assert explain_step(tmp_path / "run", 5, is_data_only=True).examples
 
 
+@pytest.mark.parametrize("separator", ["none", "newline"])
+@pytest.mark.parametrize("empty", [0, 1, 3])
+def test_the_file_of_a_position_is_named_beside_empty_files(empty, separator, tmp_path):
+    (tmp_path / "texts").mkdir()
+    for number in range(4):
+        (tmp_path / f"texts/{number}.txt").write_text("" if number == empty else f"file {number} " * 500)
+    data = {"source": str(tmp_path / "texts/*.txt"), "sequence_length": 16, "document_separator": separator}
+    source = make_gpt(tmp_path / "run", **{"config.data": data}).dataset.train_sources[0].source
+    for number in (each for each in range(4) if each != empty):
+        position = source.read(0, len(source)).tobytes().index(f"file {number} ".encode())
+        assert source.describe_position(position) == f"position 0 of {tmp_path}/texts/{number}.txt"
+        assert source.describe_position(position + 9) == f"position 9 of {tmp_path}/texts/{number}.txt"
+
+
 class Ends:
     """Source with documents that end at given positions."""
 
