@@ -119,19 +119,6 @@ def test_a_poisoned_document_is_found_and_passed_by(num_documents, tmp_path, cap
 # What a step has seen.
 
 
-@pytest.fixture(scope="module")
-def run_of(tmp_path_factory):
-    made: dict[str, Path] = {}
-
-    def get(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp("explain") / "run"
-            RUNS[kind](made[kind])
-        return made[kind]
-
-    return get
-
-
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[] if kind in DAILY else pytest.mark.soak) for kind in RUNS])
 def test_the_origins_are_those_of_the_examples_of_the_batch(kind, run_of):
     directory = run_of(kind)
@@ -272,8 +259,8 @@ def test_without_checkpoints_the_steps_are_repeated_from_the_beginning(tmp_path)
     assert hash_tree(tmp_path / "run") == before
 
 
-def test_ranges_that_are_skipped_already_stay_in_the_advice():
-    config = make_gpt(Path("unused"), **{"config.train.skip_steps": [[2, 4]]}).config
+def test_ranges_that_are_skipped_already_stay_in_the_advice(tmp_path):
+    config = make_gpt(tmp_path / "unused", **{"config.train.skip_steps": [[2, 4]]}).config
     assert list_advice("r", 6, config, None) == ["config: {train: {skip_steps: [[2, 4], [5, 6]]}}"]
     # A range of the config counts the steps of the run with the ranges before it.
     assert [list_advice("r", step, config, None) for step in (2, 3, 4)] == [[], [], []]
