@@ -5,7 +5,6 @@ beside the job that trains. Every function raises a `RunnerError` with the messa
 """
 
 import contextlib
-import json
 import os
 import signal
 import threading
@@ -35,7 +34,7 @@ from runner.inference.open_run import sample as sample_pieces
 from runner.job import make_job, prepare_process
 from runner.metrics.file import read_rows
 from runner.spec import PARAMS, Document, ExecutionSpec, load_document, parse_document, validate_spec
-from runner.spec.document import dump_yaml
+from runner.spec.document import dump_yaml, format_overrides
 from runner.storage import JsonObject, read_json
 
 SpecSource = str | os.PathLike[str] | Mapping[str, Any]
@@ -55,7 +54,7 @@ def load_spec(spec: SpecSource, set: Mapping[str, Any] | None = None) -> Executi
 
 
 def _load_document(spec: SpecSource, set: Mapping[str, Any] | None) -> Document:
-    overrides = [f"{key}={json.dumps(value)}" for key, value in (set or {}).items()]
+    overrides = format_overrides(set or {})
     if isinstance(spec, Mapping):
         return parse_document(dump_yaml(dict(spec)), "spec", overrides)
     return load_document(Path(spec), overrides)

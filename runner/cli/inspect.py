@@ -12,7 +12,7 @@ from runner.cli.arguments import (
     ReportArguments,
     SpecArguments,
 )
-from runner.cli.status import convert_read_errors, find_directory, open_run_store, validate_output
+from runner.cli.status import convert_read_errors, find_directory, open_run_store, validate_new_file, validate_output
 from runner.console import say, write_lines, write_text
 from runner.dashboard.reader import DiscoveryResult, find_runs
 from runner.dashboard.report import write_report
@@ -91,9 +91,7 @@ def write_report_page(arguments: ReportArguments) -> int:
     with convert_read_errors():
         stores = [open_store(find_directory(where)) for where in arguments.where]
         # The output is checked first: reading the runs may take a minute.
-        path = validate_output(arguments.output, stores)
-        if not path.parent.is_dir():
-            raise InvalidError(f"-o {arguments.output}: needs the name of a file in a directory that exists")
+        path = validate_new_file(arguments.output, stores)
         num_bytes = write_report(stores, path)
     say(f"{arguments.output}: {num_bytes / 1e6:.1f} MB")
     return EXIT_DONE

@@ -2,22 +2,20 @@
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from runner.attempts.layout import read_owner
 from runner.cli.arguments import BundleArguments, ExplainArguments, ReplayArguments, ReproduceArguments
-from runner.cli.status import convert_read_errors, find_run, open_run_store, validate_output
-from runner.console import escape_controls, say, silence, write_lines, write_text
-from runner.data.readers import publish
-from runner.errors import EXIT_DONE, EXIT_FAILED, InvalidError
+from runner.cli.status import convert_read_errors, find_run, open_run_store, validate_new_file
+from runner.console import escape_unprintable, say, silence, write_lines, write_text
+from runner.errors import EXIT_DONE, EXIT_FAILED
 from runner.history.reader import HistoryReader
 from runner.history.records import History, to_json
-from runner.retrace.bundle import make_bundle, reproduce
-from runner.retrace.explain import Explainer, find_spike
-from runner.retrace.replay import replay
+from runner.retrace.bundle import Reproduction, make_bundle, reproduce
+from runner.retrace.explain import Explainer, Explanation, find_spike
+from runner.retrace.replay import ReplayResult, replay
 from runner.retrace.scratch import RetraceRequest, choose_checkpoint, open_job, retrace, validate_step
-from runner.storage import Store, open_store
+from runner.storage import LocalStore, Store
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,14 @@ def _quiet_if(as_json: bool) -> contextlib.AbstractContextManager[None]:
     return silence() if as_json else contextlib.nullcontext()
 
 
+def _write(as_json: bool, found: ReplayResult | Explanation | Reproduction, lines: Iterable[str]) -> None:
+    """Print a result as JSON, or as lines that cannot control the terminal, whatever a run or a bundle holds."""
+    if as_json:
+        write_text(json.dumps(to_json(found.to_json())) + "\n")
+    else:
+        write_lines(map(escape_unprintable, lines))
+
+
 def print_replay(arguments: ReplayArguments) -> int:
     """Repeat the steps of a run to one of them, compare them with its records, and print the verdict."""
     with convert_read_errors():
@@ -51,10 +57,7 @@ def print_replay(arguments: ReplayArguments) -> int:
         validate_step(run.store, step, run.history.step)
         with _quiet_if(arguments.as_json), retrace(run.make_request(step, arguments)) as retracing:
             result = replay(retracing, step, run.history, arguments.is_inspected)
-        if arguments.as_json:
-            write_text(json.dumps(to_json(result.to_json())) + "\n")
-        else:
-            write_lines(escape_controls(line) for line in result.format())
+        _write(arguments.as_json, result, result.format())
     return EXIT_FAILED if result.verdict == "different" else EXIT_DONE
 
 
@@ -77,25 +80,18 @@ def print_explanation(arguments: ExplainArguments) -> int:
                 retracing = stack.enter_context(retrace(run.make_request(first, arguments)))
             for step in range(first, last + 1):
                 explanation = explainer.explain(step, retracing, arguments.top)
-                if arguments.as_json:
-                    write_text(json.dumps(to_json(explanation.to_json())) + "\n")
-                else:
-                    write_lines(escape_controls(line) for line in explanation.format(arguments.top))
+                _write(arguments.as_json, explanation, explanation.format(arguments.top))
     return EXIT_DONE
 
 
 def write_bundle(arguments: BundleArguments) -> int:
     """Write the archive of a run."""
     with convert_read_errors():
-        directory, trust = find_run(arguments.where, arguments.trust)
-        store = open_store(directory)
-        path = validate_output(arguments.output, [store])
-        if not path.parent.is_dir():
-            raise InvalidError(f"-o {arguments.output}: needs the name of a file in a directory that exists")
-        owner = read_owner(open_run_store(arguments.where))
-        assert owner is not None, "the directory holds a run"
-        content = make_bundle(store, trust, owner.name, owner.id)
-        publish(path, [content])
+        _, trust = find_run(arguments.where, arguments.trust)
+        store = open_run_store(arguments.where)
+        path = validate_new_file(arguments.output, [store])
+        content = make_bundle(store, trust)
+        LocalStore(path.parent).write(path.name, content)
     say(f"{arguments.output}: {len(content) / 1e3:.0f} kB")
     say(f"to check it: python -m runner reproduce {arguments.output} -o DIRECTORY")
     return EXIT_DONE
@@ -108,8 +104,5 @@ def print_reproduction(arguments: ReproduceArguments) -> int:
             found = reproduce(
                 arguments.bundle, arguments.directory, arguments.overrides, arguments.is_any_device, arguments.trust
             )
-        if arguments.as_json:
-            write_text(json.dumps(to_json(found.to_json())) + "\n")
-        else:
-            write_lines(escape_controls(line) for line in found.format())
+        _write(arguments.as_json, found, found.format())
     return EXIT_DONE if found.verdict in ("identical", "within rounding") else EXIT_FAILED

@@ -107,6 +107,14 @@ def validate_output(where: str, stores: Sequence[Store], kind: str = "a file") -
     return path
 
 
+def validate_new_file(where: str, stores: Sequence[Store]) -> Path:
+    """Return the path of the file to write for `-o where`, as `validate_output`, in a directory that exists."""
+    path = validate_output(where, stores)
+    if not path.parent.is_dir():
+        raise InvalidError(f"-o {where}: needs the name of a file in a directory that exists")
+    return path
+
+
 def find_text_phase(store: Store) -> Store | None:
     """Return the run that tokenises the text of the run in `store`, if that has not begun to train; None otherwise.
 

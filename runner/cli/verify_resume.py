@@ -37,7 +37,9 @@ from runner.errors import (
 from runner.job import RestoreableJob
 from runner.metrics.file import read_rows
 from runner.process import make_environment, start_processes
+from runner.retrace.scratch import QUIET
 from runner.spec import hash_record, load_document, load_job_class, validate_config, validate_spec
+from runner.spec.document import format_overrides
 from runner.storage import JsonObject, LocalStore, read_json, read_log
 
 _BORDER_MOMENTS = ("before a stage", "after a stage begins")
@@ -87,25 +89,18 @@ class TrialRun:
         """Start all processes of an attempt."""
         trial = self._trial
         # Frequent saves that are all kept, metrics at every step, and no output outside the scratch directory.
-        overrides = {
-            "directory": self.directory,
+        overrides = QUIET | {
+            "directory": str(self.directory),
             "checkpoint.every_steps": trial.every_steps,
-            "checkpoint.every_minutes": "null",
-            "checkpoint.every": "null",
+            "checkpoint.every_minutes": None,
+            "checkpoint.every": None,
             "checkpoint.keep_last": trial.steps + 1,
-            "checkpoint.keep_every_steps": "null",
-            "checkpoint.keep_best": "null",
-            "checkpoint.local_directory": "null",
-            "checkpoint.local_every_steps": "null",
-            "checkpoint.local_replicas": "0",
+            "checkpoint.keep_every_steps": None,
+            "checkpoint.keep_best": None,
             "logging.every_steps": 1,
-            "logging.wandb": "disabled",
-            "logging.tensorboard": "false",
-            "logging.notify": "null",
-            "logging.profile": "null",
-            **dict.fromkeys(trial.output_keys, "null"),
+            **dict.fromkeys(trial.output_keys),
         }
-        options = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
+        options = [word for override in format_overrides(overrides) for word in ("--set", override)]
         # The user's own `--set` options come first, so that the overrides above outrank them.
         command = [sys.executable, "-m", "runner", *trial.arguments, *options]
         counts = trial.devices_per_process

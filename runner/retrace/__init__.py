@@ -1,11 +1,10 @@
 """Steps of a run looked at again, beside the run, which is only read.
 
 - `scratch`: the job of a run in a scratch directory, at its newest checkpoint before a step
-- `past`: history of a step that the run has made more than once
 - `origin`: examples of a step: their sources and documents, and what they hold
 - `losses`: losses and gradients of single examples
 - `leaves`: parameters, gradients and updates of a step by leaf
-- `explain`: the examples of a step, the cost of each, and other changes at that step
 - `replay`: a step computed again, and compared with what the run recorded
+- `explain`: the examples of a step, the cost of each, and other changes at that step
 - `bundle`: an archive from which somebody else can run the job again, and check its results
 """

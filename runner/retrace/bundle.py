@@ -13,7 +13,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -29,9 +29,9 @@ from runner.errors import InvalidError, PreemptedError
 from runner.job import make_job, prepare_process
 from runner.metrics.file import METRICS_FILE, read_rows
 from runner.metrics.rows import Row
-from runner.retrace.replay import LOSS, ROUNDING, Difference, compare_losses, compare_rows
-from runner.retrace.scratch import QUIET, open_job
-from runner.spec import Document, Trust, parse_document, validate_spec
+from runner.retrace.replay import LOSS, ROUNDING, Difference, compare_hardware, compare_losses, compare_rows
+from runner.retrace.scratch import QUIET, make_document, open_job
+from runner.spec import Trust, validate_spec
 from runner.storage import JsonObject, Key, Store, parse_json, parse_lines, parse_number, read_log, validate_record
 from runner.trainer import BaseTrainer
 
@@ -71,16 +71,16 @@ def list_commits(events: Iterable[JsonObject]) -> dict[int, str]:
     return commits
 
 
-def make_bundle(store: Store, trust: Sequence[str], name: str, run_id: str) -> bytes:
+def make_bundle(store: Store, trust: Sequence[str]) -> bytes:
     """Return the archive of a run. Raises `InvalidError` if it is none of a trainer, or has no checkpoint."""
-    job, newest = open_job(store.url, trust), read_newest_manifest(store)
-    if newest is None:
+    job, owner, newest = open_job(store.url, trust), read_owner(store), read_newest_manifest(store)
+    if owner is None or newest is None:
         raise InvalidError(f"{store.url}: no checkpoint is committed yet, so there is nothing to check")
     environment = newest.environment or {}
     record = {
         "format": FORMAT,
-        "name": name,
-        "id": run_id,
+        "name": owner.name,
+        "id": owner.id,
         "job": job.spec.job,
         "commits": {str(step): found for step, found in list_commits(read_log(store, "events")).items()},
         "identity": newest.identity,
@@ -139,17 +139,7 @@ def read_bundle(path: str) -> Bundle:
             return Bundle(record, read(file, SPEC).decode(), rows)
     except FileNotFoundError as error:
         raise InvalidError(f"{path}: no such file") from error
-    except (
-        ValueError,
-        KeyError,
-        OSError,
-        zipfile.BadZipFile,
-        zlib.error,
-        lzma.LZMAError,
-        EOFError,
-        NotImplementedError,
-        RuntimeError,
-    ) as error:
+    except (ValueError, KeyError, OSError, RuntimeError, EOFError, *_ZIP_ERRORS) as error:
         raise InvalidError(f"{path}: is no bundle of a run: {error}") from error
 
 
@@ -229,7 +219,8 @@ def reproduce(
     Ends at the first save that differs. Raises `InvalidError` if the data are others, and what a job raises.
     """
     bundle = read_bundle(path)
-    document = _make_document(bundle, path, directory, overrides, is_any_device, trust)
+    values = QUIET | {"directory": directory}
+    document = make_document(bundle.spec, f"{path}/{SPEC}", values, overrides, is_any_device, Trust(tuple(trust)))
     job = make_job(document, validate_spec(document))
     if not isinstance(job, BaseTrainer):
         raise InvalidError(f"{path}: its job {job.spec.job} is no trainer")
@@ -248,20 +239,7 @@ def reproduce(
     except PreemptedError:
         if find_first_other(bundle.commits, list_commits(read_log(job.store, "events"))) is None:
             raise
-    saved = bundle.record["hardware"]
-    own = job.train_setup.describe_hardware(1)
-    changes += [f"{key} {value}, not {saved[key]}" for key, value in own.items() if saved.get(key, value) != value]
-    return compare(bundle, job.store, changes)
-
-
-def _make_document(
-    bundle: Bundle, path: str, directory: str, overrides: Sequence[str], is_any_device: bool, trust: Sequence[str]
-) -> Document:
-    kept = {key: value for key, value in QUIET.items() if not key.startswith("checkpoint.every")}
-    values: JsonObject = kept | {"directory": directory} | ({"topology": {}} if is_any_device else {})
-    quiet = [f"{key}={json.dumps(value)}" for key, value in values.items()]
-    made = parse_document(bundle.spec, f"{path}/{SPEC}", [*overrides, *quiet])
-    return replace(made, trust=Trust(tuple(trust)))
+    return compare(bundle, job.store, changes + compare_hardware(job, bundle.record["hardware"]))
 
 
 def list_changes(environment: JsonObject) -> list[str]:

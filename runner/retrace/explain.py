@@ -14,20 +14,19 @@ import numpy as np
 
 from runner.checkpoint.manifest import read_committed
 from runner.config import SpikeConfig, TrainerConfig
-from runner.console import escape_controls
 from runner.errors import InvalidError
+from runner.history.ledger import get_float, get_int
 from runner.history.records import History
 from runner.metrics.file import read_rows
 from runner.metrics.rows import Row
 from runner.retrace.losses import ExampleLoss, ExampleScorer
 from runner.retrace.origin import ExampleReader, StepExample, adopt_past, list_unknown, makes_own_batches
 from runner.retrace.origin import to_json as example_to_json
-from runner.retrace.past import describe_past
+from runner.retrace.replay import LOSS, describe_past
 from runner.retrace.scratch import Retracing
 from runner.storage import JsonObject
 from runner.trainer import BaseTrainer
 
-LOSS = "train/loss"
 _MIN_ROWS = 8  # before a spike can be told
 _STANDING_OUT_SIGMAS = 4.0  # above the examples of the step before
 _WORST_TOKENS = 5
@@ -47,7 +46,8 @@ class Deviation(NamedTuple):
 
 def find_deviation(rows: Sequence[Row], index: int, spike: SpikeConfig) -> Deviation | None:
     """Return how far the loss of a row is from those before it; None if there are too few, or they are all equal."""
-    losses = [row[LOSS] for row in rows[max(index - spike.over_steps, 0) : index] if is_number(row.get(LOSS))]
+    window = (get_float(row, LOSS) for row in rows[max(index - spike.over_steps, 0) : index])
+    losses = [loss for loss in window if loss is not None]
     loss = rows[index].get(LOSS)
     if len(losses) < _MIN_ROWS or not isinstance(loss, int | float):
         return None
@@ -56,11 +56,6 @@ def find_deviation(rows: Sequence[Row], index: int, spike: SpikeConfig) -> Devia
         return None
     sigmas = (loss - mean) / deviation if math.isfinite(loss) else math.inf
     return Deviation(rows[index]["step"], float(loss), mean, sigmas, len(losses))
-
-
-def is_number(value: object) -> bool:
-    """Return True for a finite number."""
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def get_spike_config(config: TrainerConfig[Any]) -> SpikeConfig:
@@ -123,7 +118,7 @@ class ExplainedExample:
             yield f"    {part.num_tokens} tokens from {part.place}{text}"
         yield from (f"    {name}: {value}" for name, value in example.fields.items())
         if self.worst_tokens:
-            worst = ", ".join(f"{escape_controls(text)!r} {loss:.2f}" for text, loss in self.worst_tokens)
+            worst = ", ".join(f"{text!r} {loss:.2f}" for text, loss in self.worst_tokens)
             yield f"    highest losses: {worst}"
 
 
@@ -138,7 +133,7 @@ class Explanation:
     examples: Sequence[ExplainedExample]  # the most expensive first, or in order without weights
     before: float | None  # mean loss of the examples of the step before, with the same weights; None without weights
     advice: Sequence[str]  # lines of a spec that trains past the step
-    notes: Sequence[str]  # what became of the step in the run
+    notes: Sequence[str]  # history of the step in the run
 
     def summarise_sources(self) -> dict[str, tuple[int, float | None]]:
         """Return the number of examples and the mean loss of each source."""
@@ -167,7 +162,8 @@ class Explanation:
         """Yield the lines for people, with the first examples."""
         yield from self.notes
         parts = [f"step {self.step}"]
-        parts += [f"loss {self.row[LOSS]:.4f}"] if is_number(self.row.get(LOSS)) else []
+        loss = get_float(self.row, LOSS)
+        parts += [] if loss is None else [f"loss {loss:.4f}"]
         if self.deviation is not None:
             _, _, mean, sigmas, num_rows = self.deviation
             parts.append(f"{sigmas:+.1f} standard deviations from the mean {mean:.4f} of {num_rows} rows before")
@@ -215,21 +211,19 @@ def list_changes(rows: Sequence[Row], step: int, job: BaseTrainer, history: Hist
         if first <= plan.start < step
     ]
     attempts = {attempt.number: attempt for attempt in history.attempts}
-    numbers = [each.get("perf/attempt") for each in (before, row)]
-    old, new = (attempts.get(number) if isinstance(number, int) else None for number in numbers)
+    old, new = (attempts.get(get_int(each, "perf/attempt") or 0) for each in (before, row))
     if old is not None and new is not None and old.number != new.number:
         lines.append(f"a restart: attempt {new.number} went on from step {new.resumed_step}")
         if {*old.hosts} != {*new.hosts}:
             lines.append(f"hosts: {', '.join(old.hosts[:4])} -> {', '.join(new.hosts[:4])}")
         if (old.num_devices, old.device_kind) != (new.num_devices, new.device_kind):
             lines.append(f"devices: {old.num_devices} {old.device_kind} -> {new.num_devices} {new.device_kind}")
-    rates: list[Any] = [rate for each in (before, row) if is_number(rate := each.get("train/learning_rate"))]
-    if len(rates) == 2 and min(rates) > 0 and max(rates) / min(rates) >= _CHANGED_RATE:
-        lines.append(f"learning rate: {rates[0]:.3g} -> {rates[1]:.3g}")
+    former, present = (get_float(each, "train/learning_rate") or 0.0 for each in (before, row))
+    if min(former, present) > 0 and max(former, present) / min(former, present) >= _CHANGED_RATE:
+        lines.append(f"learning rate: {former:.3g} -> {present:.3g}")
     for event in history.events:
-        at = event.get("step")
-        if event.get("event") in ("changed", "spec_changed") and isinstance(at, int) and first <= at < step:
-            changes = event.get("changes")
+        at, changes = get_int(event, "step"), event.get("changes")
+        if event.get("event") in ("changed", "spec_changed") and at is not None and first <= at < step:
             lines += [str(change) for change in changes] if isinstance(changes, list) else []
     return lines
 
@@ -252,14 +246,18 @@ def list_advice(url: str, step: int, config: TrainerConfig[Any], base: int | Non
 
 
 def score_examples(
-    retracing: Retracing, examples: Sequence[StepExample], num_shown: int, reader: ExampleReader | None
+    retracing: Retracing,
+    scorer: ExampleScorer,
+    examples: Sequence[StepExample],
+    num_shown: int,
+    reader: ExampleReader | None,
 ) -> tuple[list[ExplainedExample], float | None]:
     """Return the examples of the next step with their costs, and the mean loss of those of the step before.
 
     The worst tokens are found for the `num_shown` most expensive ones.
     """
     job = retracing.job
-    scorer, arrays = ExampleScorer(job, job.step + 1), retracing.load_arrays(job.step)
+    arrays = retracing.load_arrays(job.step)
 
     def select(fields: Mapping[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
         return {name: values[number] for name, values in fields.items()}
@@ -268,8 +266,8 @@ def score_examples(
     earlier: list[float] = []
     if job.step:
         past = retracing.load_arrays(job.step - 1)
-        scored = [scorer.score(select(past, number)) for number in range(len(next(iter(past.values()))))]
-        earlier = [each.loss_sum / each.num_targets for each in scored if each.num_targets]
+        means = (scorer.compute_mean(select(past, number)) for number in range(len(next(iter(past.values())))))
+        earlier = [mean for mean in means if mean is not None]
     limit = math.inf
     if len(earlier) > 1:
         limit = statistics.fmean(earlier) + _STANDING_OUT_SIGMAS * statistics.stdev(earlier)
@@ -318,6 +316,7 @@ class Explainer:
         adopt_past(job, job.store)
         self._committed = sorted(read_committed(job.store))
         self._reader = None if makes_own_batches(job) else ExampleReader(job)
+        self._scorers: dict[int, ExampleScorer] = {}  # by stage
 
     def explain(self, step: int, retracing: Retracing | None, num_shown: int) -> Explanation:
         """Explain the step that ends with `step` completed ones.
@@ -340,7 +339,10 @@ class Explainer:
             )
         explained = [ExplainedExample(example) for example in examples]
         if retracing is not None:
-            explained, before = score_examples(retracing, examples, num_shown, self._reader)
+            stage = self._job.config.find_stage(step - 1)
+            if stage not in self._scorers:
+                self._scorers[stage] = ExampleScorer(retracing.job, step)
+            explained, before = score_examples(retracing, self._scorers[stage], examples, num_shown, self._reader)
         base = max((each for each in self._committed if each < step), default=None)
         return Explanation(
             step,

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from runner.checkpoint.fingerprint import format_leaf_name
 from runner.parallel.mesh import count_batch_shards, make_batch_sharding
+from runner.retrace.losses import make_loss
 from runner.retrace.scratch import Retracing
 from runner.storage import JsonObject
-from runner.train import step as step_functions
 
 _HEADS = ("leaf", "shape", "parameters", "gradients", "updates", "update / parameter", "zeros", "not finite")
 
@@ -68,18 +68,14 @@ def inspect_step(retracing: Retracing) -> list[LeafReport]:
 def compute_gradients(retracing: Retracing) -> Any:
     """Return the gradients of the mean loss of the next step, without dropout, in float32."""
     job, step = retracing.job, retracing.job.step
-    program, stage = job.programs.at(step), job.at_step(step + 1)
+    program, loss = job.programs.at(step), make_loss(job, step + 1)
     setup, arrays = program.train_setup, retracing.load_arrays(step)
     sharding = make_batch_sharding(setup.mesh, program.layout.has_sequences)
     size = program.layout.micro_batch_examples * count_batch_shards(setup.mesh)
 
     @jax.jit
-    def compute(params: Any, state: Any, batch: Any) -> Any:
-        def sum_loss(params: Any) -> tuple[jax.Array, jax.Array]:
-            loss_sum, count, _ = step_functions.val_step(stage.forward, state.replace(params=params), batch)
-            return loss_sum, count
-
-        (_, count), grads = jax.value_and_grad(sum_loss, has_aux=True)(params)
+    def compute(state: Any, batch: Any) -> Any:
+        (_, count), grads = jax.value_and_grad(loss, has_aux=True)(state.params, state, batch)
         return count, jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
 
     total, whole = 0.0, None
@@ -88,7 +84,7 @@ def compute_gradients(retracing: Retracing) -> Any:
         for first in range(0, len(next(iter(arrays.values()))), size):
             micro = {name: values[None, first : first + size] for name, values in arrays.items()}
             batch = {name: jax.device_put(values, sharding) for name, values in micro.items()}
-            count, grads = compute(job.state.params, job.state, batch)
+            count, grads = compute(job.state, batch)
             total += float(count)
             whole = grads if whole is None else jax.tree.map(jnp.add, whole, grads)
     return jax.tree.map(lambda grad: grad / (total or 1.0), whole)

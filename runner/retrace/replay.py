@@ -10,14 +10,14 @@ from runner.history.records import History
 from runner.metrics.file import read_rows
 from runner.metrics.rows import Row
 from runner.retrace.leaves import LeafReport, format_leaves, inspect_step
-from runner.retrace.past import describe_past
 from runner.retrace.scratch import Retracing
-from runner.storage import JsonObject, read_log
+from runner.storage import JsonObject, Store, read_log
+from runner.train.features.stability import read_roll_backs
+from runner.trainer import BaseTrainer
 
 ROUNDING = 1e-3  # largest relative difference of the losses where equal bits are not promised
 LOSS = "train/loss"
 _UNCOMPARED = "perf/"  # times and sizes, which no run has twice
-
 _DECISIVE = ("versions", "cpus", "options")  # of the environment of an attempt: with others the bits may differ
 
 Verdict = Literal["same bits", "within rounding", "different", "not compared"]
@@ -47,7 +47,7 @@ class ReplayResult:
     loss_deviation: float  # largest relative difference of a loss
     promises_bits: bool  # True if hardware and program are those of the run, or the run promises equal bits on others
     changes: Sequence[str]  # differences of program, versions or hardware
-    notes: Sequence[str]  # what became of the step in the run
+    notes: Sequence[str]  # history of the step in the run
     leaves: Sequence[LeafReport] = ()  # figures of the step, if they were asked for
 
     @property
@@ -109,6 +109,7 @@ def replay(retracing: Retracing, step: int, history: History, is_inspected: bool
 
     If `is_inspected`, the result has the figures of the arrays in `step`.
     """
+    notes = describe_past(retracing.run, step, history)
     recorded = {row["step"]: row for row in read_rows(retracing.run)}
     known = {manifest.step: manifest.fingerprint for manifest in retracing.manifests.values() if manifest.fingerprint}
     retracing.advance_to(step - is_inspected)
@@ -125,6 +126,7 @@ def replay(retracing: Retracing, step: int, history: History, is_inspected: bool
             num_rows += 1
             differences += [*compare_rows(recorded[row["step"]], row)]
             deviation = max(deviation, compare_losses(recorded[row["step"]].get(LOSS), row.get(LOSS)))
+    changes, promises_bits = compare_setup(retracing)
     return ReplayResult(
         step,
         retracing.start,
@@ -135,9 +137,9 @@ def replay(retracing: Retracing, step: int, history: History, is_inspected: bool
         num_rows,
         differences[0] if differences else None,
         deviation,
-        promises_same_bits(retracing),
-        list_changes(retracing),
-        describe_past(retracing.run, step, history),
+        promises_bits,
+        changes,
+        notes,
         leaves,
     )
 
@@ -160,28 +162,47 @@ def compare_losses(recorded: Any, replayed: Any) -> float:
     return abs(recorded - replayed) / max(abs(recorded), abs(replayed), 1e-9)
 
 
-def list_changes(retracing: Retracing) -> list[str]:
-    """Return the differences of hardware, and of what the job itself has found to be changed since its checkpoint."""
-    saved, own = retracing.hardware, retracing.job.train_setup.describe_hardware(1)
-    lines = [f"{key} {value}, not {saved[key]}" for key, value in own.items() if key in saved and saved[key] != value]
-    found = [str(change) for event in _read_changes(retracing) for change in event.get("changes", [])]
-    # The spec is that of the run, with defaults and `auto` filled in.
-    return lines + [change for change in found if not change.startswith("config.")]
+def compare_hardware(job: BaseTrainer, saved: JsonObject) -> list[str]:
+    """Return what differs in the hardware of this process from that of a manifest: a line each."""
+    own = job.train_setup.describe_hardware(1)
+    return [f"{key} {value}, not {saved[key]}" for key, value in own.items() if key in saved and saved[key] != value]
 
 
-def promises_same_bits(retracing: Retracing) -> bool:
-    """Return True if the run promises equal bits here: program, versions and CPU threads are those of the run.
+def compare_setup(retracing: Retracing) -> tuple[list[str], bool]:
+    """Return what differs from the run at its checkpoint, a line each, and whether equal bits are promised here.
 
-    The hardware is too, unless the run has `same_bits_devices`.
+    They are if program, versions and CPU threads are those of the run. The hardware is too, unless the run has
+    `same_bits_devices`.
     """
-    saved, own = retracing.hardware, retracing.job.train_setup.describe_hardware(1)
-    before, now = retracing.environment, retracing.job.attempt.environment
-    if any(key in before and before[key] != now.get(key) for key in _DECISIVE):
-        return False
-    if all(saved.get(key) == value for key, value in own.items()):
-        return not any(event.get("program") for event in _read_changes(retracing))
-    return retracing.job.config.train.same_bits_devices is not None
+    job, before = retracing.job, retracing.environment
+    hardware = compare_hardware(job, retracing.hardware)
+    # What the job itself has found.
+    events = [event for event in read_log(job.store, "events") if event.get("event") == "changed"]
+    found = [str(change) for event in events for change in event.get("changes", [])]
+    # The spec is that of the run, with defaults and `auto` filled in.
+    lines = hardware + [change for change in found if not change.startswith("config.")]
+    if any(key in before and before[key] != job.attempt.environment.get(key) for key in _DECISIVE):
+        return lines, False
+    own = job.train_setup.describe_hardware(1)
+    if any(retracing.hardware.get(key) != value for key, value in own.items()):
+        return lines, job.config.train.same_bits_devices is not None
+    return lines, not any(event.get("program") for event in events)
 
 
-def _read_changes(retracing: Retracing) -> list[JsonObject]:
-    return [event for event in read_log(retracing.job.store, "events") if event.get("event") == "changed"]
+def describe_past(run: Store, step: int, history: History) -> list[str]:
+    """Return the history of a step that a run has made more than once: a line for each event."""
+    lines = []
+    made = [
+        attempt
+        for attempt in history.attempts
+        if attempt.resumed_step is not None and attempt.resumed_step < step <= (attempt.reached_step or 0)
+    ]
+    for attempt in made[:-1]:
+        lines.append(f"attempt {attempt.number} made step {step} too, and lost it; it was computed again")
+    for record in read_roll_backs(run):
+        if record["begin"] < step <= record["detected"]:
+            lines.append(
+                f"step {step} was rolled back, because of {record['reason']} at step {record['detected']}: "
+                f"{record['batches']} batches after step {record['begin']} were skipped, and the step was made again"
+            )
+    return lines

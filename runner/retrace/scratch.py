@@ -7,12 +7,11 @@ notifications. Its hooks are called.
 
 import contextlib
 import fcntl
-import json
 import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,17 +31,14 @@ from runner.job import make_job, prepare_process
 from runner.metrics.file import read_rows
 from runner.metrics.rows import Row
 from runner.spec import Document, Trust, parse_document, validate_spec
-from runner.spec.document import dump_yaml
+from runner.spec.document import dump_yaml, format_overrides
 from runner.storage import STEP_MAX, JsonObject, LocalStore, Store, open_store
 from runner.train.kernel_check import RECORD
 from runner.trainer import BaseTrainer
 
 _PREFIX, _LOCK = "runner-retrace-", ".lock"
-# Values with which a job keeps its output in its directory, and does not save. They change no bit.
+# Values with which a job keeps its output in its directory; they change no bit.
 QUIET = {
-    "checkpoint.every_steps": STEP_MAX,
-    "checkpoint.every_minutes": None,
-    "checkpoint.every": None,
     "checkpoint.local_directory": None,
     "checkpoint.local_every_steps": None,
     "checkpoint.local_replicas": 0,
@@ -51,6 +47,7 @@ QUIET = {
     "logging.notify": None,
     "logging.profile": None,
 }
+_NO_SAVES = {"checkpoint.every_steps": STEP_MAX, "checkpoint.every_minutes": None, "checkpoint.every": None}
 
 
 @dataclass(frozen=True)
@@ -71,31 +68,29 @@ class Retracing:
     Attributes:
         job: the job, with its state and the number of completed steps.
         run: directory of the run.
-        base: manifest of the checkpoint from which it goes on; None if it has begun at step 0.
         manifests: manifests of the run by committed step.
         start: completed steps from which the steps are repeated.
     """
 
     job: BaseTrainer
     run: Store
-    base: Manifest | None
     manifests: dict[int, Manifest]
     start: int
     _batches: Any = field(repr=False)
 
     @property
     def hardware(self) -> JsonObject:
-        """Hardware of the run when it saved the base, or else its first checkpoint; empty if it has none."""
-        return self._get_record("topology")
+        """Hardware of the run at `start`, or else at its first checkpoint; empty if it has none."""
+        return {} if self._saved is None else self._saved.topology or {}
 
     @property
     def environment(self) -> JsonObject:
-        """Versions and machines of the run at that time; empty if it has no checkpoint."""
-        return self._get_record("environment")
+        """Versions and machines of the run at that time."""
+        return {} if self._saved is None else self._saved.environment or {}
 
-    def _get_record(self, name: str) -> JsonObject:
-        manifest = self.base or self.manifests.get(min(self.manifests, default=-1))
-        return getattr(manifest, name, None) or {}
+    @property
+    def _saved(self) -> Manifest | None:
+        return self.manifests.get(self.start) or self.manifests.get(min(self.manifests, default=-1))
 
     def load_arrays(self, step: int) -> dict[str, np.ndarray]:
         """Return the examples of the batch after `step` completed steps, in order: (N, ...) by field."""
@@ -155,12 +150,15 @@ def choose_checkpoint(run: Store) -> int:
     return random.choice(steps[1:] or steps)
 
 
-def _make_document(request: RetraceRequest, document: Document, scratch: Path) -> Document:
-    values = QUIET | {"directory": str(scratch)}
-    overrides = [*request.overrides, *(f"{key}={json.dumps(value)}" for key, value in values.items())]
-    data = document.data | ({"topology": {}} if request.is_any_device else {})
-    made = parse_document(dump_yaml(data), f"{request.directory}/{SPEC}", overrides)
-    return replace(made, trust=document.trust)
+def make_document(
+    text: str, name: str, values: Mapping[str, Any], overrides: Sequence[str], is_any_device: bool, trust: Trust
+) -> Document:
+    """Return the document of a run's spec with the overrides of a user, and with `values`, which take precedence.
+
+    `name` is that of the file in messages, and `is_any_device` as in `RetraceRequest`.
+    """
+    given = [*(["topology={}"] if is_any_device else []), *overrides, *format_overrides(values)]
+    return replace(parse_document(text, name, given), trust=trust)
 
 
 def _copy_past(run: Store, steps: Sequence[int], scratch: LocalStore) -> None:
@@ -210,7 +208,14 @@ def retrace(request: RetraceRequest) -> Iterator[Retracing]:
     with _scratch_directory() as directory:
         scratch = LocalStore(directory)
         _copy_past(run, sorted(step for step in manifests if step < request.step), scratch)
-        made = _make_document(request, document, directory)
+        made = make_document(
+            dump_yaml(document.data),
+            f"{run.url}/{SPEC}",
+            QUIET | _NO_SAVES | {"directory": str(directory)},
+            request.overrides,
+            request.is_any_device,
+            Trust(tuple(request.trust)),
+        )
         job = make_job(made, validate_spec(made))
         assert isinstance(job, BaseTrainer), "the class is that of the run"
         prepare_process(job)
@@ -232,5 +237,5 @@ def retrace(request: RetraceRequest) -> Iterator[Retracing]:
                     f"{run.url}: was forked from {parent} at step {job.step}; that run has made step {request.step}"
                 )
             with job.session.open() as batches:
-                yield Retracing(job, run, manifests.get(job.step), manifests, job.step, batches)
+                yield Retracing(job, run, manifests, job.step, batches)
             job.checkpointer.close()

@@ -425,6 +425,11 @@ def _suggest_spec(path: Path) -> str:
     return f"; did you mean {found[nearest[0]]}?" if nearest else ""
 
 
+def format_overrides(values: Mapping[str, Any]) -> list[str]:
+    """Return overrides for `parse_document` that set these values by dotted key."""
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
 def parse_document(text: str, path: str, overrides: Sequence[str] = ()) -> Document:
     """Parse YAML text and apply overrides to it; `path` is the file that messages name."""
     data, locations = parse_yaml(text, lambda line: SpecLocation(f"{path}:{line}", line))

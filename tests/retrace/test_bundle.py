@@ -25,19 +25,17 @@ TRUST = ["--trust", "tests"]
 
 
 @pytest.fixture(scope="module")
-def bundle_of(tmp_path_factory):
+def bundle_of(run_of):
     """Return a function from a kind of run to its archive, made once; the run is beside it."""
-    made: dict[str, Path] = {}
 
     def get(kind: str) -> Path:
-        if kind not in made:
-            folder = tmp_path_factory.mktemp("bundle")
-            RUNS[kind](folder / "run")
-            before = hash_tree(folder / "run")
-            assert run_command(["bundle", str(folder / "run"), "-o", str(folder / "run.zip"), *TRUST]) == 0
-            assert hash_tree(folder / "run") == before
-            made[kind] = folder / "run.zip"
-        return made[kind]
+        directory = run_of(kind)
+        path = directory.with_name("run.zip")
+        if not path.exists():
+            before = hash_tree(directory)
+            assert run_command(["bundle", str(directory), "-o", str(path), *TRUST]) == 0
+            assert hash_tree(directory) == before
+        return path
 
     return get
 

@@ -52,20 +52,6 @@ class Scaled(TrainLookup):
         return loss_sum * Scaled.factor, meta
 
 
-@pytest.fixture(scope="module")
-def run_of(tmp_path_factory):
-    """Return a function from a kind to the directory of a finished run, made once."""
-    made: dict[str, Path] = {}
-
-    def get(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp("replay") / "run"
-            RUNS[kind](made[kind])
-        return made[kind]
-
-    return get
-
-
 def replay_step(directory: Path, step: int, *overrides: str, **options: Any) -> ReplayResult:
     history = HistoryReader(open_run_store(str(directory))).read()
     with retrace(RetraceRequest(str(directory), step, overrides, trust=TRUST, **options)) as retracing:
