@@ -72,14 +72,19 @@ class Pod:
     num_chips: int
     num_leaves: int
     scratch: Path
-    bytes_scale: float = 1.0  # bytes for which a byte of an array stands
+    bytes_scale: float | None = None  # bytes for which a byte of an array stands; None: the bucket takes no time
     requests: "collections.Counter[str]" = field(default_factory=collections.Counter)
     sizes: dict[str, float] = field(default_factory=dict)  # of what an act has written, by name
 
     def __post_init__(self) -> None:
         self.coordinator = MemoryCoordinator(self.num_hosts)
         self.hosts = self.coordinator.hosts(DEADLINE_SECONDS)
-        self.bucket = make_memory_bucket(_TimedDriver(lambda name: self.requests.update([name]), self.bytes_scale))
+        driver = MemoryDriver()
+        if self.bytes_scale is None:
+            driver.before = lambda verb, key: self.requests.update([verb])
+        else:
+            driver = _TimedDriver(lambda name: self.requests.update([name]), self.bytes_scale)
+        self.bucket = make_memory_bucket(driver)
         self.manifest = Manifest(name="1", step=1, arrays="arrays.1")
         self.sharding = _FirstAxis(self.num_hosts, self.num_chips)
 
