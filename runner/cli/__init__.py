@@ -8,7 +8,7 @@ that they work beside a running job.
 - `traceback`: text of an error in code of the user's own
 - `run`: `runner SPEC`
 - `status`: `status`, and access to a run for read-only commands
-- `retrace`: `explain`, `replay`, `bundle`, `reproduce`
+- `retrace`: `explain`, `replay`, `trial`, `bundle`, `reproduce`
 - `inspect`: `spec`, `lineage`, `metrics`, `report`, `dashboard`, without jax
 - `checkpoints`: `checkpoints`, `checkpoints copy`, `sample`, `evaluate`, `export`, `profile`
 - `plan`: `plan`, `schema`, `spec-from`

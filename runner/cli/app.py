@@ -150,6 +150,15 @@ COMMANDS.add(
     "Repeats the steps from the newest checkpoint before it in a scratch directory. The run is only read.",
 )
 COMMANDS.add(
+    "trial",
+    declared.TrialArguments,
+    "Try a change on the next steps of a run",
+    "0 keep the change: it is better, or no worse by more than the margin; 1 it is worse, or a fork failed; 2 invalid "
+    "command line, a fork is refused, or the steps are too few to tell; 75 and 76: run the same command again.",
+    "Forks the run at a checkpoint without and with the change, and compares both on the same batches. The run is only "
+    "read. Interrupted, the same command goes on.",
+)
+COMMANDS.add(
     "bundle",
     declared.BundleArguments,
     "Write an archive with which others can check a run",
@@ -195,6 +204,7 @@ _IMPLEMENTATIONS = {
     declared.SpecFromArguments: ("runner.cli.plan", "write_spec_from"),
     declared.ExplainArguments: ("runner.cli.retrace", "print_explanation"),
     declared.ReplayArguments: ("runner.cli.retrace", "print_replay"),
+    declared.TrialArguments: ("runner.cli.retrace", "print_trial"),
     declared.BundleArguments: ("runner.cli.retrace", "write_bundle"),
     declared.ReproduceArguments: ("runner.cli.retrace", "print_reproduction"),
     declared.MetricsArguments: ("runner.cli.inspect", "print_metrics"),

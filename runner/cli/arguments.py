@@ -507,6 +507,57 @@ class ReplayArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrialArguments:
+    """Arguments of `trial`."""
+
+    where: RunLocation
+    num_steps: Annotated[int, typer.Option("--steps", metavar="N", help="Steps of each fork; the second half counts.")]
+    directory: Annotated[
+        str | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="DIR",
+            help="Directory of both forks, by default RUN.trial; the trial goes on there.",
+        ),
+    ] = None
+    overrides: Annotated[
+        list[str],
+        typer.Option("--set", metavar="KEY=VALUE", help="The change: a dotted key of the spec, repeatable."),
+    ] = field(default_factory=list)
+    code: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="The change: modules of this directory come before those installed here."),
+    ] = None
+    python: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The change: an interpreter, such as that of another venv.")
+    ] = None
+    judges: Annotated[
+        list[str],
+        typer.Option(
+            "--judge",
+            metavar="METRIC=MARGIN",
+            help="Metric that may not increase by more than a share, such as loss=0.1% (the default) or step-time=2%; "
+            "repeatable.",
+        ),
+    ] = field(default_factory=list)
+    step: Annotated[
+        int | None, typer.Option(metavar="K", help="Checkpoint to fork, by default the newest with N steps to go.")
+    ] = None
+    adopted: Annotated[
+        str | None,
+        typer.Option("--adopt", metavar="FILE", help="If the change is kept, write the spec that goes on with it."),
+    ] = None
+    as_json: AsJson = False
+    is_any_device: AnyDevice = False
+    trust: TrustedModules = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not (self.overrides or self.code or self.python):
+            raise InvalidError("trial: needs a change, as --set, --code or --python")
+
+
+@dataclass(frozen=True, kw_only=True)
 class BundleArguments:
     """Arguments of `bundle`."""
 

@@ -1,21 +1,25 @@
-"""The commands `explain`, `replay`, `bundle` and `reproduce`. The run that they are about is only read."""
+"""The commands `explain`, `replay`, `trial`, `bundle` and `reproduce`. The run that they are about is only read."""
 
 import contextlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from runner.cli.arguments import BundleArguments, ExplainArguments, ReplayArguments, ReproduceArguments
+from runner.cli.arguments import BundleArguments, ExplainArguments, ReplayArguments, ReproduceArguments, TrialArguments
 from runner.cli.status import convert_read_errors, find_run, open_run_store, validate_new_file
 from runner.console import escape_unprintable, say, silence, write_lines, write_text
-from runner.errors import EXIT_DONE, EXIT_FAILED
+from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, InvalidError
 from runner.history.reader import HistoryReader
 from runner.history.records import History, to_json
 from runner.retrace.bundle import Reproduction, make_bundle, reproduce
 from runner.retrace.explain import Explainer, Explanation, find_spike
+from runner.retrace.judge import parse_criteria
 from runner.retrace.replay import ReplayResult, replay
 from runner.retrace.scratch import RetraceRequest, choose_checkpoint, open_job, retrace, validate_step
-from runner.storage import LocalStore, Store
+from runner.retrace.trial import TrialRequest, TrialResult, adopt, advise_stages, run_trial
+from runner.storage import LocalStore, Store, local_directory
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ def _quiet_if(as_json: bool) -> contextlib.AbstractContextManager[None]:
     return silence() if as_json else contextlib.nullcontext()
 
 
-def _write(as_json: bool, found: ReplayResult | Explanation | Reproduction, lines: Iterable[str]) -> None:
+def _write(as_json: bool, found: ReplayResult | Explanation | Reproduction | TrialResult, lines: Iterable[str]) -> None:
     """Print a result as JSON, or as lines that cannot control the terminal, whatever a run or a bundle holds."""
     if as_json:
         write_text(json.dumps(to_json(found.to_json())) + "\n")
@@ -82,6 +86,50 @@ def print_explanation(arguments: ExplainArguments) -> int:
                 explanation = explainer.explain(step, retracing, arguments.top)
                 _write(arguments.as_json, explanation, explanation.format(arguments.top))
     return EXIT_DONE
+
+
+def print_trial(arguments: TrialArguments) -> int:
+    """Try a change of a run in two forks, print the verdict, and write the spec that goes on with the change."""
+    with convert_read_errors():
+        url, trust = find_run(arguments.where, arguments.trust)
+        store = open_run_store(arguments.where)
+        request = TrialRequest(
+            url,
+            _choose_directory(arguments.directory, store),
+            arguments.num_steps,
+            arguments.step,
+            arguments.overrides,
+            arguments.code and os.path.abspath(arguments.code),
+            arguments.python,
+            parse_criteria(arguments.judges),
+            arguments.is_any_device,
+            trust,
+        )
+        adopted = None if arguments.adopted is None else validate_new_file(arguments.adopted, [store], "--adopt")
+        with _quiet_if(arguments.as_json):
+            found = run_trial(request)
+        _write(arguments.as_json, found, found.format())
+        is_kept = found.verdict in ("keep", "same bits")
+        if is_kept and adopted is not None:
+            LocalStore(adopted.parent).write(adopted.name, adopt(request, found.start).encode())
+        if is_kept and not arguments.as_json:
+            name = arguments.adopted or "FILE, which the same command with --adopt FILE writes"
+            say(f"to go on with the change in its fork: python -m runner {name}")
+            if request.code is not None:
+                say(f"with the modules of {request.code} before others, as by PYTHONPATH")
+            if (advice := advise_stages(request)) is not None:
+                say(advice.format())
+    return EXIT_DONE if is_kept else EXIT_INVALID if found.verdict == "unclear" else EXIT_FAILED
+
+
+def _choose_directory(given: str | None, run: Store) -> Path:
+    """Return the directory of a trial, by default beside its run. Raises `InvalidError`."""
+    if given is None and run.root is None:
+        raise InvalidError(f"{run.url}: is in a bucket; needs -o DIR, a directory of this machine")
+    path = Path(f"{run.root}.trial") if given is None else local_directory(given)
+    if run.root is not None and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run.root)):
+        raise InvalidError(f"-o {given}: lies in the run {run.url}; use another directory")
+    return path.absolute()
 
 
 def write_bundle(arguments: BundleArguments) -> int:

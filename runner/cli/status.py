@@ -89,8 +89,8 @@ def open_run_store(where: str) -> Store:
     return store
 
 
-def validate_output(where: str, stores: Sequence[Store], kind: str = "a file") -> Path:
-    """Return the path to write for `-o where`, with symbolic links resolved.
+def validate_output(where: str, stores: Sequence[Store], kind: str = "a file", option: str = "-o") -> Path:
+    """Return the path to write for `-o where`, or for another option, with symbolic links resolved.
 
     Raises InvalidError if something other than `kind` is there, such as a device, which the output would replace, or if
     it would become a part of one of the runs in `stores`.
@@ -98,20 +98,20 @@ def validate_output(where: str, stores: Sequence[Store], kind: str = "a file") -
     path = local_directory(where)
     found = find_kind(path)
     if found not in (None, kind):
-        raise InvalidError(f"-o {where}: is {found}, needs the name of {kind}")
+        raise InvalidError(f"{option} {where}: is {found}, needs the name of {kind}")
     path = Path(os.path.realpath(path))
     for store in stores:
         root = None if store.root is None else Path(os.path.realpath(store.root))
         if root is not None and path.is_relative_to(root) and {*path.relative_to(root).parts[:1]} & {*LAYOUT}:
-            raise InvalidError(f"-o {where}: would be a part of the run {store.url} itself; use another name")
+            raise InvalidError(f"{option} {where}: would be a part of the run {store.url} itself; use another name")
     return path
 
 
-def validate_new_file(where: str, stores: Sequence[Store]) -> Path:
+def validate_new_file(where: str, stores: Sequence[Store], option: str = "-o") -> Path:
     """Return the path of the file to write for `-o where`, as `validate_output`, in a directory that exists."""
-    path = validate_output(where, stores)
+    path = validate_output(where, stores, option=option)
     if not path.parent.is_dir():
-        raise InvalidError(f"-o {where}: needs the name of a file in a directory that exists")
+        raise InvalidError(f"{option} {where}: needs the name of a file in a directory that exists")
     return path
 
 

@@ -6,5 +6,7 @@
 - `leaves`: parameters, gradients and updates of a step by leaf
 - `replay`: a step computed again, and compared with what the run recorded
 - `explain`: the examples of a step, the cost of each, and other changes at that step
+- `judge`: statistics of a paired trial
+- `trial`: a change tried on the next steps of a run
 - `bundle`: an archive from which somebody else can run the job again, and check its results
 """
