@@ -298,6 +298,7 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int, names: Mappin
         ],
         "spec": run.spec or "(spec.yaml cannot be read)",
         "changed": list(itertools.islice(changed, _KEYS_MAX)),
+        "explain": f"python -m runner explain {shlex.quote(history.url)} --step",
         "commands": [
             [f"python -m runner {name} {shlex.quote(history.url)}", purpose]
             for name, purpose in _COMMANDS.items()

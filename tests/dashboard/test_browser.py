@@ -12,6 +12,7 @@ import pytest
 from runner.dashboard.app import DashboardApp, make_access_policy
 from runner.dashboard.report import render_report
 from runner.dashboard.server import PageData, SharedReader, make_server
+from runner.metrics.file import read_rows
 from runner.storage import LocalStore, Store
 from tests.dashboard.scenes import SCENES, make_pictures
 from tests.dashboard.synthetic_runs import make_run
@@ -195,6 +196,34 @@ def test_the_view_is_shared_by_all_charts_and_kept_in_the_address(tmp_path):
         assert browser.evaluate(f"{chip}.ariaPressed") == "true"
         press_button(browser, "reset zoom")
         browser.wait_for("!location.hash.includes('zoom')")
+        assert browser.page_errors == []
+
+
+@pytest.mark.parametrize("axis", ["step", "tokens", "time"])
+def test_a_click_on_a_curve_shows_the_command_that_explains_the_step(tmp_path, axis):
+    SCENES["ten_runs"](tmp_path / "runs")
+    stores: list[Store] = [LocalStore(path.parent) for path in sorted((tmp_path / "runs").rglob("job.json"))]
+    (tmp_path / "report.html").write_text(render_report(stores[:3]))
+    with Browser(tmp_path / "profile") as browser:
+        browser.set_viewport(1600)
+        browser.open((tmp_path / "report.html").as_uri() + f"#axis={axis}")
+        browser.wait_for(DRAWN)
+        left, top, width, height = get_chart_box(browser)
+        place = (left + width * 0.5, top + height * 0.6)
+        move_pointer(browser, "mouseMoved", *place)
+        browser.wait_for("document.querySelector('.tooltip')")
+        button = {"button": "left", "buttons": 1, "clickCount": 1}
+        move_pointer(browser, "mousePressed", *place, **button)
+        move_pointer(browser, "mouseReleased", *place, **button)
+        browser.wait_for("document.querySelector('.explained code')")
+        command = browser.evaluate("document.querySelector('.explained code').textContent")
+        found = re.fullmatch(r"python -m runner explain (\S+) --step (\d+)", command)
+        assert found is not None
+        rows = read_rows(LocalStore(Path(found[1])))
+        assert int(found[2]) in {row["step"] for row in rows}
+        if axis == "step":
+            first, last = browser.evaluate("document.querySelector('.plot').layout.xaxis.range")
+            assert int(found[2]) == pytest.approx((first + last) / 2, abs=0.1 * (last - first))
         assert browser.page_errors == []
 
 

@@ -152,6 +152,7 @@
       if (!isZoomLinked || made.dataset.linked) return;
       made.dataset.linked = "yes";
       made.on("plotly_hover", showValues);
+      made.on("plotly_click", () => explainStep(id));
       made.on("plotly_unhover", () => tooltip.remove());
       made.on("plotly_relayout", (change) => zoomTo(id, change));
       made.on("plotly_doubleclick", resetZoom);
@@ -164,12 +165,15 @@
   const tooltip = element("div", { class: "tooltip", "aria-hidden": "true" });
   const VALUES_MAX = 16;
 
+  let hovered = null; // the point nearest to the pointer
+
   function showValues({ points, event, xvals, yvals }) {
     const known = points.filter((point) => point.data.meta && point.y !== null && point.y !== undefined);
     if (!known.length) return tooltip.remove();
     const [place] = known.reduce((best, point) => (Math.abs(point.x - xvals[0]) < best[1] ? [point.x, Math.abs(point.x - xvals[0])] : best), [0, Infinity]);
     const distance = (point) => Math.abs(Math.log(Math.abs(point.y) || 1e-12) - Math.log(Math.abs(point.yaxis.type === "log" ? 10 ** yvals[0] : yvals[0]) || 1e-12));
     const nearest = known.reduce((best, point) => (distance(point) < distance(best) ? point : best));
+    hovered = nearest;
     // Of very many values those that are nearest to the pointer are shown, in the order of the curves.
     const shown = [...known].sort((a, b) => distance(a) - distance(b)).slice(0, VALUES_MAX).sort((a, b) => b.y - a.y);
     const rows = shown.map((point) => {
@@ -189,6 +193,23 @@
     tooltip.style.top = `${Math.min(Math.max(y - height / 2, 4), Math.max(window.innerHeight - height - 4, 4))}px`;
   }
 
+  // Shows below the chart which command explains the step that was clicked.
+  function explainStep(id) {
+    const run = hovered && state.data.runs.find((each) => each.id === hovered.data.meta.run);
+    if (!run) return;
+    const rows = Object.values(run.charts).flat().filter((series) => series[COLUMNS[state.axis]]).reduce((best, series) => (series.step.length > best.step.length ? series : best));
+    const away = rows[COLUMNS[state.axis]].map((value) => (value === null ? Infinity : Math.abs(value / state.axisSize - hovered.x)));
+    state.explained = { id, run: run.id, step: rows.step[away.indexOf(Math.min(...away))] };
+    setTimeout(draw);
+  }
+
+  function explanation(id) {
+    const { step, run } = state.explained && state.explained.id === id ? state.explained : {};
+    const known = state.data.runs.find((each) => each.id === run);
+    if (!known) return null;
+    return element("div", { class: "explained", "aria-live": "polite" }, element("span", { class: "note" }, `step ${count(step)} of ${known.label}: its examples and what they cost`), copied(`${known.explain} ${step}`));
+  }
+
   // Zooms all charts of curves to the steps, tokens or seconds that were chosen in one of them, and that one to its values.
   function zoomTo(id, change) {
     const range = (axis) => [0, 1].map((end) => change[`${axis}.range[${end}]`] ?? (change[`${axis}.range`] || [])[end]);
@@ -205,13 +226,14 @@
     setTimeout(draw);
   }
 
+  const COLUMNS = { step: "step", tokens: "tokens", time: "seconds" }; // of a series, by axis
+
   // Returns a range of one axis as the range of another one in which the longest curve has the same rows; null if it is unknown.
   function convertRange(range, from, to) {
-    const columns = { step: "step", tokens: "tokens", time: "seconds" };
-    const known = state.data.runs.flatMap((run) => Object.values(run.charts).flat()).filter((series) => series[columns[from]] && series[columns[to]]);
+    const known = state.data.runs.flatMap((run) => Object.values(run.charts).flat()).filter((series) => series[COLUMNS[from]] && series[COLUMNS[to]]);
     if (!range || !known.length) return null;
     const longest = known.reduce((best, series) => (series.step.length > best.step.length ? series : best));
-    const pairs = longest[columns[from]].map((value, index) => [value, longest[columns[to]][index]]).filter((pair) => !pair.includes(null));
+    const pairs = longest[COLUMNS[from]].map((value, index) => [value, longest[COLUMNS[to]][index]]).filter((pair) => !pair.includes(null));
     const converted = range.map((value) => {
       const after = pairs.findIndex(([place]) => place >= value);
       if (after <= 0) return (after ? pairs[pairs.length - 1] : pairs[0] || [0, 0])[1];
@@ -329,7 +351,7 @@
         const { dash, width } = alone ? strokeOf(index) : compared(chart, series, run.dash);
         // A legend entry that is the only one of its chart adds nothing to the name of the run.
         const name = alone ? series.label : named.size > 1 ? `${run.label}, ${series.label}` : run.label;
-        const hover = (what) => ({ hoverinfo: "none", meta: { label: name + what, form: chart.form } });
+        const hover = (what) => ({ hoverinfo: "none", meta: { label: name + what, form: chart.form, run: run.id } });
         const common = { type: "scatter", name: plain(series.label), showlegend: false, connectgaps: false, line: { color: colour, width, dash } };
         if (chart.form === "stack") {
           traces.push({ ...common, x: raw.x, y: raw.y, mode: "lines", stackgroup: "one", groupnorm: "fraction", line: { color: colour, width: 0.5 }, fillcolor: colour, hoverinfo: "none", meta: { label: series.label, form: chart.form } });
@@ -360,7 +382,7 @@
           const level = Math.max(...series.value.filter((value) => value !== null), 1e-9);
           traces.push({
             type: "scatter", mode: "markers", x: places, y: places.map(() => level), showlegend: false,
-            marker: { color: "#D55E00", symbol: "x", size: 10 }, hoverinfo: "none", meta: { label: name, form: "broken" },
+            marker: { color: "#D55E00", symbol: "x", size: 10 }, hoverinfo: "none", meta: { label: name, form: "broken", run: run.id },
           });
         }
       }
@@ -536,7 +558,7 @@
         if (zoom) drawn.xaxis.range = zoom;
         Object.assign(drawn.yaxis, scaleOf(chart, traces, zoom), height ? { range: height } : {});
         const caption = element("figcaption", {}, name, element("span", { class: "unit" }, ` ${chart.unit}`));
-        made.push(element("figure", { class: isFirst ? "wide" : null }, caption, legend, plot(id, traces, drawn, true)));
+        made.push(element("figure", { class: isFirst ? "wide" : null }, caption, legend, plot(id, traces, drawn, true), explanation(id)));
       }
     }
     // Histograms of several runs cannot be drawn over each other.
