@@ -574,6 +574,10 @@ class ReproduceArguments:
     directory: Annotated[
         str, typer.Option("-o", "--output", metavar="DIR", help="Directory or URL of the new run; goes on there.")
     ]
+    is_installing: Annotated[
+        bool,
+        typer.Option("--install", help="Install the versions of the run in a virtual environment beside FILE, use it."),
+    ] = False
     as_json: AsJson = False
     overrides: Overrides = field(default_factory=list)
     is_any_device: AnyDevice = False

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from runner.console import escape_unprintable, say, silence, write_lines, write_
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, InvalidError
 from runner.history.reader import HistoryReader
 from runner.history.records import History, to_json
-from runner.retrace.bundle import Reproduction, make_bundle, reproduce
+from runner.retrace.bundle import Reproduction, install_environment, make_bundle, reproduce
 from runner.retrace.explain import Explainer, Explanation, find_spike
 from runner.retrace.judge import parse_criteria
 from runner.retrace.replay import ReplayResult, replay
@@ -148,6 +149,12 @@ def write_bundle(arguments: BundleArguments) -> int:
 def print_reproduction(arguments: ReproduceArguments) -> int:
     """Run the job of a bundle in a directory, compare its saves with those of the bundle, and print the verdict."""
     with convert_read_errors():
+        with _quiet_if(arguments.as_json):
+            python = install_environment(arguments.bundle) if arguments.is_installing else None
+        if python is not None:
+            # As it was called, but for the option; its exit code is that of this command.
+            words = [word for word in sys.argv[1:] if word != "--install"]
+            os.execv(python, [str(python), "-m", "runner", *words])
         with _quiet_if(arguments.as_json):
             found = reproduce(
                 arguments.bundle, arguments.directory, arguments.overrides, arguments.is_any_device, arguments.trust

@@ -10,6 +10,9 @@ import io
 import json
 import lzma
 import re
+import shlex
+import subprocess
+import sys
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+import runner
 from runner.attempts.environment import collect_versions, run_git
 from runner.attempts.layout import read_owner
 from runner.checkpoint.inspect import SPEC
@@ -50,6 +54,7 @@ RECORD_KEYS = (
 _ZIP_ERRORS = zipfile.BadZipFile, zlib.error, lzma.LZMAError
 _MEMBER_BYTES_MAX = 1 << 30
 _MAX_NAMED = 8
+_OWN_NAME = "runner"  # distribution of this project
 _DIGITS_MAX = 16  # of a step
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _VERSION = re.compile(r"[\w.+!-]{1,64}", re.ASCII)
@@ -242,21 +247,54 @@ def reproduce(
     return compare(bundle, job.store, changes + compare_hardware(job, bundle.record["hardware"]))
 
 
-def list_changes(environment: JsonObject) -> list[str]:
-    """Return the versions that differ from those of a run, each with the command that installs the former one.
+def _find_versions(environment: JsonObject) -> dict[str, tuple[str, str]]:
+    """Return the versions that differ from those of a run, as (here, in the run) by name.
 
-    Only names that are known here and what may be a version are shown, since a bundle may be anybody's.
+    Only names that are known here and what may be a version are taken, since a bundle may be anybody's.
     """
     given, now = environment.get("versions"), collect_versions()
     before = given if isinstance(given, dict) else {}
     known = {name: str(before[name]) for name in now if name in before and _VERSION.fullmatch(str(before[name]))}
+    return {name: (now[name], version) for name, version in known.items() if now[name] != version}
+
+
+def list_changes(environment: JsonObject) -> list[str]:
+    """Return the versions that differ from those of a run, each with the command that installs the former one."""
     return [
-        f"{name} {now[name]}, not {version} (pip install {name}=={version})"
+        f"{name} {now}, not {version} (pip install {name}=={version})"
         if name != "python"
-        else f"Python {now[name]}, not {version}"
-        for name, version in known.items()
-        if now[name] != version
+        else f"Python {now}, not {version}"
+        for name, (now, version) in _find_versions(environment).items()
     ]
+
+
+def install_environment(path: str) -> Path | None:
+    """Install the versions of a bundle in a virtual environment beside it, and return its interpreter.
+
+    The runner itself is that of this process, or of the checkout that holds it. None if all versions are those of this
+    process, except for Python's, which pip cannot install. Raises `InvalidError` if they cannot be installed.
+    """
+    versions = _find_versions(read_bundle(path).record["environment"])
+    wanted = [f"{name}=={version}" for name, (_, version) in versions.items() if name not in ("python", _OWN_NAME)]
+    if not wanted:
+        return None
+    checkout = Path(runner.__file__).parents[1]
+    own = str(checkout) if (checkout / "pyproject.toml").exists() else f"{_OWN_NAME}=={runner.__version__}"
+    place = Path(path).absolute().with_suffix(".venv")
+    python, record = place / "bin/python", place / "installed.txt"
+    text = "\n".join([own, *wanted])
+    if not record.exists() or record.read_text() != text:
+        for command in (
+            [sys.executable, "-m", "venv", "--clear", str(place)],
+            [str(python), "-m", "pip", "install", "--quiet", own, *wanted],
+        ):
+            say(shlex.join(command))
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+            if done.returncode:
+                output = "\n".join(done.stdout.splitlines()[-_MAX_NAMED:])
+                raise InvalidError(f"{place}: the versions of the bundle cannot be installed:\n{output}")
+        record.write_text(text)
+    return python
 
 
 def validate_data(bundle: Bundle, job: BaseTrainer, path: str) -> None:

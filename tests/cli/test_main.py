@@ -78,7 +78,7 @@ OPTIONS = {
     ("replay",): "--step --spot-check --inspect --json --set --any-device --trust",
     ("bundle",): "-o --output --trust",
     ("trial",): "--steps -o --output --set --code --python --judge --step --adopt --json --any-device --trust",
-    ("reproduce",): "-o --output --json --set --any-device --trust",
+    ("reproduce",): "-o --output --install --json --set --any-device --trust",
     ("metrics",): "--csv -o --output",
     ("profile",): "--steps",
 }

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import random
 import subprocess
 import zipfile
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from runner.cli.app import run_command
+from runner.cli.arguments import ReproduceArguments
+from runner.cli.retrace import print_reproduction
 from runner.errors import InvalidError, PreemptedError
 from runner.retrace import bundle
 from runner.retrace.bundle import RECORD_KEYS, list_commits, read_bundle, reproduce
@@ -19,9 +22,10 @@ from runner.storage import BackgroundWriter, JsonlLog, LocalStore, read_log
 from tests.retrace.runs import DAILY, RUNS, SAVES
 from tests.retrace.test_replay import Scaled
 from tests.support.job_process import hash_tree
-from tests.support.tiny_jobs import get_job_name, make_gpt, read_rows
+from tests.support.tiny_jobs import get_job_name, make_gpt, read_rows, start_python, wait_for_output
 
 TRUST = ["--trust", "tests"]
+OTHER_OPTAX = "0.2.7"
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +188,63 @@ def test_other_code_is_different(tmp_path, monkeypatch):
         run_command(["reproduce", str(tmp_path / "run.zip"), "-o", str(tmp_path / "again")])
     monkeypatch.setattr(Scaled, "factor", 2.0)
     assert run_command(["reproduce", str(tmp_path / "run.zip"), "-o", str(tmp_path / "again"), *TRUST]) == 1
+
+
+def with_versions(path: Path, output: Path, **versions: str) -> Path:
+    environment = read_bundle(str(path)).record["environment"]
+    return change(path, output, environment=environment | {"versions": bundle.collect_versions() | versions})
+
+
+def test_the_versions_of_a_bundle_are_installed_beside_it(bundle_of, tmp_path, monkeypatch):
+    """Once; the command then goes on there."""
+    commands: list[list[str]] = []
+    run_command_line = subprocess.run
+
+    def run(command, **options):
+        if command[0] == "git":
+            return run_command_line(command, **options)
+        commands.append(command)
+        (tmp_path / "other.venv").mkdir(exist_ok=True)
+        return subprocess.CompletedProcess(command, len(commands) == 5, "no such version")
+
+    class ReplacedError(Exception):
+        """Another program has replaced the process."""
+
+    def replace(path, words):
+        raise ReplacedError(words)
+
+    monkeypatch.setattr(bundle.subprocess, "run", run)
+    monkeypatch.setattr(os, "execv", replace)
+    same = with_versions(bundle_of("killed"), tmp_path / "same.zip", python="3.1.0", unknown="1")
+    assert bundle.install_environment(str(same)) is None
+    path = with_versions(bundle_of("killed"), tmp_path / "other.zip", jax="0.1.2", numpy="1; rm -rf ~")
+    words = ["reproduce", str(path), "-o", "again", "--install", "--json"]
+    monkeypatch.setattr("sys.argv", ["runner", *words])
+    python = str(tmp_path / "other.venv/bin/python")
+    for _ in range(2):
+        with pytest.raises(ReplacedError) as caught:
+            print_reproduction(ReproduceArguments(bundle=str(path), directory="again", is_installing=True))
+        assert caught.value.args[0] == [python, "-m", "runner", "reproduce", str(path), "-o", "again", "--json"]
+    assert [command[1:3] for command in commands] == [["-m", "venv"], ["-m", "pip"]]
+    assert commands[1][-1] == "jax==0.1.2"
+    path = with_versions(bundle_of("killed"), tmp_path / "other.zip", jax="0.1.3")
+    commands += [[]]
+    with pytest.raises(InvalidError, match=r"cannot be installed:\nno such version"):
+        bundle.install_environment(str(path))
+
+
+@pytest.mark.soak
+def test_a_bundle_is_reproduced_with_other_versions(bundle_of, tmp_path):
+    """Needs a package index: an earlier version of optax, with the same AdamW."""
+    path = with_versions(bundle_of("killed"), tmp_path / "other.zip", optax=OTHER_OPTAX)
+    process = start_python("-m", "runner", "reproduce", str(path), "-o", str(tmp_path / "again"), "--install")
+    output = wait_for_output(process)
+    assert f"optax=={OTHER_OPTAX}" in output
+    assert "IDENTICAL to step 8" in output
+    python = tmp_path / "other.venv/bin/python"
+    code = "from importlib import metadata; print(metadata.version('optax'))"
+    assert subprocess.check_output([python, "-c", code], text=True).strip() == OTHER_OPTAX
+    assert read_log(LocalStore(tmp_path / "again"), "events")
 
 
 def test_versions_that_differ_are_named_with_a_command():
