@@ -37,7 +37,7 @@ from runner.process import start_process
 from runner.retrace.judge import CRITERIA, MIN_STEPS, Comparison, Criterion, compare_paired
 from runner.retrace.replay import compare_rows
 from runner.retrace.scratch import QUIET, make_document, open_job
-from runner.spec import Trust, validate_spec
+from runner.spec import Trust, parse_document, validate_spec
 from runner.spec.document import dump_yaml
 from runner.storage import JsonObject, LocalStore, open_store
 from runner.trainer import BaseTrainer
@@ -339,17 +339,39 @@ def run_trial(request: TrialRequest) -> TrialResult:
         FailedError: the fork without the change failed.
         RetryableError: a fork ended several times before its end, for reasons outside of it.
     """
-    job = open_job(request.run, request.trust)
-    start = choose_start(request, job)
-    old, new = write_specs(request, job, start)
-    # The first checkpoint of a fork makes it independent of the run, which may delete its own. A change that is
-    # refused ends the trial before any step is made.
-    failure = new.advance(new.has_committed)
+    old, new, failure = begin(request, open_job(request.run, request.trust))
     if failure is None:
         if (reason := old.advance(old.is_complete)) is not None:
             raise FailedError(f"without the change, {reason}")
         failure = new.advance(new.is_complete)
     return compare(request, old, new, failure)
+
+
+def begin(request: TrialRequest, job: BaseTrainer) -> tuple[Fork, Fork, str | None]:
+    """Begin a trial, or go on with it: return both forks, and why that with the change failed.
+
+    The first checkpoint of that fork makes it independent of the run, which may delete its own. If it does so before,
+    a newer one is taken. A change that is refused ends the trial before any step is made.
+    """
+    for is_last in [False] * _MAX_RETRIES + [True]:
+        start = find_begun(request) or choose_start(request, job)
+        old, new = write_specs(request, job, start)
+        try:
+            return old, new, new.advance(new.has_committed)
+        except InvalidError:
+            if is_last or request.step is not None or start in read_committed(job.store):
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def find_begun(request: TrialRequest) -> int | None:
+    """Return the step that a trial in this directory began at; None if there is none."""
+    fork = Fork(NEW, request, 0)
+    if request.step is not None or read_owner(fork.store) is None or (text := fork.read_spec()) is None:
+        return None
+    document = parse_document(text, str(fork.spec_path))
+    parent = validate_spec(document).checkpoint.fork_from
+    return None if parent is None or not isinstance(parent.step, int) else parent.step
 
 
 def compare(request: TrialRequest, old: Fork, new: Fork, failure: str | None) -> TrialResult:

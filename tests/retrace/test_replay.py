@@ -34,6 +34,7 @@ from tests.support.tiny_jobs import (
     read_outcome,
     read_rows,
     start_python,
+    stop_after,
     wait_for_output,
 )
 from tests.test_values import TrainLookup
@@ -85,6 +86,48 @@ def test_every_step_of_every_kind_of_run_replays_to_the_bit(kind, run_of):
     for step in rows:
         result = replay_step(directory, step)
         assert (result.verdict, result.difference) == ("same bits", None), [*result.format()]
+
+
+# A run of 60 steps with three stages, two kills and dropout, whose bits do not depend on the number of devices.
+LONG: dict[str, Any] = SAVES | {
+    "checkpoint.every_steps": 7,
+    "config.train.total_steps": 60,
+    "config.train.micro_batch_examples": 1,
+    "config.train.same_bits_devices": 8,
+    "config.model.dropout": 0.1,
+    "config.ema": {"decays": [0.9]},
+    "config.stages": [
+        {"from_step": 20, "set": {"train.global_batch_examples": 24}},
+        {"from_step": 40, "set": {"optimizer.learning_rate": 1.0e-2}},
+    ],
+}
+REPLAY_ALL = """
+import pathlib, sys
+from tests.retrace.test_replay import list_steps, replay_step
+directory = pathlib.Path(sys.argv[1])
+for step in list_steps(directory):
+    result = replay_step(directory, step, is_any_device=True)
+    assert (result.verdict, result.promises_bits) == ("same bits", True), (step, [*result.format()])
+print("steps", len(list_steps(directory)))
+"""
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("long") / "run"
+    for step in (11, 45):
+        stop_after(make_gpt(directory, **LONG), step)
+    make_gpt(directory, **LONG)()
+    return directory
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("num_devices", [8, 2, 1])
+def test_every_step_of_a_long_run_replays_to_the_bit_on_fewer_devices(num_devices, long_run):
+    before = hash_tree(long_run)
+    output = wait_for_output(start_python("-c", REPLAY_ALL, str(long_run), devices=num_devices), timeout=3000)
+    assert "steps 60" in output
+    assert hash_tree(long_run) == before
 
 
 def test_the_job_leaves_nothing_behind(run_of, tmp_path, monkeypatch):

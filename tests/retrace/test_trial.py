@@ -3,8 +3,10 @@
 import json
 import os
 import random
+import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,15 @@ from runner.retrace.judge import parse_criteria
 from runner.retrace.trial import Fork, TrialRequest, TrialResult, advise_stages, run_trial
 from runner.spec.document import dump_yaml
 from tests.support.job_process import hash_tree
-from tests.support.tiny_jobs import make_gpt, make_gpt_document, read_rows, start_python, stop_after, wait_for_output
+from tests.support.tiny_jobs import (
+    make_gpt,
+    make_gpt_document,
+    read_outcome,
+    read_rows,
+    start_python,
+    stop_after,
+    wait_for_output,
+)
 
 START, STEPS = 40, 64
 # A run whose learning rate is far from both ends, and leaves something to learn. It ends with the trial.
@@ -77,8 +87,8 @@ def test_the_verdict_is_right(kind, finished_run, tmp_path, in_process):
     keys = ("step", "train/loss", "train/grad_norm")
     rows = {row["step"]: [row[key] for key in keys] for row in read_rows(finished_run)}
     assert all(rows[row["step"]] == [row[key] for key in keys] for row in read_rows(tmp_path / "old"))
-    # A restart of the command computes nothing, and says the same.
-    assert run_trial(request) == result
+    # A restart of the command computes nothing, and says the same, whichever checkpoint is the newest now.
+    assert run_trial(request) == run_trial(replace(request, step=None)) == result
     assert hash_tree(finished_run) == before
 
 
@@ -131,6 +141,25 @@ def test_a_trial_that_is_killed_goes_on_and_is_adopted(seed, tmp_path):
     whole = runner.run(str(tmp_path / "whole.yaml"))
     result = json.loads((tmp_path / "trial/new/result.json").read_text())
     assert result["fingerprint"] == whole["fingerprint"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(2))
+def test_a_trial_beside_a_live_run_changes_nothing(seed, tmp_path):
+    """The run deletes the checkpoint that was forked."""
+    options = RUN | {"seed": seed, "checkpoint.every_steps": 10, "checkpoint.keep_last": 100}
+    options |= {"config.train.total_steps": 3000}
+    make_run(tmp_path / "whole", **options)
+    (tmp_path / "spec.yaml").write_text(json.dumps(make_gpt_document(tmp_path / "run", **options)))
+    live = start_python("-m", "runner", str(tmp_path / "spec.yaml"), devices=8)
+    while not [*(tmp_path / "run").glob("checkpoints/*/manifest.json")]:
+        time.sleep(0.1)
+    words = ["--steps", str(STEPS), "-o", str(tmp_path / "trial"), "--json", "--set", f"{RATE}=1.0e-4"]
+    process = start_python("-m", "runner", "trial", str(tmp_path / "run"), *words, devices=8)
+    output = process.communicate(timeout=600)[0]
+    assert json.loads(output.splitlines()[-1])["verdict"] == "worse", output
+    wait_for_output(live)
+    assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
 
 
 CODE = """
@@ -218,6 +247,24 @@ def test_another_trial_needs_another_directory(finished_run, tmp_path, in_proces
     run(f"{RATE}=3.0e-3")
     with pytest.raises(InvalidError, match="holds another trial"):
         run(f"{RATE}=4.0e-3")
+
+
+def test_a_checkpoint_that_is_deleted_before_it_was_forked_is_replaced(tmp_path, monkeypatch, in_process):
+    run = make_run(tmp_path / "run", **{"config.train.total_steps": 200})
+    in_order, begun = Fork._run, []
+
+    def delete(fork: Fork, is_reached: Any) -> int:
+        begun.append(fork.start)
+        if len(begun) == 1:
+            shutil.rmtree(run / f"checkpoints/{fork.start}")
+        return in_order(fork, is_reached)
+
+    monkeypatch.setattr(Fork, "_run", delete)
+    request = make_request(run, [f"{RATE}=1.0e-4"], step=None)
+    assert run_trial(request).verdict == "worse"
+    assert begun[:2] == [120, 80]
+    with pytest.raises(InvalidError, match="has the checkpoints"):
+        run_trial(replace(request, step=120, directory=tmp_path / "other"))
 
 
 def test_a_fork_that_diverges_is_worse(finished_run, tmp_path, monkeypatch, in_process, capfd):
