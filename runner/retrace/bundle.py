@@ -247,24 +247,29 @@ def reproduce(
     return compare(bundle, job.store, changes + compare_hardware(job, bundle.record["hardware"]))
 
 
-def _find_versions(environment: JsonObject) -> dict[str, tuple[str, str]]:
-    """Return the versions that differ from those of a run, as (here, in the run) by name.
+def _read_versions(environment: JsonObject) -> dict[str, str]:
+    """Return the versions of a run by the name of each distribution that is installed here too, and of Python.
 
     Only names that are known here and what may be a version are taken, since a bundle may be anybody's.
     """
-    given, now = environment.get("versions"), collect_versions()
+    given = environment.get("versions")
     before = given if isinstance(given, dict) else {}
-    known = {name: str(before[name]) for name in now if name in before and _VERSION.fullmatch(str(before[name]))}
-    return {name: (now[name], version) for name, version in known.items() if now[name] != version}
+    return {
+        name: str(before[name])
+        for name in collect_versions()
+        if name in before and _VERSION.fullmatch(str(before[name]))
+    }
 
 
 def list_changes(environment: JsonObject) -> list[str]:
     """Return the versions that differ from those of a run, each with the command that installs the former one."""
+    now = collect_versions()
     return [
-        f"{name} {now}, not {version} (pip install {name}=={version})"
+        f"{name} {now[name]}, not {version} (pip install {name}=={version})"
         if name != "python"
-        else f"Python {now}, not {version}"
-        for name, (now, version) in _find_versions(environment).items()
+        else f"Python {now[name]}, not {version}"
+        for name, version in _read_versions(environment).items()
+        if now[name] != version
     ]
 
 
@@ -274,19 +279,21 @@ def install_environment(path: str) -> Path | None:
     The runner itself is that of this process, or of the checkout that holds it. None if all versions are those of this
     process, except for Python's, which pip cannot install. Raises `InvalidError` if they cannot be installed.
     """
-    versions = _find_versions(read_bundle(path).record["environment"])
-    wanted = [f"{name}=={version}" for name, (_, version) in versions.items() if name not in ("python", _OWN_NAME)]
-    if not wanted:
+    versions, now = _read_versions(read_bundle(path).record["environment"]), collect_versions()
+    # Without those that are equal here, pip would take their newest versions.
+    wanted = {name: version for name, version in versions.items() if name not in ("python", _OWN_NAME)}
+    if all(now[name] == version for name, version in wanted.items()):
         return None
+    requirements = [f"{name}=={version}" for name, version in wanted.items()]
     checkout = Path(runner.__file__).parents[1]
     own = str(checkout) if (checkout / "pyproject.toml").exists() else f"{_OWN_NAME}=={runner.__version__}"
     place = Path(path).absolute().with_suffix(".venv")
     python, record = place / "bin/python", place / "installed.txt"
-    text = "\n".join([own, *wanted])
+    text = "\n".join([own, *requirements])
     if not record.exists() or record.read_text() != text:
         for command in (
             [sys.executable, "-m", "venv", "--clear", str(place)],
-            [str(python), "-m", "pip", "install", "--quiet", own, *wanted],
+            [str(python), "-m", "pip", "install", "--quiet", own, *requirements],
         ):
             say(shlex.join(command))
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
