@@ -24,6 +24,9 @@ MAX_NUMBER = 2**31 - 1  # largest number that every engine accepts
 _STANDBY_SECONDS = 30
 Nodes = Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of nodes where the spec names no chips.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, and submit nothing.")]
+Exclude = Annotated[
+    list[str], typer.Option(metavar="NODE", help="Node that the job must not get, such as a suspect host; repeatable.")
+]
 GraceSeconds = Annotated[
     int | None,
     typer.Option(

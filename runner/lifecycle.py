@@ -39,6 +39,7 @@ from runner.distributed.clock import COMPILE, END, RESTORE, SET_UP, STEP, Clock,
 from runner.distributed.preemption import StopNotice
 from runner.distributed.watchdog import Watchdog
 from runner.errors import DivergedError, HookError, MiscountError, PhaseError, ResumeError, StateError
+from runner.history.hosts import start_naming_suspects
 from runner.huggingface.load import load_init_from, validate_init_from
 from runner.metrics.writers import RowLog
 from runner.parallel.mesh import read_device_memory_bytes
@@ -264,6 +265,8 @@ class Lifecycle:
         devices = {"devices": jax.device_count(), "device_kind": jax.devices()[0].device_kind}
         self._is_claimed = True
         attempt.start(job.spec.name, total_steps=job.total_steps, **devices)
+        if hosts.is_main:
+            start_naming_suspects(job.store, attempt.machines)
         job.compile_cache.publish(attempt.fence.check, hosts.process_id)
         return attempt
 

@@ -23,7 +23,8 @@ STANDBY_VARIABLE = "RUNNER_STANDBY"
 STANDBY_BYTES = 2**30  # free memory that such a process needs; it takes about a quarter of that
 # Environment variable with the path of a file to which a process adds its host if one of its devices is defective; and
 # the variable in which SLURM gives the host its name.
-_FAULTY_HOSTS_VARIABLE, _NODE_VARIABLE = "RUNNER_FAULTY_HOSTS", "SLURMD_NODENAME"
+_FAULTY_HOSTS_VARIABLE = "RUNNER_FAULTY_HOSTS"
+NODE_VARIABLE = "RUNNER_NODE"  # name of the machine, set by launchers whose containers have other host names
 # Signals that ask a job to stop. A closing terminal sends SIGHUP; batch systems can be told to send SIGUSR1 or SIGUSR2.
 # A second SIGTERM or SIGINT ends the process at once.
 INSISTENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -176,12 +177,17 @@ def read_machine_id() -> str:
         return ""
 
 
+def read_node_name() -> str:
+    """Return the name that the engine has for this machine, or else the host name."""
+    return os.environ.get("SLURMD_NODENAME") or os.environ.get(NODE_VARIABLE) or socket.gethostname()
+
+
 def report_faulty_host() -> None:
     """Add this host to the file of hosts with defective devices, if the launcher has named one."""
     path = os.environ.get(_FAULTY_HOSTS_VARIABLE)
     if path:
         with open(path, "a") as file:
-            file.write(os.environ.get(_NODE_VARIABLE, socket.gethostname()) + "\n")
+            file.write(read_node_name() + "\n")
 
 
 def find_free_port() -> int:

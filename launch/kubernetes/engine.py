@@ -40,6 +40,7 @@ from launch.options import (
     MAX_NUMBER,
     SUBMIT_TIME_VARIABLE,
     DryRun,
+    Exclude,
     GraceSeconds,
     LaunchArguments,
     Nodes,
@@ -48,9 +49,10 @@ from launch.options import (
     set_arguments,
 )
 from runner.accelerator import Accelerator, parse_accelerator
+from runner.attempts.environment import ENGINE
 from runner.console import write_text
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, FailedError, InvalidError
-from runner.process import format_placement
+from runner.process import NODE_VARIABLE, format_placement
 from runner.spec import ExecutionSpec, load_document, validate_spec
 from runner.spec.document import TextDumper, dump_yaml
 
@@ -151,6 +153,7 @@ class JobSetArguments(LaunchArguments):
     node_selector: Annotated[
         list[str], typer.Option(metavar="LABEL=VALUE", help="Label that the nodes must have; repeatable.")
     ] = field(default_factory=list)
+    exclude: Exclude = field(default_factory=list)
     label: Annotated[
         list[str],
         typer.Option(
@@ -199,6 +202,8 @@ class JobSetArguments(LaunchArguments):
         for label, value in _split_pairs(self.node_selector):
             LABEL.validate("--node-selector", label)
             LABEL_VALUE.validate(f"--node-selector {label}", value)
+        for node in self.exclude:
+            LABEL_VALUE.validate("--exclude", node)
         for option, pairs in (("--label", self.label), ("--annotation", self.annotation)):
             for name, value in _split_pairs(pairs):
                 LABEL.validate(option, name)
@@ -363,6 +368,8 @@ def _render_pod(
         volumes.append(("shared-memory", "/dev/shm", {"emptyDir": {"medium": "Memory"}}))
     validate_mounts([mount for _, mount, _ in volumes])
 
+    nodes = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": arguments.exclude}
+    avoided = {"nodeSelectorTerms": [{"matchExpressions": [nodes]}]} if arguments.exclude else None
     container = _render_container(arguments, pods, name, submit_time)
     pod = {
         "restartPolicy": "Never",
@@ -372,6 +379,7 @@ def _render_pod(
         "nodeSelector": pods.labels
         | ({_SPOT: "true"} if arguments.spot else {})
         | dict(_split_pairs(arguments.node_selector)),
+        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": avoided}} if avoided else {},
         "tolerations": [
             *({"key": chip, "operator": "Exists", "effect": "NoSchedule"} for chip in pods.chips),
             *([{"key": _SPOT, "operator": "Equal", "value": "true", "effect": "NoSchedule"}] if arguments.spot else []),
@@ -397,7 +405,11 @@ def _render_container(
         command += format_placement(coordinator, pods.hosts_per_slice, "$(JOB_COMPLETION_INDEX)")
 
     # A later variable overrides an earlier one of the same name, so those of the user come last.
-    variables: dict[str, dict[str, Any]] = {"PYTHONUNBUFFERED": {"value": "1"}}
+    variables: dict[str, dict[str, Any]] = {
+        "PYTHONUNBUFFERED": {"value": "1"},
+        ENGINE: {"value": "kubernetes"},
+        NODE_VARIABLE: {"valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},  # the host name is that of the pod
+    }
     if submit_time is not None:
         variables[SUBMIT_TIME_VARIABLE] = {"value": submit_time}
     # An image with a GPU or TPU build of JAX would look for such a device first.

@@ -21,6 +21,7 @@ from launch.checks import SkipChecks, check_job
 from launch.options import (
     SUBMIT_TIME_VARIABLE,
     DryRun,
+    Exclude,
     GraceSeconds,
     LaunchArguments,
     Nodes,
@@ -61,6 +62,7 @@ class SlurmArguments(LaunchArguments):
     time: Annotated[str | None, typer.Option(metavar="T", help="Time limit of one start, in sbatch's format.")] = None
     partition: Annotated[str | None, typer.Option(metavar="NAME", help="Partition of the cluster.")] = None
     account: Annotated[str | None, typer.Option(metavar="NAME", help="Account that the job is charged to.")] = None
+    exclude: Exclude = field(default_factory=list)
     output: Annotated[str, typer.Option(metavar="PATH", help="Log of all starts.")] = "%x-%j.log"
     grace_seconds: GraceSeconds = None
     python: Annotated[str, typer.Option(metavar="PATH", show_default="this one", help="Python of the nodes.")] = (
@@ -189,6 +191,11 @@ def render(spec: ExecutionSpec, allocation: _Allocation, arguments: SlurmArgumen
     # The batch script itself runs outside of the containers of its steps, where `--python` may not exist.
     has_container = any(option.startswith("--container") for option in arguments.srun_option)
     optional = {"time": arguments.time, "partition": arguments.partition, "account": arguments.account}
+    for node in arguments.exclude:
+        if re.fullmatch(r"[A-Za-z0-9._\[\],-]+", node) is None:
+            raise InvalidError(f"--exclude {node!r:.100}: needs the name of a node, or a list such as node[1-3]")
+    if arguments.exclude:
+        options.append(f"--exclude={','.join(arguments.exclude)}")
     options += [f"--{name}={value}" for name, value in optional.items() if value is not None]
     command = [arguments.python, *runner_arguments(arguments.spec, arguments.overrides)]
     # A standby gets what follows `python -m runner`, and the variable that the script sets at each restart.

@@ -31,7 +31,7 @@ setup() {
 }
 setup || { sleep 10; setup; } || { sleep 60; setup; } || end 76
 RUNNER_SUBMITTED=$(cat submitted 2>/dev/null)
-export RUNNER_SUBMITTED
+export RUNNER_SUBMITTED RUNNER_ENGINE=tpu-vm
 chmod 600 ../@{environment} && set -a && . ../@{environment} && set +a || end 2
 job=$PWD
 cd "code/$directory"

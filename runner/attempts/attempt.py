@@ -19,8 +19,10 @@ from runner.attempts.clock_file import start_clock_file
 from runner.attempts.ended import start_folding
 from runner.attempts.environment import (
     collect_environment,
+    collect_machines,
     collect_versions,
     compare_environments,
+    describe_machine,
     probe_file_system,
     read_submit_time,
     validate_versions,
@@ -36,7 +38,7 @@ from runner.attempts.take_over import describe_running_attempt
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Progress
 from runner.distributed.preemption import StopNotice
-from runner.distributed.watchdog import StragglerReport
+from runner.distributed.watchdog import Diagnosis, StragglerReport
 from runner.errors import (
     EXIT_DONE,
     EXIT_PREEMPTED,
@@ -76,6 +78,8 @@ class Attempt:
     background_writer: BackgroundWriter  # uploads files that grow in a bucket
     # Versions, commit and hosts, see `environment`; empty except on process 0.
     environment: JsonObject = field(default_factory=dict)
+    # Engine and machine of each process, see `MACHINE_KEYS`; empty except on process 0.
+    machines: JsonObject = field(default_factory=dict)
     # Checkpoint of another run with which this run began (`lineage` of a manifest); filled by the restore, and empty if
     # the run is no fork.
     lineage: JsonObject = field(default_factory=dict)
@@ -97,7 +101,7 @@ class Attempt:
     def start(self, name: str, **devices: Any) -> None:
         """Record and print that the run `name` starts on these devices."""
         began = self.progress.clock.began
-        details = devices | read_submit_time() | self.environment
+        details = devices | read_submit_time() | self.environment | self.machines
         self.record("start", None, began=began, processes=self.hosts.num_processes, **details)
         self.say(f"{name}: attempt {self.number} in {self.store.url}")
 
@@ -282,13 +286,13 @@ def claim_attempt(
         except OSError as error:
             raise StorageError(f"{store.url} cannot be written: {error}") from error
 
-    host_names: list[str] = []  # on process 0
+    machines: list[JsonObject] = []  # on process 0
 
     def validate_places(places: list[Any]) -> None:
-        validate_versions(places)
-        host_names.extend(name for name, _ in places)
+        validate_versions([(machine["host"], versions) for machine, versions in places])
+        machines.extend(machine for machine, _ in places)
 
-    hosts.reduce([socket.gethostname(), collect_versions()], validate_places)
+    hosts.reduce([describe_machine(), collect_versions()], validate_places)
     token = hosts.run_on_main(open_directory)
     with translate_store_errors():
         validate_shared(store, hosts, token, min(_SHARED_SECONDS, spec.deadlines.phase_seconds / 2))
@@ -308,7 +312,7 @@ def claim_attempt(
     if hosts.is_main:
         readers.append(ProgressFile(store, fence, is_elastic, background_writer).on_event)
     events = EventLog(log, number, hosts.process_id, readers)
-    environment = collect_environment(job_class, host_names) if hosts.is_main else {}
+    environment = collect_environment(job_class, [each["host"] for each in machines]) if hosts.is_main else {}
     waiting = None
     if hosts.is_main and hosts.num_missing and spec.topology is not None and spec.topology.grow == "at_save":
         waiting = WaitingHosts(store, hosts.num_missing)
@@ -323,6 +327,7 @@ def claim_attempt(
         events,
         background_writer,
         environment,
+        collect_machines(machines) if hosts.is_main else {},
         notifier=notifier,
         waiting=waiting,
         is_elastic=is_elastic,
@@ -390,7 +395,7 @@ class IncidentRecorder:
     def __init__(self) -> None:
         self.attempt: Attempt | None = None  # until the directory is claimed; nothing is written there before
 
-    def on_diagnosis(self, line: str, code: int, is_recorder: bool) -> tuple[str, int] | None:
+    def on_diagnosis(self, diagnosis: Diagnosis, is_recorder: bool) -> tuple[str, int] | None:
         """Record why the job is stalled, with the stacks of all threads. Any process, right before it ends.
 
         Only a recorder writes to the directory. Returns the line and exit code to end with if a newer attempt owns the
@@ -399,7 +404,7 @@ class IncidentRecorder:
         with tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
-            stacks = f"{line}\n\n{file.read().decode(errors='replace')}"
+            stacks = f"{diagnosis.line}\n\n{file.read().decode(errors='replace')}"
         attempt = self.attempt
         try:
             ending = None if attempt is None else attempt.find_fence_error()
@@ -412,12 +417,14 @@ class IncidentRecorder:
             return None
         if is_recorder:
             # The event comes first, because it is small, and the hang may be that of the directory.
-            attempt.events.append("stuck", attempt.progress.step, reason=line)
+            details = {"reason": diagnosis.line, "lost": list(diagnosis.lost), "late": list(diagnosis.late)}
+            attempt.events.append("stuck", attempt.progress.step, **details)
             try:
                 attempt.store.write(f"stacks/{attempt.number:06}.{attempt.hosts.process_id}.txt", stacks.encode())
             except OSError as error:  # a full disk; the end of the attempt is recorded nevertheless
                 console.warn(f"the stacks of this process cannot be written ({error})")
-        attempt.end(code)
+        assert diagnosis.code is not None, "it is no warning"
+        attempt.end(diagnosis.code)
         return None
 
     def on_progress(self, step: int) -> None:

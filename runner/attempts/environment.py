@@ -7,12 +7,15 @@ promised only for equal hardware and versions, so a resume reports the differenc
 import errno
 import fcntl
 import functools
+import hashlib
 import inspect
 import math
 import netrc
 import os
 import platform
+import re
 import shutil
+import socket
 import subprocess
 import urllib.parse
 import uuid
@@ -22,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runner.errors import InvalidError
-from runner.process import count_cpus
+from runner.process import count_cpus, read_node_name
 from runner.storage import JsonObject, Key
 from runner.storage.local import NO_LINK, try_lock
 from runner.storage.store import fsync, is_missing_call, make_directory, retry_stale, translate_errors
@@ -46,6 +49,15 @@ ENVIRONMENT_KEYS = (
     Key("commit", str, "Commit of the git checkout that contains the job's class; absent if there is none."),
     Key("dirty", bool, "True if tracked files there differ from the commit; absent if there is no checkout."),
 )
+# Details of the event `start` alone: a manifest has no use for them.
+MACHINE_KEYS = (
+    Key("engine", str, "Engine that has started the job: `slurm`, `kubernetes` or `tpu-vm`; absent if it is unknown."),
+    Key("nodes", list, "Name that the engine has for the machine of each process, or else the host name."),
+    Key("machines", list, "Digest of the machine id of each process, 16 hexadecimal digits; empty where it has none."),
+    Key("gpus", list, "Beginnings of the UUIDs of the GPUs of each process's machine; absent if none has GPUs."),
+)
+ENGINE = "RUNNER_ENGINE"  # set by launchers whose engine does not name itself
+_MACHINE_ID, _GPU_FILES = Path("/etc/machine-id"), Path("/proc/driver/nvidia/gpus")
 SUBMITTED = "RUNNER_SUBMITTED"  # Unix seconds, set by the engine or the user
 _GIT_SECONDS = 2.0  # deadline of each git command; a slower repository is left out
 _DISTRIBUTIONS = ("runner", "jax", "jaxlib", "libtpu", "flax", "optax")
@@ -98,6 +110,36 @@ def collect_environment(job_class: type, hosts: list[str]) -> JsonObject:
     """Return the values of `ENVIRONMENT_KEYS`; `hosts` has the host name of each process."""
     found = {"versions": collect_versions(), "hosts": hosts, "cpus": count_xla_threads(), "options": collect_options()}
     return found | find_commit(job_class)
+
+
+def describe_machine() -> JsonObject:
+    """Return the machine of this process: host name, name for the engine, digest of its id, and its GPUs."""
+    # The id itself is confidential according to machine-id(5).
+    machine_id = _read_text(_MACHINE_ID)
+    # Directories are named after PCI addresses, by which CUDA orders GPUs of one kind.
+    texts = map(_read_text, sorted(_GPU_FILES.glob("*/information")))
+    found = (re.search(r"GPU UUID:\s*(GPU-[0-9a-f]{8})", text) for text in texts)
+    return {
+        "host": socket.gethostname(),
+        "node": read_node_name(),
+        "machine": hashlib.sha256(f"runner {machine_id}".encode()).hexdigest()[:16] if machine_id else "",
+        "gpus": [match[1] for match in found if match is not None],
+    }
+
+
+def collect_machines(machines: Sequence[JsonObject], variables: Mapping[str, str] = os.environ) -> JsonObject:
+    """Return the values of `MACHINE_KEYS`; `machines` has the result of `describe_machine` of each process."""
+    engine = variables.get(ENGINE) or ("slurm" if variables.get("SLURM_JOB_ID") else None)
+    found = {"nodes": [each["node"] for each in machines], "machines": [each["machine"] for each in machines]}
+    gpus = [each["gpus"] for each in machines]
+    return ({"engine": engine} if engine else {}) | found | ({"gpus": gpus} if any(gpus) else {})
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def read_submit_time() -> JsonObject:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from runner.attempts.environment import ENVIRONMENT_KEYS
+from runner.attempts.environment import ENVIRONMENT_KEYS, MACHINE_KEYS
 from runner.console import warn
 from runner.storage import JsonlLog, JsonObject, Key
 
@@ -67,6 +67,7 @@ EVENTS = (
             Key("devices", int, "Devices of the job, over all processes."),
             Key("device_kind", str, "JAX's name for the devices."),
             *ENVIRONMENT_KEYS,
+            *MACHINE_KEYS,
         ),
     ),
     EventType(
@@ -249,7 +250,11 @@ EVENTS = (
     EventType(
         "corruption",
         "Devices that hold replicas of the same shard differ. The save is refused, and the run ends with exit code 76.",
-        (_REASON,),
+        (
+            _REASON,
+            Key("devices", list, "Ids of the devices that differ from most; of all replicas if there is no majority."),
+            Key("processes", list, "Processes of these devices."),
+        ),
         writer="any process",
     ),
     EventType(
@@ -298,7 +303,13 @@ EVENTS = (
         "stuck",
         "The job is stalled and ends with exit code 76. Written by at most 8 processes, with the stacks of their "
         "threads in `stacks/`.",
-        (_REASON,),
+        (
+            _REASON,
+            Key("lost", list, "Processes that have died, or do not respond."),
+            Key(
+                "late", list, "If none is lost: processes past a deadline that are behind others, which wait for them."
+            ),
+        ),
         writer="any process",
     ),
     EventType(

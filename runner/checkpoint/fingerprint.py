@@ -36,7 +36,11 @@ _PART_BYTES = 16 << 20  # of a block that a host digests at a time
 
 
 class ReplicaError(RetryableError):
-    """Devices that should hold the same bits hold different ones."""
+    """Devices that should hold the same bits hold different ones; `devices` are those that differ from most."""
+
+    def __init__(self, message: str, devices: Sequence[jax.Device] = ()):
+        super().__init__(message)
+        self.devices = devices
 
 
 # Names and shapes of leaves.
@@ -269,7 +273,10 @@ class LeafLayout:
             replicas = np.zeros((1, 1), int) if self._mesh is None else _list_replicas(sharding, shape)
             lanes = values[:, number][replicas]
             if (lanes != lanes[:, :1]).any():
-                raise ReplicaError(f"{name}: {self._describe_minority(replicas, lanes)}")
+                devices = self._find_minority(replicas, lanes)
+                named = ", ".join(f"device {device.id} (process {device.process_index})" for device in devices)
+                verb = "has" if len(devices) == 1 else "have"
+                raise ReplicaError(f"{name}: {named} {verb} other bits than the replicas of the same shard", devices)
             high, low = lanes[:, 0].astype(np.uint64).sum(axis=0) % 2**32
             found[name] = f"{high:08x}{low:08x}"
         return found
@@ -287,8 +294,8 @@ class LeafLayout:
         values[:, indices] = rows
         return values
 
-    def _describe_minority(self, replicas: np.ndarray, lanes: np.ndarray) -> str:
-        """Name the devices whose copy differs from that of most; all of them if there is no majority."""
+    def _find_minority(self, replicas: np.ndarray, lanes: np.ndarray) -> list[jax.Device]:
+        """Return the devices whose copy differs from that of most; all of them if there is no majority."""
         assert self._mesh is not None
         shard = int(np.argmax((lanes != lanes[:, :1]).any(axis=(1, 2))))
         votes: dict[bytes, list[int]] = {}
@@ -298,8 +305,7 @@ class LeafLayout:
         has_majority = 2 * len(most) > len(replicas[shard])
         rows = [row for row in replicas[shard] if not (has_majority and row in most)]
         devices = list(self._mesh.devices.flat)
-        named = ", ".join(f"device {devices[row].id} (process {devices[row].process_index})" for row in rows)
-        return f"{named} {'has' if len(rows) == 1 else 'have'} other bits than the replicas of the same shard"
+        return [devices[row] for row in rows]
 
 
 def compute_leaf_digests(tree: Any) -> dict[str, str]:

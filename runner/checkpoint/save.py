@@ -619,7 +619,9 @@ class Checkpointer:
         try:
             digests = save.layout.leaf_digests(save.digests)
         except fingerprint.ReplicaError as error:
-            self._attempt.events.append("corruption", step, reason=str(error))
+            processes = sorted({device.process_index for device in error.devices})
+            devices = [device.id for device in error.devices]
+            self._attempt.events.append("corruption", step, reason=str(error), devices=devices, processes=processes)
             raise fingerprint.ReplicaError(f"step {step} is not saved: {error}; the last commit is intact") from error
         leaves = fingerprint.add_digests(save.layout.shapes, digests)
         return replace(save.manifest, leaves=leaves, fingerprint=fingerprint.combine_digests(leaves))

@@ -120,6 +120,13 @@ class StatusArguments:
     where: RunOrRoot
     as_json: Annotated[bool, typer.Option("--json", help="Print the history as one line of JSON.")] = False
     is_watch: Annotated[bool, typer.Option("--watch", help="Refresh every two seconds until the run is done.")] = False
+    hosts: Annotated[
+        bool, typer.Option("--hosts", help="List the hosts of the run, or of all runs below the directory.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        if self.hosts and self.is_watch:
+            raise InvalidError("--hosts and --watch exclude each other; give one of them")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,11 +26,12 @@ from rich.text import Text
 from runner.attempts.layout import LAYOUT, OWNER, read_owner
 from runner.cli.arguments import StatusArguments
 from runner.console import escape_controls, finish_output, format_duration, warn, write_text
-from runner.dashboard.reader import DiscoveryResult, find_runs
+from runner.dashboard.reader import DiscoveryResult, confine, find_runs
 from runner.distributed.clock import TimeCategory
 from runner.errors import EXIT_DONE, InvalidError, RetryableError, RunnerError
 from runner.history.cost import compute_cost, format_cost
 from runner.history.goodput import list_restarts
+from runner.history.hosts import RULE, HostRecord, merge_hosts, read_hosts
 from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader, format_changes, open_text_stores
 from runner.history.records import History, RunState, StageRecord, Verification, to_json
@@ -150,6 +151,8 @@ def print_status(arguments: StatusArguments) -> int:
     # Ctrl-C is the usual end of a status that is watched.
     with convert_read_errors(*([KeyboardInterrupt] if arguments.is_watch else [])):
         store = open_store(find_directory(arguments.where))
+        if arguments.hosts:
+            return _print_hosts(store, arguments.as_json)
         # A directory without anything of a run may have runs below it.
         if store.root is None or store.root.is_dir():
             has_run = bool({*LAYOUT, "events"} & {*store.list_names("")})
@@ -222,6 +225,52 @@ def _print_runs(root: Store, found: DiscoveryResult, as_json: bool) -> int:
     console.print(_PrintableText(table))
     for note in notes if finish_output() else []:
         warn(f"cannot read {note}")
+    return EXIT_DONE
+
+
+def _print_hosts(root: Store, as_json: bool) -> int:
+    """Print a line for each host of the run in a directory, or of the runs below it, the most suspect first."""
+    found = find_runs(root)
+    notes, now = [*found.notes], time.time()
+
+    def read_all() -> Iterator[list[HostRecord]]:
+        # A copied run may lack `job.json`, by which runs are found.
+        for path, store in [(run.path, run.store) for run in found.runs] or [("", root)]:
+            try:
+                yield read_hosts(confine(store), path or store.url.rpartition("/")[2])
+            except (InvalidError, DiskError) as error:  # One damaged run must not hide the others.
+                notes.append(to_single_line(str(error)))
+
+    hosts = merge_hosts(read_all(), now)
+    if as_json:
+        shown = [record.to_json(now) for record in hosts]
+        write_text(json.dumps({"root": root.url, "rule": RULE, "hosts": shown, "notes": notes}) + "\n")
+        return EXIT_DONE
+    table = _table("left", "left", "left", "left", "left")
+    named = [record for record in hosts if record.incidents]
+    for record in named:
+        word = Text("suspect", "red") if record.is_suspect(now) else Text("")
+        attempts = f"{record.attempts:,} attempt{'s' * (record.attempts != 1)}, {format_duration(record.seconds)}"
+        last = record.incidents[0]
+        step = "before its first step" if last.step is None else f"step {last.step:,}"
+        devices = f", {', '.join(last.devices)}" if last.devices else ""
+        text = f"last: {_format_time(last.time)}, {last.run}, attempt {last.attempt}, {step}{devices}"
+        table.add_row(to_single_line(record.name), word, attempts, record.describe_counts(), text)
+    num_others = len(hosts) - len(named)
+    others = f"{num_others:,} host{'s have' if num_others != 1 else ' has'} no incidents" if num_others else ""
+    avoided = [
+        Text(f"to avoid {record.name}: {' or '.join(record.list_exclusions())}", "yellow")
+        for record in named
+        if record.is_suspect(now) and record.list_exclusions()
+    ]
+    parts: list[RenderableType] = [
+        table,
+        *avoided,
+        *([Text(others)] if others else []),
+        Text(RULE),
+        *(Text(f"cannot read {note}", "yellow") for note in notes),
+    ]
+    Console(markup=False, highlight=False, emoji=False).print(_PrintableText(Group(*parts)))
     return EXIT_DONE
 
 

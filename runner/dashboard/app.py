@@ -35,6 +35,7 @@ from runner.errors import InvalidError
 from runner.metrics.media import CONTENT_TYPES, MEDIA_FOLDER
 
 _COOKIE = "runner_token"
+HOSTS = "hosts"  # name of the table of hosts
 METRICS = "metrics"  # name of the figures of all runs in Prometheus' text format
 _CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; media-src 'self'; "
@@ -156,9 +157,9 @@ class DashboardApp:
     """WSGI application (PEP 3333)."""
 
     access: AccessPolicy
-    # Function that returns the data of a run's page by its id, of the table of all runs by "", or the text for
-    # Prometheus by `METRICS`; None if there is no such run. It returns quickly, is called from several threads, and may
-    # raise `TimeoutError`.
+    # Function that returns the data of a run's page by its id, of the table of all runs by "", of that of hosts by
+    # `HOSTS`, or the text for Prometheus by `METRICS`; None if there is no such run. It returns quickly, is called from
+    # several threads, and may raise `TimeoutError`.
     get_data: Callable[[str], ResponseBody | None]
     # Function that returns a file of images or audio by the id of its run and its name; None if no row refers to it.
     get_media: Callable[[str, str], bytes | None] = lambda run, name: None
@@ -226,6 +227,10 @@ class DashboardApp:
                 return ResponseBody.from_text(_HTML, render_live_page("Runs", "./", "data"))
             case ["", "data"]:
                 return self.get_data("")
+            case ["", "hosts"]:
+                return ResponseBody.from_text(_HTML, render_live_page("Hosts", "./", f"data/{HOSTS}"))
+            case ["", "data", "hosts"]:
+                return self.get_data(HOSTS)
             case ["", "metrics"]:
                 return self.get_data(METRICS)
             case ["", "run", run] if _RUN_IDS.fullmatch(run):

@@ -15,6 +15,7 @@ again after a while. A round over the table of runs takes a bounded time; the ne
 """
 
 import collections
+import functools
 import itertools
 import logging
 import os
@@ -33,7 +34,15 @@ from waitress.server import MultiSocketServer, TcpWSGIServer
 from waitress.task import ThreadedTaskDispatcher
 
 from runner.console import format_duration, say
-from runner.dashboard.app import METRICS, DashboardApp, ResponseBody, is_loopback, make_access_policy, parse_address
+from runner.dashboard.app import (
+    HOSTS,
+    METRICS,
+    DashboardApp,
+    ResponseBody,
+    is_loopback,
+    make_access_policy,
+    parse_address,
+)
 from runner.dashboard.reader import (
     DiscoveredRun,
     DiscoveryResult,
@@ -54,6 +63,7 @@ from runner.dashboard.view import (
     truncate,
 )
 from runner.errors import InvalidError, RunnerError
+from runner.history.hosts import KINDS, RULE, HostRecord, merge_hosts, read_hosts
 from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader
 from runner.history.records import ForkRecord, History, RunState
@@ -78,6 +88,7 @@ _READERS_MAX = 16  # kept for the runs that were requested last
 _NUM_THREADS_PER_TABLE = 8
 _TREND_MAX = 100
 _KEYS_MAX = 300  # of a spec
+_HOSTS_SHOWN_MAX = 500
 _KEYS_SHOWN_MAX = 40  # in which runs differ
 _VALUE_CHARACTERS_MAX = 80
 _TAGS_MAX = 20
@@ -205,6 +216,8 @@ class PageData:
         self._found_when = -SEARCH_SECONDS
         self._summaries: dict[str, _RunSummary] = {}
         self._readers: dict[str, RunReader] = {}
+        # Hosts of each run, with the state of its files and the time of reading.
+        self._hosts: dict[str, tuple[Signature | None, float, list[HostRecord]]] = {}
         self._media: dict[str, tuple[Store, frozenset[str]]] = {}  # files that the page of each run refers to
 
     def read(self, name: str) -> ResponseBody | None:
@@ -216,10 +229,13 @@ class PageData:
             self._found_when = time.monotonic()
             known = {run.id for run in self._found.runs}
             self._summaries = {key: value for key, value in self._summaries.items() if key in known}
+            self._hosts = {key: value for key, value in self._hosts.items() if key in known}
             self._media = {key: value for key, value in self._media.items() if key in known}
         if name == METRICS:
             text = format_prometheus(self._read_table()["table"], time.time())
             return ResponseBody.from_text("text/plain; version=0.0.4; charset=utf-8", text)
+        if name == HOSTS:
+            return ResponseBody.from_text("application/json", encode_json(self._read_hosts()))
         if not name:
             return ResponseBody.from_text("application/json", encode_json(self._read_table()))
         known_runs = {run.id: run for run in self._found.runs}
@@ -308,6 +324,32 @@ class PageData:
             "keys": differing,
             "notes": notes,
             "next": f"python -m runner specs/gpt_nano.yaml --set directory={shlex.quote(f'{self._root.url}/first')}",
+        }
+
+    def _read_hosts(self) -> JsonObject:
+        began, now, notes = time.monotonic(), time.time(), [*self._found.notes]
+        num_left = 0
+        for run in self._found.runs:
+            signature, known = _read_signature(run.store.root), self._hosts.get(run.id)
+            is_old = known is None or (
+                began - known[1] > _BUCKET_SECONDS if signature is None else known[0] != signature
+            )
+            # As with the table of runs, a large root is read over several rounds.
+            if is_old and time.monotonic() - began > _ROUND_SECONDS:
+                num_left += known is None
+            elif is_old:
+                found = _try_reading(functools.partial(read_hosts, run.store, run.path or _make_title(run)))
+                notes += [found] if isinstance(found, str) else []
+                self._hosts[run.id] = signature, began, [] if isinstance(found, str) else found
+        hosts = merge_hosts((self._hosts[run.id][2] for run in self._found.runs if run.id in self._hosts), now)
+        notes += [f"{num_left} more runs are being read."] if num_left else []
+        return {
+            "title": truncate(f"Hosts of the runs below {self._root.url}"),
+            "hosts": [record.to_json(now) | {"words": record.describe_counts()} for record in hosts[:_HOSTS_SHOWN_MAX]],
+            "num_hosts": len(hosts),
+            "rule": RULE,
+            "kinds": [[kind.replace("_", " "), meaning] for kind, meaning in KINDS.items()],
+            "notes": notes,
         }
 
     def _summarize(self, run: DiscoveredRun, signature: Signature | None) -> _RunSummary:

@@ -135,12 +135,15 @@ class Heartbeat:
 class Diagnosis(NamedTuple):
     """Message from process 0 to every process.
 
-    `code` is the exit code to end with, or None for a warning. `recorders` are the processes that record the line.
+    `code` is the exit code to end with, or None for a warning. `recorders` are the processes that record the line. The
+    causes are `lost`, processes that have died or do not respond, or else `late`, those for which the others wait.
     """
 
     line: str
     code: int | None
     recorders: Sequence[int] = ()
+    lost: Sequence[int] = ()
+    late: Sequence[int] = ()
 
 
 Ending = tuple[str, int]  # line and exit code with which a process ends
@@ -193,6 +196,19 @@ def find_unresponsive(
         if process in silent
     }
     return found | dict.fromkeys(crashed, "has died")
+
+
+def find_late(beats: Mapping[int, Heartbeat], unresponsive: Collection[int]) -> list[int]:
+    """Return the overdue processes for which others wait; none if a process is unresponsive, or all are equally far.
+
+    A hang of one process makes the others overdue too, which wait for it inside of a later step.
+    """
+    if unresponsive or not beats:
+        return []
+    places = {process: (beat.step, beat.phase == STEP.name) for process, beat in beats.items()}
+    return [
+        process for process in sorted(beats) if beats[process].is_overdue and places[process] < max(places.values())
+    ]
 
 
 def choose_recorders(beats: Mapping[int, Heartbeat], unresponsive: Collection[int]) -> list[int]:
@@ -340,7 +356,7 @@ class Watchdog:
         hosts: Hosts,
         deadlines: Deadlines,
         clock: Clock,
-        on_diagnosis: Callable[[str, int, bool], Ending | None],
+        on_diagnosis: Callable[[Diagnosis, bool], Ending | None],
         on_straggler: Callable[[StragglerReport], None],
         on_progress: Callable[[int], None],
         *,
@@ -348,8 +364,8 @@ class Watchdog:
     ):
         """Create the watchdog. The callbacks run on other threads, because the directory may hang, and may be left out.
 
-        `on_diagnosis` receives the line and exit code of the diagnosis on every process, before it ends, and whether
-        this process is to record them; it may return others to end with. On process 0, `on_straggler` receives a change
+        `on_diagnosis` receives the diagnosis on every process, before it ends, and whether this process is to record
+        it; it may return another line and exit code to end with. On process 0, `on_straggler` receives a change
         in the set of stragglers, and `on_progress` the last completed step, from time to time, if it has changed. If it
         may not end the process, which then is alone, the watchdog prints the diagnosis and ends.
         """
@@ -474,7 +490,7 @@ class Watchdog:
             self._exchange_beats(beat)
             self._stragglers.update_round()
         elif beat.is_overdue:
-            self._end(format_diagnosis({0: beat}, {}), EXIT_RETRYABLE, is_recorder=True)
+            self._end(Diagnosis(format_diagnosis({0: beat}, {}), EXIT_RETRYABLE), is_recorder=True)
 
     def _report(self, callback: Callable[[Any], None], argument: Any) -> None:
         """Call a function that writes to the directory on a thread, unless the previous call is still running."""
@@ -524,7 +540,7 @@ class Watchdog:
         if diagnosis is None or (is_fenced and hosts.is_main):
             return
         if diagnosis.code is not None:
-            self._end(diagnosis.line, diagnosis.code, hosts.process_id in diagnosis.recorders, is_fenced)
+            self._end(diagnosis, hosts.process_id in diagnosis.recorders, is_fenced)
         elif diagnosis.line != self._last_warning:
             self._last_warning = diagnosis.line
             warn(diagnosis.line)
@@ -546,7 +562,12 @@ class Watchdog:
             self._data_seconds = now
         step_deadline_seconds = self.progress.step_deadline_seconds(self._deadlines)
         if unresponsive or has_overdue(beats.values(), now - self._data_seconds, step_deadline_seconds):
-            found: Diagnosis | None = Diagnosis(format_diagnosis(beats, unresponsive), EXIT_RETRYABLE)
+            found: Diagnosis | None = Diagnosis(
+                format_diagnosis(beats, unresponsive),
+                EXIT_RETRYABLE,
+                lost=sorted(unresponsive),
+                late=find_late(beats, unresponsive),
+            )
         else:
             found = find_failure(beats)
         return None if found is None else found._replace(recorders=choose_recorders(beats, unresponsive))
@@ -558,9 +579,12 @@ class Watchdog:
         description = "has died" if is_dead else f"has not responded for {quiet_seconds:.0f} s"
         unresponsive = {} if self._hosts.is_main else {0: description}
         line = format_diagnosis({self._hosts.process_id: self._make_beat()}, unresponsive)
-        self._end(line, EXIT_RETRYABLE, is_recorder=self._hosts.process_id <= _MAX_RECORDERS)
+        diagnosis = Diagnosis(line, EXIT_RETRYABLE, lost=sorted(unresponsive))
+        self._end(diagnosis, is_recorder=self._hosts.process_id <= _MAX_RECORDERS)
 
-    def _end(self, line: str, code: int, is_recorder: bool, is_fenced: bool = False) -> None:
+    def _end(self, diagnosis: Diagnosis, is_recorder: bool, is_fenced: bool = False) -> None:
+        line, code = diagnosis.line, diagnosis.code
+        assert code is not None, "it is no warning"
         if not self._ends_process:
             self._is_over.set()
             warn(line)
@@ -570,7 +594,7 @@ class Watchdog:
             endings: list[Ending] = []
 
             def call_back() -> None:
-                ending = self._on_diagnosis(line, code, is_recorder)
+                ending = self._on_diagnosis(diagnosis, is_recorder)
                 endings.extend([] if ending is None else [ending])
 
             # On a thread of its own with a deadline, because the directory may hang.

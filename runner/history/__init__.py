@@ -9,4 +9,5 @@ categories of time are explained in `.github/docs/status.md` and in `runner.dist
 - `cost`: dollars of a run, from the price in its spec
 - `reader`: `HistoryReader`, the history of one directory
 - `lineage`: ancestors and forks of runs
+- `hosts`: incidents of each host over all attempts and runs
 """

@@ -7,6 +7,7 @@ import pytest
 from runner.attempts.attempt import IncidentRecorder
 from runner.attempts.events import EventLog
 from runner.attempts.fence import Fence, is_unstarted
+from runner.distributed.watchdog import Diagnosis
 from runner.errors import FencedError
 from runner.storage import BackgroundWriter, JsonlLog, LocalStore, read_log
 from tests.support.attempt import make_attempt
@@ -167,7 +168,7 @@ def test_a_process_that_loses_its_peers_says_if_the_attempt_is_fenced(has_newer,
     incidents.attempt = make_attempt(store)
     if has_newer:
         Fence(store).claim()
-    ending = incidents.on_diagnosis("the job cannot continue: process 0 has died", 76, is_recorder=True)
+    ending = incidents.on_diagnosis(Diagnosis("the job cannot continue: process 0 has died", 76), is_recorder=True)
     message = f"attempt 2 has taken over {store.url}; attempt 1 stops"
     assert ending == ((message, 1) if has_newer else None)
     assert (tmp_path / "stacks").exists() != has_newer

@@ -46,7 +46,7 @@ from runner.distributed.agreement import Hosts, Liveness
 from runner.distributed.clock import Clock
 from runner.distributed.limits import raise_descriptor_limit
 from runner.distributed.rendezvous import Placement, wait_for_peers
-from runner.distributed.watchdog import Periods, Watchdog
+from runner.distributed.watchdog import Diagnosis, Periods, Watchdog
 from runner.spec import Deadlines
 from runner.storage import JsonlLog, LocalStore
 from runner.storage.bucket import ObjectInfo
@@ -332,8 +332,8 @@ class _Watchdog(Watchdog):
 
     has_ended = False
 
-    def _end(self, line: str, code: int, is_recorder: bool, is_fenced: bool = False) -> None:
-        self._on_diagnosis(line, code, is_recorder)
+    def _end(self, diagnosis: Diagnosis, is_recorder: bool, is_fenced: bool = False) -> None:
+        self._on_diagnosis(diagnosis, is_recorder)
         self.has_ended = True
 
 

@@ -58,7 +58,7 @@ OPTIONS = {
     (
         "plan",
     ): "--set --topology --quick --anyway --search --chips --hours --minutes --json --profile --trace --against",
-    ("status",): "--json --watch",
+    ("status",): "--json --watch --hosts",
     ("lineage",): "--json",
     ("report",): "-o --output",
     ("dashboard",): "--port --host --token",

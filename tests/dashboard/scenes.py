@@ -258,6 +258,20 @@ def make_stages(root: Path) -> None:
     store.write("events.jsonl", store.read("events.jsonl") + encode_line(event))
 
 
+def make_suspect_hosts(root: Path) -> None:
+    """Make two runs that have lost the same of their four hosts, one of which has a defective device too."""
+    ends: list[JsonObject] = [
+        {"event": "stuck", "reason": "the job cannot continue: process 2 has died", "lost": [2], "late": []},
+        {"event": "device_fault", "devices": [3, 5], "processes": [1], "parameters": ["embed"], "verified": 0},
+    ]
+    for number, end in enumerate(ends):
+        store = LocalStore(make_synthetic_run(root, f"hosts/{number}", 20, 2000, ago_seconds=60, end=end, seed=number))
+        rows = [json.loads(line) for line in store.read("events.jsonl").splitlines()]
+        rows[0] |= {"engine": "slurm", "machines": [f"{place:016x}" for place in range(4)]}
+        rows.append(rows[-1] | {"event": "stuck", "lost": [2], "devices": []})
+        store.write("events.jsonl", b"".join(map(encode_line, rows)))
+
+
 def make_pictures(root: Path) -> None:
     """Make a run whose evaluator returns images and audio of several kinds at each tenth row."""
     place = make_synthetic_run(root, "pictures", 120, 2000)

@@ -17,7 +17,11 @@ HOSTILE = "</script><script>alert(1)</script> \u2028 \u2029 &amp; <!-- \udcff \"
 
 
 def get_data_path(name: str) -> ResponseBody | None:
-    return ResponseBody.from_text("application/json", encode_json({"title": HOSTILE})) if name in ("", RUN) else None
+    return (
+        ResponseBody.from_text("application/json", encode_json({"title": HOSTILE}))
+        if name in ("", "hosts", RUN)
+        else None
+    )
 
 
 def get_media(run: str, name: str) -> bytes | None:
@@ -36,7 +40,10 @@ def send_request(host="127.0.0.1", token=None, path="/", method="GET", **headers
     return status, given, b"".join(body)
 
 
-@pytest.mark.parametrize("path", ["/", "/data", f"/run/{RUN}", f"/data/{RUN}", "/static/page.js", "/static/page.css"])
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/data", "/hosts", "/data/hosts", f"/run/{RUN}", f"/data/{RUN}", "/static/page.js", "/static/page.css"],
+)
 def test_existing_paths_are_served_with_restrictive_headers(path):
     status, headers, content = send_request(path=path)
     assert (status, int(headers["Content-Length"])) == (200, len(content))
@@ -101,6 +108,7 @@ def test_only_reading_methods_are_allowed(path, method):
         "/../../etc/passwd", "/%2e%2e/etc/passwd", "//evil.example", "/data/../../etc/passwd", "/data/\xff\xfe",
         "", "data", "/index.html", "/metrics.jsonl", f"/media/{RUN}/00000008", f"/media/{RUN}/00000008/a/val~x.png",
         f"/media/{RUN},{RUN}/00000008/val~x.png", f"/media/{RUN}/../job.json", "/media/0000/00000008/val~x.png",
+        "/hosts/", "/run/hosts", "/report/hosts",
     ],
 )  # fmt: skip
 def test_other_paths_are_not_found(path):

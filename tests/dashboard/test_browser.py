@@ -14,7 +14,7 @@ from runner.dashboard.report import render_report
 from runner.dashboard.server import PageData, SharedReader, make_server
 from runner.metrics.file import read_rows
 from runner.storage import LocalStore, Store
-from tests.dashboard.scenes import SCENES, make_pictures
+from tests.dashboard.scenes import SCENES, make_pictures, make_suspect_hosts
 from tests.dashboard.synthetic_runs import make_run
 from tests.dashboard.test_report import HOSTILE, PLACES
 from tests.support.browser import Browser
@@ -113,6 +113,20 @@ def test_the_table_and_a_comparison_are_legible_at_every_width(tmp_path):
         assert browser.evaluate("document.querySelectorAll('tbody tr').length") >= 3
         assert browser.evaluate("[...document.querySelectorAll('nav a')].map((each) => each.href)") == [top, compare]
         assert browser.page_errors == []
+
+
+def test_the_table_of_hosts_is_legible_at_every_width(tmp_path):
+    make_suspect_hosts(tmp_path / "runs")
+    with serve_dashboard(tmp_path / "runs") as top, Browser(tmp_path / "profile") as browser:
+        browser.open(top)
+        browser.wait_for("document.querySelector('tbody tr')")
+        assert browser.evaluate("document.querySelector('nav a').href") == f"{top}hosts"
+        assert measure(browser, f"{top}hosts", "document.querySelectorAll('table.runs tbody tr').length === 4") == []
+        browser.set_viewport(1600)
+        text = browser.evaluate("document.querySelector('tbody tr').textContent")
+        for part in ("tpu-worker-1", "suspect", "1 x device fault", "device 3, device 5, hosts/1", "--exclude=tpu"):
+            assert part in text
+        assert browser.evaluate("document.querySelector('nav a').href") == top
 
 
 @pytest.mark.parametrize("kind", ["report", "live page"])

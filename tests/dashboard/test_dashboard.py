@@ -26,7 +26,7 @@ from runner.history.reader import HistoryReader
 from runner.storage import JsonObject, LocalStore, Store, encode_line, jsonl
 from runner.storage.bucket import BucketStore
 from tests.benchmarks.dashboard import measure
-from tests.dashboard.scenes import make_forks
+from tests.dashboard.scenes import make_forks, make_suspect_hosts
 from tests.dashboard.synthetic_runs import LOST_STEPS, SPEC, START_TIME, encode_lines, make_events, make_rows, make_run
 from tests.dashboard.test_report import HOSTILE
 from tests.support.memory_bucket import MemoryDriver
@@ -119,6 +119,64 @@ def test_the_table_has_project_tags_and_the_keys_in_which_runs_differ(tmp_path):
         ("", [], {}),
     ]
     assert data["next"].endswith(f" --set directory={tmp_path}/first")
+
+
+def test_the_page_of_hosts_lists_suspects_first(tmp_path, monkeypatch):
+    make_suspect_hosts(tmp_path)
+    (tmp_path / "broken" / "events.jsonl").mkdir(parents=True)
+    (tmp_path / "broken" / "job.json").write_text("{}")
+    reads = []
+    read_hosts = server.read_hosts
+    monkeypatch.setattr(server, "read_hosts", lambda store, run: reads.append(run) or read_hosts(store, run))
+    reader = PageData(LocalStore(tmp_path))
+    data = read(reader, "hosts")
+    name = "tpu-worker-{}.example.internal"
+    assert [(host["name"], host["suspect"], host["words"]) for host in data["hosts"]] == [
+        (name.format(1), True, "1 x device fault"),
+        (name.format(2), True, "2 x lost"),
+        (name.format(0), False, ""),
+        (name.format(3), False, ""),
+    ]
+    first = data["hosts"][0]
+    assert (first["attempts"], first["exclude"], first["incidents"][0]["run"]) == (
+        2,
+        [f"--exclude={name.format(1)}"],
+        "hosts/1",
+    )
+    assert "device 3" in first["incidents"][0]["devices"]
+    assert (data["num_hosts"], len(data["notes"])) == (4, 1)
+    assert "broken" in data["notes"][0]
+    assert sorted(reads) == ["broken", "hosts/0", "hosts/1"]
+    # Only a run with new events is read again.
+    store = LocalStore(tmp_path / "hosts/0")
+    store.write("events.jsonl", store.read("events.jsonl") * 2)
+    assert read(reader, "hosts")["hosts"][0]["attempts"] == 2
+    assert reads[3:] == ["hosts/0"]
+
+
+def test_many_runs_are_read_for_hosts_over_several_rounds(run_directory, monkeypatch):
+    for number in range(3):
+        make_run(run_directory.get_store(f"{number}"), num_attempts=1, num_rows=2)
+    reader = PageData(run_directory.get_store(""))
+    monkeypatch.setattr(server, "_ROUND_SECONDS", -1.0)
+    assert read(reader, "hosts")["notes"] == ["3 more runs are being read."]
+    monkeypatch.setattr(server, "_ROUND_SECONDS", 5.0)
+    data = read(reader, "hosts")
+    assert data["notes"] == []
+    assert {host["runs"] for host in data["hosts"]} == {3}
+
+
+@pytest.mark.parametrize("text", HOSTILE[:-1])
+def test_a_hostile_host_is_an_ordinary_row(tmp_path, text):
+    store = make_run(LocalStore(tmp_path / "run"), num_attempts=1, num_rows=2)
+    start = {"time": START_TIME, "attempt": 1, "process": 0, "event": "start", "nodes": [text, "b"], "engine": "slurm"}
+    fault = start | {"event": "device_fault", "processes": [0], "devices": [0], "step": 5, "time": time.time()}
+    store.write("events.jsonl", encode_line(start) + encode_line(fault))
+    body = PageData(LocalStore(tmp_path)).read("hosts")
+    assert body is not None
+    assert not {b"<", b">", b"&"} & {bytes([byte]) for byte in body.plain}
+    first = json.loads(body.plain)["hosts"][0]
+    assert (first["suspect"], first["exclude"]) == (True, [])
 
 
 def test_a_fork_is_drawn_over_ancestors_below_the_root_alone(tmp_path):

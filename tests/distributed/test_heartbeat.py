@@ -12,6 +12,7 @@ from runner.distributed.watchdog import (
     Heartbeat,
     choose_recorders,
     find_failure,
+    find_late,
     find_unresponsive,
     format_diagnosis,
     has_overdue,
@@ -42,6 +43,27 @@ def test_a_diagnosis_names_the_read_that_does_not_return():
     line = "process {} (n7) is in data at step 41 for 61 s, past the deadline; "
     assert format_diagnosis({0: reading}, {}).endswith(f"{line.format(0)}{text}")
     assert format_diagnosis({0: make_heartbeat(41), 1: reading}, {}).endswith(f"; on process 1 {text}")
+
+
+@pytest.mark.parametrize(
+    ("places", "unresponsive", "late"),
+    [
+        ([("step", 41, True), ("step", 40, True), ("step", 41, True)], [], [1]),
+        ([("step", 41, True), ("data", 41, True), ("step", 41, False)], [], [1]),
+        ([("save", 40, True), ("step", 41, True)], [], [0]),
+        ([("step", 41, True), ("step", 40, False)], [], []),
+        ([("step", 41, True), ("step", 41, True)], [], []),
+        ([("step", 41, True), ("step", 40, True)], [0], []),
+        ([("step", 41, True)], [], []),
+        ([], [2], []),
+    ],
+)
+def test_overdue_processes_behind_others_are_the_cause_of_a_hang(places, unresponsive, late):
+    beats = {
+        process: make_heartbeat(step, phase, 90.0, is_overdue)
+        for process, (phase, step, is_overdue) in enumerate(places)
+    }
+    assert find_late(beats, unresponsive) == late
 
 
 @pytest.mark.parametrize(

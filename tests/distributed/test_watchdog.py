@@ -16,7 +16,7 @@ from runner.distributed import watchdog as watchdog_module
 from runner.distributed.agreement import Hosts, Liveness
 from runner.distributed.clock import Clock
 from runner.distributed.key_value import KeyValueStore
-from runner.distributed.watchdog import Periods, Watchdog
+from runner.distributed.watchdog import Diagnosis, Periods, Watchdog
 from runner.errors import (
     FailedError,
     FencedError,
@@ -121,8 +121,9 @@ def test_of_many_processes_eight_record_a_diagnosis_and_all_end(stretch: int, mo
     monkeypatch.setattr(watchdog_module, "end_process", lambda code, line: ends.put(code))
     coordinator, records = MemoryCoordinator(21), dict[int, bool]()
 
-    def record(process: int, line: str, code: int, is_recorder: bool) -> None:
-        assert "process 20 has not responded" in line
+    def record(process: int, diagnosis: Diagnosis, is_recorder: bool) -> None:
+        assert "process 20 has not responded" in diagnosis.line
+        assert (diagnosis.lost, diagnosis.late) == ([20], [])
         records[process] = is_recorder
 
     with contextlib.ExitStack() as watchdogs:

@@ -152,6 +152,7 @@ INVALID_VALUES = {
     "--memory": ["16GB", "16 Gi", "lots", "1.2.3"],
     "--workdir": ["job", "/a:b"],
     "--node-selector": ["a b=c", "=c", "a/b/c=d", "-a=b", f"{'a' * 64}=b", "a=b c", "a=-b", f"a={'b' * 64}", "a"],
+    "--exclude": ["a b", "-a", "a/b", "a,b", "a" * 64],
     "--env": ["A B=c", "1A=c", "A/B=c", "=c", "..=c", "A", "Ä=c"],
     "--env-from-secret": ["A", "a b", "a/b", "a" * 254],
     "--volume-claim": ["A=/a", "a b=/a", "a=b", "a=/a:b", "a=/etc/runner", "a=/x/../y", "a=", "a"],

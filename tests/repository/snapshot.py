@@ -179,7 +179,7 @@ _VARIABLE_KEYS = {
         "compiled",
         "from_cache",
     ),
-    *("versions", "hosts", "cpus", "options", "commit", "dirty", "environment"),
+    *("versions", "hosts", "nodes", "machines", "cpus", "options", "commit", "dirty", "environment"),
     *("known", "files", "config.source.files"),
 }
 # Keys whose values are compared with the same versions, and those that need the same CPU too.

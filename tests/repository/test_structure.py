@@ -44,10 +44,10 @@ def test_names_of_public_classes_are_unique(structure: Structure) -> None:
 
 
 def test_sizes_and_comments_stay_in_bounds(structure: Structure) -> None:
-    assert structure.files <= 259
-    assert structure.lines <= 75_185
-    assert structure.public_names <= 1_834
-    assert structure.called_once <= 370
+    assert structure.files <= 260
+    assert structure.lines <= 75_832
+    assert structure.public_names <= 1_848
+    assert structure.called_once <= 369
     assert structure.comment_share >= 1 / 13
 
 

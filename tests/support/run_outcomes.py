@@ -10,6 +10,7 @@ from experiments.counter import Counter
 from runner.attempts.attempt import IncidentRecorder
 from runner.attempts.fence import Fence
 from runner.distributed.preemption import StopNotice
+from runner.distributed.watchdog import Diagnosis
 from runner.errors import DataError, DivergedError, FencedError, StorageError
 from runner.storage import LocalStore
 from tests.support.attempt import start
@@ -86,7 +87,7 @@ def lose_storage(directory: Path) -> None:
 def hang(directory: Path) -> None:
     incidents = IncidentRecorder()
     incidents.attempt = start(make_job(directory)).attempt
-    incidents.on_diagnosis("the job cannot continue: process 0 is in step 1", 76, is_recorder=True)
+    incidents.on_diagnosis(Diagnosis("the job cannot continue: process 0 is in step 1", 76), is_recorder=True)
 
 
 def kill_after_step(directory: Path, step: int, **changes: object) -> None:

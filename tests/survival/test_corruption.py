@@ -27,7 +27,7 @@ def test_a_corrupt_replica_is_named_and_not_committed(tmp_path: Path, tier: str)
     assert f"step {BAD_STEP} is not saved: values: device 1 (process 0) has other bits" in line
     assert "Traceback" not in attempt.output
     (event,) = attempt.events("corruption")
-    assert event["step"] == BAD_STEP
+    assert (event["step"], event["devices"], event["processes"]) == (BAD_STEP, [1], [0])
     assert max(job.committed(), default=0) < BAD_STEP
     again = job.finish()
     (restore,) = again.events("restore")

@@ -20,6 +20,7 @@ from runner.attempts.attempt import IncidentRecorder
 from runner.attempts.layout import LAYOUT, OPTIONAL_ENTRIES
 from runner.checkpoint.inspect import VerifyDepth, format_report
 from runner.checkpoint.manifest import read_committed
+from runner.distributed.watchdog import Diagnosis
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_RETRYABLE, RunnerError
 from runner.storage import LocalStore, read_json, read_log
 from tests.support.attempt import start
@@ -68,7 +69,7 @@ def stop_twice(base: Path) -> Counter:
     stop_at(make(base), NEWEST)
     incidents = IncidentRecorder()
     incidents.attempt = start(make(base)).attempt
-    incidents.on_diagnosis("stuck", 76, is_recorder=True)
+    incidents.on_diagnosis(Diagnosis("stuck", 76), is_recorder=True)
     return make(base)
 
 

@@ -1,6 +1,7 @@
 """Replayed steps: faults of one simulated device are found and named, and without a fault nothing changes."""
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 from jax import lax
 
 from runner.errors import DeviceError, InvalidError
+from runner.history.hosts import read_hosts
 from runner.parallel.mesh import BATCH_AXES
 from runner.storage import LocalStore, read_log
 from runner.train.replay import find_faulty_groups
@@ -255,3 +257,6 @@ def test_a_defective_host_is_named_to_the_scheduler(tmp_path: Path, monkeypatch:
     Fault.place = 3
     expect_fault(make_job(tmp_path / "run", **MESHES["data"]))
     assert (tmp_path / "faulty").read_text() == "node-7\n"
+    (record,) = read_hosts(LocalStore(tmp_path / "run"), "run")
+    assert (record.name, record.counts) == ("node-7", {"device_fault": 1})
+    assert (len(record.incidents[0].devices), record.is_suspect(time.time())) == (1, True)

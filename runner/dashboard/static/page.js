@@ -1075,6 +1075,32 @@
     ];
   }
 
+  // Returns the table of hosts, in the order of the server: the most suspect first.
+  function hosts(data) {
+    const last = (host) => host.incidents[0];
+    const columns = [
+      { title: "host", key: "host", of: (host) => host.name, show: (host) => element("span", { title: host.machine ? `machine ${host.machine}` : null }, host.name) },
+      { title: "state", key: "suspect", of: (host) => (host.suspect ? 0 : 1), show: (host) => (host.suspect ? badge("bad", "suspect") : "") },
+      { title: "incidents", key: "incidents", of: (host) => Object.values(host.counts).reduce((sum, each) => sum + each, 0), show: (host) => host.words },
+      { title: "attempts", key: "attempts", of: (host) => host.attempts, show: (host) => count(host.attempts) },
+      { title: "time", key: "time", of: (host) => host.seconds, show: (host) => duration(host.seconds) },
+      {
+        title: "last incident", key: "last", of: (host) => (last(host) ? last(host).time : null), show: (host) => {
+          if (!last(host)) return "";
+          const { time, kind, run, attempt, step, devices } = last(host);
+          const words = [kind.replaceAll("_", " "), ...devices, run, `attempt ${attempt}`, step === null ? "before its first step" : `step ${count(step)}`, clock(time)];
+          return words.join(", ");
+        },
+      },
+      { title: "to avoid it", show: (host) => (host.suspect && host.exclude.length ? element("span", {}, ...host.exclude.map(copied)) : "") },
+    ];
+    const notes = [data.rule, data.hosts.length < data.num_hosts ? `${count(data.num_hosts - data.hosts.length)} more hosts are not shown` : null, ...data.notes];
+    return [
+      data.hosts.length ? sortable(columns, data.hosts) : element("p", { class: "empty" }, "No hosts are recorded yet."),
+      ...notes.filter(Boolean).map((text) => element("p", { class: "note" }, text)), section("kinds", "Kinds of incidents", table(null, data.kinds, "facts")),
+    ];
+  }
+
   // The field outlives a redraw, so that whoever types in it is not interrupted.
   const filterField = element("input", { type: "search", placeholder: "name, state, project, tag, key=value", "aria-label": "filter runs", oninput: (event) => { state.filter = event.target.value; draw(); } });
 
@@ -1116,11 +1142,13 @@
     queue = [];
     const links = [];
     if (first.source && !data.table) links.push(element("a", { href: first.top }, "all runs"));
+    if (data.table && data.table.length) links.push(element("a", { href: "hosts" }, "hosts"));
     if (first.source && data.run_ids) links.push(element("a", { href: `${first.top}report/${data.run_ids}${location.hash}` }, "report: this page as one file"));
     if (data.links) links.push(element("a", { href: data.links.top }, "all runs"), element("a", { href: data.links.live }, "live page"));
     const made = [element("header", {}, element("h1", {}, data.title), links.length ? element("nav", {}, ...links) : null)];
     if (data.problem) made.push(element("p", { class: "warnings" }, data.problem));
     else if (data.table) made.push(...overview(data));
+    else if (data.hosts) made.push(...hosts(data));
     else {
       const shown = data.runs.filter((run) => !state.hidden.has(run.id));
       const isOne = data.runs.length === 1;

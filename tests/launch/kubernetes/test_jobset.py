@@ -155,6 +155,7 @@ def test_the_manifest_of_every_accelerator_is_valid(render, accelerator):
 
 EVERY_OPTION = [
     *("--label", "kueue.x-k8s.io/queue-name=team", "--label", "team=a.b", "--annotation", "a.b/c=Any text: {1}"),
+    *("--exclude", "node-1", "--exclude", "node-2.internal"),
     *("--spot", "--node-selector", "a/b=c", "--cpu", "4", "--memory", "16Gi", "--workdir", "/job"),
     *("--env", "A=1", "--env", "A=2", "--env-from-secret", "wandb", "--volume-claim", "runs=/runs"),
     *("--service-account", "trainer", "--priority-class", "high", "--namespace", "research"),
@@ -194,6 +195,20 @@ def test_a_manifest_with_one_wrong_field_is_invalid(render, path, value):
     functools.reduce(operator.getitem, parents, manifest)[last] = value
     with pytest.raises(jsonschema.ValidationError):
         make_validator().validate(manifest)
+
+
+def test_pods_avoid_excluded_nodes_and_know_their_own(render):
+    pod = get_pod(render("--nodes", "2", "--exclude", "node-1", "--exclude", "node-2"))
+    (term,) = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert term == {
+        "matchExpressions": [
+            {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["node-1", "node-2"]},
+        ]
+    }
+    plain = render("--nodes", "2")
+    assert "affinity" not in get_pod(plain)
+    variables = {each["name"]: each.get("valueFrom") for each in get_container(plain)["env"]}
+    assert variables["RUNNER_NODE"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
 
 
 def test_duplicate_variables_are_invalid(render):

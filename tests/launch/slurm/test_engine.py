@@ -57,6 +57,25 @@ def test_the_script_equals_the_golden_file(name, capsys):
     assert dry_run(capsys, *RENDERED_OPTIONS[name]) == (GOLDEN / name).read_text()
 
 
+@pytest.mark.parametrize(
+    ("nodes", "line"),
+    [
+        (["n1"], "--exclude=n1"),
+        (["n1", "n[3-5],n7"], "'--exclude=n1,n[3-5],n7'"),
+        (["n1;x"], "--exclude 'n1;x'"),
+        (["n1 n2"], "--exclude 'n1 n2'"),
+        (["a\nb"], "--exclude"),
+    ],
+    ids=["one", "several", "semicolon", "blank", "line"],
+)
+def test_excluded_nodes_become_one_option_of_sbatch(nodes, line, capsys):
+    words = ["specs/gpt_nano.yaml", "--nodes", "2", *(word for node in nodes for word in ("--exclude", node))]
+    if len(nodes) == 1 and nodes != ["n1"]:
+        assert line in get_error_line(capsys, *words)
+    else:
+        assert f"#SBATCH {line}\n" in dry_run(capsys, *words)
+
+
 def test_options_of_srun_are_those_of_each_step(capsys):
     options = ["--srun-option=--mpi=none", "--srun-option=--comment=it's two words"]
     script = dry_run(capsys, "specs/gpt_nano.yaml", "--nodes", "2", *options)
