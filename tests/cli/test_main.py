@@ -74,7 +74,7 @@ OPTIONS = {
     ("init",): "",
     ("spec-from",): "--topology --data --lora --ignore-config-key -o --output",
     ("explain",): "--step --steps --spike --top --data-only --json --set --any-device --trust",
-    ("replay",): "--step --spot-check --inspect --json --set --any-device --trust",
+    ("replay",): "--step --spot-check --inspect --save --against --against-set --json --set --any-device --trust",
     ("bundle",): "-o --output --trust",
     ("reproduce",): "-o --output --json --set --any-device --trust",
     ("metrics",): "--csv -o --output",

@@ -44,10 +44,10 @@ def test_names_of_public_classes_are_unique(structure: Structure) -> None:
 
 
 def test_sizes_and_comments_stay_in_bounds(structure: Structure) -> None:
-    assert structure.files <= 257
-    assert structure.lines <= 74_563
-    assert structure.public_names <= 1_817
-    assert structure.called_once <= 362
+    assert structure.files <= 260
+    assert structure.lines <= 75_448
+    assert structure.public_names <= 1_833
+    assert structure.called_once <= 368
     assert structure.comment_share >= 1 / 13
 
 
