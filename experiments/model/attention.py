@@ -51,6 +51,7 @@ from runner.config import ContextParallelMethod
 from runner.errors import InvalidError
 from runner.storage import JsonObject
 from runner.train.kernel_check import KernelCase, KernelTrial, Owner, get_kernel_use
+from runner.train.observation import observe
 
 KEY_AXES = ("batch", "sequence", "heads", "head_dim")
 # Axes of arrays in kernels that need every position of a sequence. No rule shards an axis that is named "row".
@@ -122,6 +123,7 @@ def causal_attention(
     if rotation is not None and rotating is None:
         q, k = (rotate(x, rotation, pairs) for x in (q_BxTxNxH, k_BxTxKxH))
         inputs = inputs._replace(q=q, k=k, rotation=None)
+    observe("attention entropy", functools.partial(_compute_entropy, inputs, options, pairs))
     k, v = (_repeat_for_mesh(x, q_BxTxNxH.shape[2]) for x in (inputs.k, inputs.v))
     inputs = inputs._replace(k=k, v=v)
     if rotating is not None:
@@ -238,6 +240,17 @@ def _attend(
     sinks_N: jax.Array | None,
 ) -> jax.Array:
     """Attend where the mask, (Q, S) or (B, 1, Q, S), is true; queries that share a key head are rows of one matmul."""
+    B, N, Q, _ = q_BxNxQxH.shape
+    K = k_BxKxSxH.shape[1]
+    weights_BxNxQxS = _compute_weights(q_BxNxQxH, k_BxKxSxH, mask, options, sinks_N).astype(v_BxKxSxW.dtype)
+    out = jnp.einsum("bkrs,bksw->bkrw", weights_BxNxQxS.reshape(B, K, N // K * Q, -1), v_BxKxSxW)
+    return out.reshape(B, N, Q, -1)
+
+
+def _compute_weights(
+    q_BxNxQxH: jax.Array, k_BxKxSxH: jax.Array, mask: jax.Array, options: AttentionOptions, sinks_N: jax.Array | None
+) -> jax.Array:
+    """Return the weights of the keys, (B, N, Q, S) in float32. With sinks their sum is less than 1."""
     B, N, Q, H = q_BxNxQxH.shape
     K = k_BxKxSxH.shape[1]
     grouped = (B, K, N // K * Q)
@@ -250,15 +263,33 @@ def _attend(
     scores_BxNxQxS = jnp.where(mask, scores_BxNxQxS, -jnp.inf)
     # In float32, since bfloat16 has too few digits for a sum over thousands of keys.
     if sinks_N is None:
-        weights_BxNxQxS = jax.nn.softmax(scores_BxNxQxS, axis=-1)
-    else:
-        sinks_Nx1x1 = sinks_N.astype(jnp.float32)[:, None, None]
-        most_BxNxQx1 = jax.lax.stop_gradient(jnp.maximum(scores_BxNxQxS.max(-1, keepdims=True), sinks_Nx1x1))
-        weights_BxNxQxS = jnp.exp(scores_BxNxQxS - most_BxNxQx1)
-        weights_BxNxQxS /= weights_BxNxQxS.sum(-1, keepdims=True) + jnp.exp(sinks_Nx1x1 - most_BxNxQx1)
-    weights_BxNxQxS = weights_BxNxQxS.astype(v_BxKxSxW.dtype)
-    out = jnp.einsum("bkrs,bksw->bkrw", weights_BxNxQxS.reshape(*grouped, -1), v_BxKxSxW)
-    return out.reshape(B, N, Q, -1)
+        return jax.nn.softmax(scores_BxNxQxS, axis=-1)
+    sinks_Nx1x1 = sinks_N.astype(jnp.float32)[:, None, None]
+    most_BxNxQx1 = jax.lax.stop_gradient(jnp.maximum(scores_BxNxQxS.max(-1, keepdims=True), sinks_Nx1x1))
+    weights_BxNxQxS = jnp.exp(scores_BxNxQxS - most_BxNxQx1)
+    return weights_BxNxQxS / (weights_BxNxQxS.sum(-1, keepdims=True) + jnp.exp(sinks_Nx1x1 - most_BxNxQx1))
+
+
+def _compute_entropy(inputs: AttentionInputs, options: AttentionOptions, pairs: Pairs) -> jax.Array:
+    """Return the mean entropy of each head's weights over all real positions, in nats: (N,).
+
+    The weights are those of plain JAX, whatever kernel attends. A sink counts as one more key.
+    """
+    q, k = inputs.q, inputs.k
+    if inputs.rotation is not None:
+        q, k = (rotate(x, inputs.rotation, pairs) for x in (q, k))
+    positions_T = jnp.arange(q.shape[1])
+    mask, is_real_BxT = (
+        _causal_mask(positions_T[:, None], positions_T, options.window),
+        jnp.ones(q.shape[:2], jnp.bool_),
+    )
+    if inputs.segments is not None:
+        mask, is_real_BxT = mask & _segment_mask(inputs.segments, inputs.segments), inputs.segments > 0
+    weights_BxNxTxT = _compute_weights(q.transpose(0, 2, 1, 3), k.transpose(0, 2, 1, 3), mask, options, inputs.sinks)
+    rest_BxNxT = jnp.maximum(1 - weights_BxNxTxT.sum(-1), 0) if inputs.sinks is not None else 0.0
+    entropy_BxNxT = jax.scipy.special.entr(weights_BxNxTxT).sum(-1) + jax.scipy.special.entr(rest_BxNxT)
+    total_N = jnp.sum(entropy_BxNxT * is_real_BxT[:, None], axis=(0, 2))
+    return total_N / jnp.maximum(jnp.sum(is_real_BxT), 1)
 
 
 def _causal_mask(positions_Qx1: jax.Array, positions_S: jax.Array, window: int | None) -> jax.Array:

@@ -501,8 +501,21 @@ class ReplayArguments:
         typer.Option("--spot-check", help="A random checkpoint, from the one before it, instead of --step."),
     ] = False
     is_inspected: Annotated[
-        bool, typer.Option("--inspect", help="Also show the parameters, gradients and updates of the step, by leaf.")
+        bool,
+        typer.Option("--inspect", help="Also show the parameters, gradients, updates and activations of the step."),
     ] = False
+    save: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Safetensors file for the arrays of --inspect; must be new."),
+    ] = None
+    against: Annotated[
+        str | None,
+        typer.Option(metavar="RUN2", help="Replay RUN2 too, and name the first step, layer and leaf that differ."),
+    ] = None
+    against_overrides: Annotated[
+        list[str],
+        typer.Option("--against-set", metavar="KEY=VALUE", help="Value of a key of RUN2, as --set. Repeatable."),
+    ] = field(default_factory=list)
     as_json: AsJson = False
     overrides: Overrides = field(default_factory=list)
     is_any_device: AnyDevice = False
@@ -511,6 +524,12 @@ class ReplayArguments:
     def __post_init__(self) -> None:
         if (self.step is not None) == self.is_spot_check:
             raise InvalidError("replay: needs one of --step K and --spot-check")
+        if self.save is not None and not self.is_inspected:
+            raise InvalidError("replay: --save needs --inspect, whose arrays it writes")
+        if self.against is None and self.against_overrides:
+            raise InvalidError("replay: --against-set needs --against RUN2")
+        if self.against is not None and (self.is_spot_check or self.is_inspected):
+            raise InvalidError("replay: --against compares one --step K, without --inspect")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runner.cli.arguments import BundleArguments, ExplainArguments, ReplayArguments, ReproduceArguments, TrialArguments
@@ -14,6 +14,7 @@ from runner.console import escape_unprintable, say, silence, write_lines, write_
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, InvalidError
 from runner.history.reader import HistoryReader
 from runner.history.records import History, to_json
+from runner.retrace.against import RunsComparison, compare_runs
 from runner.retrace.bundle import Reproduction, install_environment, make_bundle, reproduce
 from runner.retrace.explain import Explainer, Explanation, find_spike
 from runner.retrace.judge import parse_criteria
@@ -36,9 +37,9 @@ class _Subject:
         return RetraceRequest(self.directory, step, arguments.overrides, arguments.is_any_device, self.trust)
 
 
-def _open(arguments: ExplainArguments | ReplayArguments) -> _Subject:
-    directory, trust = find_run(arguments.where, arguments.trust)
-    store = open_run_store(arguments.where)
+def _open(where: str, trusted: Sequence[str]) -> _Subject:
+    directory, trust = find_run(where, trusted)
+    store = open_run_store(where)
     return _Subject(directory, trust, store, HistoryReader(store).read())
 
 
@@ -46,7 +47,10 @@ def _quiet_if(as_json: bool) -> contextlib.AbstractContextManager[None]:
     return silence() if as_json else contextlib.nullcontext()
 
 
-def _write(as_json: bool, found: ReplayResult | Explanation | Reproduction | TrialResult, lines: Iterable[str]) -> None:
+_Result = ReplayResult | RunsComparison | Explanation | Reproduction | TrialResult
+
+
+def _write(as_json: bool, found: _Result, lines: Iterable[str]) -> None:
     """Print a result as JSON, or as lines that cannot control the terminal, whatever a run or a bundle holds."""
     if as_json:
         write_text(json.dumps(to_json(found.to_json())) + "\n")
@@ -56,20 +60,41 @@ def _write(as_json: bool, found: ReplayResult | Explanation | Reproduction | Tri
 
 def print_replay(arguments: ReplayArguments) -> int:
     """Repeat the steps of a run to one of them, compare them with its records, and print the verdict."""
+    if arguments.against is not None:
+        return _print_comparison(arguments, arguments.against)
     with convert_read_errors():
-        run = _open(arguments)
+        run = _open(arguments.where, arguments.trust)
         step = choose_checkpoint(run.store) if arguments.step is None else arguments.step
         validate_step(run.store, step, run.history.step)
+        path = None if arguments.save is None else validate_new_file(arguments.save, [run.store], "--save")
+        if path is not None and path.exists():
+            raise InvalidError(f"--save {arguments.save}: is there already; use another name")
         with _quiet_if(arguments.as_json), retrace(run.make_request(step, arguments)) as retracing:
-            result = replay(retracing, step, run.history, arguments.is_inspected)
+            result = replay(retracing, step, run.history, arguments.is_inspected, path)
         _write(arguments.as_json, result, result.format())
     return EXIT_FAILED if result.verdict == "different" else EXIT_DONE
+
+
+def _print_comparison(arguments: ReplayArguments, against: str) -> int:
+    """Repeat the steps of two runs, and print where they differ first."""
+    with convert_read_errors():
+        runs = [_open(where, arguments.trust) for where in (arguments.where, against)]
+        assert arguments.step is not None, "refused by the arguments"
+        for run in runs:
+            validate_step(run.store, 1 if run is runs[1] else arguments.step, run.history.step)
+        # The second run may be shorter.
+        step = min(arguments.step, runs[1].history.step)
+        first, second = (run.make_request(step, arguments) for run in runs)
+        with _quiet_if(arguments.as_json):
+            found = compare_runs((first, replace(second, overrides=arguments.against_overrides)), step)
+        _write(arguments.as_json, found, found.format())
+    return EXIT_FAILED if found.verdict == "different" else EXIT_DONE
 
 
 def print_explanation(arguments: ExplainArguments) -> int:
     """Print what steps of a run have seen and what their examples cost; with `--json` an object for each step."""
     with convert_read_errors():
-        run = _open(arguments)
+        run = _open(arguments.where, arguments.trust)
         job = open_job(run.directory, run.trust)
         explainer = Explainer(job, run.history)
         if arguments.range is None:

@@ -3,8 +3,10 @@
 - `scratch`: the job of a run in a scratch directory, at its newest checkpoint before a step
 - `origin`: examples of a step: their sources and documents, and what they hold
 - `losses`: losses and gradients of single examples
-- `leaves`: parameters, gradients and updates of a step by leaf
+- `activations`: results of the modules of a step, by layer
+- `leaves`: parameters, gradients, updates and activations of a step by leaf, module and layer
 - `replay`: a step computed again, and compared with what the run recorded
+- `against`: steps of two runs computed again, and the first difference between them
 - `explain`: the examples of a step, the cost of each, and other changes at that step
 - `judge`: statistics of a paired trial
 - `trial`: a change tried on the next steps of a run

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from runner.checkpoint.fingerprint import compute_fingerprint
 from runner.history.records import History
 from runner.metrics.file import read_rows
 from runner.metrics.rows import Row
-from runner.retrace.leaves import LeafReport, format_leaves, inspect_step
+from runner.retrace.leaves import StepInspection, inspect_step
 from runner.retrace.scratch import Retracing
 from runner.storage import JsonObject, Store, read_log
 from runner.train.features.stability import read_roll_backs
@@ -48,7 +49,7 @@ class ReplayResult:
     promises_bits: bool  # True if hardware and program are those of the run, or the run promises equal bits on others
     changes: Sequence[str]  # differences of program, versions or hardware
     notes: Sequence[str]  # history of the step in the run
-    leaves: Sequence[LeafReport] = ()  # figures of the step, if they were asked for
+    inspection: StepInspection | None = None  # figures of the step, if they were asked for
 
     @property
     def verdict(self) -> Verdict:
@@ -75,7 +76,7 @@ class ReplayResult:
             "same_bits_promised": self.promises_bits,
             "changes": [*self.changes],
             "notes": [*self.notes],
-            **({"leaves": [leaf.to_json() for leaf in self.leaves]} if self.leaves else {}),
+            **({} if self.inspection is None else self.inspection.to_json()),
         }
 
     def format(self) -> Iterator[str]:
@@ -99,21 +100,24 @@ class ReplayResult:
         if self.verdict == "not compared":
             yield "the run has recorded nothing behind this step yet, so nothing proves the replay"
         yield f"fingerprint of step {self.step}: {self.fingerprint}"
-        if self.leaves:
+        if self.inspection is not None:
             yield ""
-            yield from format_leaves(self.leaves)
+            yield from self.inspection.format()
 
 
-def replay(retracing: Retracing, step: int, history: History, is_inspected: bool = False) -> ReplayResult:
+def replay(
+    retracing: Retracing, step: int, history: History, is_inspected: bool = False, save_path: Path | None = None
+) -> ReplayResult:
     """Repeat all steps to `step`, and on to the next one that the run has recorded if none before it was.
 
-    If `is_inspected`, the result has the figures of the arrays in `step`.
+    If `is_inspected`, the result has the figures of the arrays in `step`, which are written to `save_path` if it is
+    given.
     """
     notes = describe_past(retracing.run, step, history)
     recorded = {row["step"]: row for row in read_rows(retracing.run)}
     known = {manifest.step: manifest.fingerprint for manifest in retracing.manifests.values() if manifest.fingerprint}
     retracing.advance_to(step - is_inspected)
-    leaves = inspect_step(retracing) if is_inspected else []
+    inspection = inspect_step(retracing, save_path) if is_inspected else None
     fingerprint = compute_fingerprint(retracing.job.state)
     points = {each for each in {*recorded, *known} if each > retracing.start}
     stop = step if any(each <= step for each in points) else min(points, default=step)
@@ -140,7 +144,7 @@ def replay(retracing: Retracing, step: int, history: History, is_inspected: bool
         promises_bits,
         changes,
         notes,
-        leaves,
+        inspection,
     )
 
 

@@ -59,6 +59,7 @@ class RetraceRequest:
     overrides: Sequence[str] = ()  # `KEY=VALUE` of keys that may have other values than in the run
     is_any_device: bool = False  # True: on all devices of this machine, whatever the run had
     trust: Sequence[str] = ()  # modules, see `runner.spec.Trust`
+    newest_checkpoint: int = STEP_MAX  # newest one to begin from; 0: the beginning, where every key may differ
 
 
 @dataclass
@@ -161,9 +162,16 @@ def make_document(
     return replace(parse_document(text, name, given), trust=trust)
 
 
-def _copy_past(run: Store, steps: Sequence[int], scratch: LocalStore) -> None:
-    """Copy what a restart needs, with the newest good checkpoint of these ascending `steps`, if there is one."""
-    names = [OWNER, RECORD, *(f"{ROLL_BACK_FOLDER}/{name}" for name in run.list_sizes(ROLL_BACK_FOLDER))]
+def _copy_past(run: Store, steps: Sequence[int], is_new: bool, scratch: LocalStore) -> None:
+    """Copy what a restart needs, with the newest good checkpoint of these ascending `steps`, if there is one.
+
+    If `is_new`, the owner is left out, which has the values of keys that stay: another run may begin there.
+    """
+    names = [
+        *([] if is_new else [OWNER]),
+        RECORD,
+        *(f"{ROLL_BACK_FOLDER}/{name}" for name in run.list_sizes(ROLL_BACK_FOLDER)),
+    ]
     for name in names:
         with contextlib.suppress(FileNotFoundError):
             scratch.write(name, run.read(name))
@@ -207,7 +215,8 @@ def retrace(request: RetraceRequest) -> Iterator[Retracing]:
     manifests = read_committed(run)
     with _scratch_directory() as directory:
         scratch = LocalStore(directory)
-        _copy_past(run, sorted(step for step in manifests if step < request.step), scratch)
+        newest = min(request.step - 1, request.newest_checkpoint)
+        _copy_past(run, sorted(step for step in manifests if step <= newest), request.newest_checkpoint == 0, scratch)
         made = make_document(
             dump_yaml(document.data),
             f"{run.url}/{SPEC}",

@@ -14,6 +14,7 @@
 - `report`: rows of metrics
 - `layout`: split of the batch over devices and micro-batches
 - `compile`: compiled steps, and the micro-batch that fits
+- `observation`: values of a forward pass for tools that inspect it
 - `kernel_check`: self-test of the kernels of a step
 - `setup`: abstract train state, shardings and optimizer on a mesh
 - `stages`: stages of a run: configs and trajectory

@@ -331,8 +331,10 @@ def test_the_figures_of_a_step_are_those_of_its_arrays(kind, run_of, capfd):
         after = jax.device_get(retracing.job.state.params)
     assert result.verdict == "same bits"
     leaves = {format_leaf_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(before)}
-    assert [report.name for report in result.leaves] == [*leaves]
-    for report, (name, old), new in zip(result.leaves, leaves.items(), jax.tree.leaves(after), strict=True):
+    assert result.inspection is not None
+    reports = result.inspection.leaves
+    assert [report.name for report in reports] == [*leaves]
+    for report, (name, old), new in zip(reports, leaves.items(), jax.tree.leaves(after), strict=True):
         change = new.astype(np.float32) - old.astype(np.float32)
         for figures, values in ((report.parameters, old), (report.updates, change)):
             values = values.astype(np.float64)
@@ -340,13 +342,19 @@ def test_the_figures_of_a_step_are_those_of_its_arrays(kind, run_of, capfd):
             assert figures.largest == pytest.approx(np.abs(values).max())
             assert figures.zeros == pytest.approx((values == 0).mean())
             assert figures.num_not_finite == 0
+        # A GPT has two layers, which each leaf of a block stacks.
+        assert len(report.layers) == (2 if name.startswith("blocks.") else 0)
+        for layer, part in enumerate(report.layers):
+            assert part.shape == old.shape[1:]
+            assert part.parameters.largest == pytest.approx(np.abs(old[layer]).max())
     # The norm of all gradients is that of the row, since the run has no dropout.
-    sizes = [np.prod(report.shape) for report in result.leaves]
-    norm = np.sqrt(sum(report.gradients.rms**2 * size for report, size in zip(result.leaves, sizes, strict=True)))
+    sizes = [np.prod(report.shape) for report in reports]
+    norm = np.sqrt(sum(report.gradients.rms**2 * size for report, size in zip(reports, sizes, strict=True)))
     row = next(row for row in read_rows(run_of(kind)) if row["step"] == 5)
     assert norm == pytest.approx(row["train/grad_norm"], rel=1e-3)
-    lines = [*result.format()]
-    assert lines[-1 - len(leaves)].split()[:2] == ["leaf", "shape"]
+    lines = [line.split()[0] for line in result.format() if line]
+    assert lines[lines.index("leaf") + 1] == reports[0].name
+    assert lines[lines.index("module") + 1] == result.inspection.activations[0].name
 
 
 @pytest.mark.parametrize(
