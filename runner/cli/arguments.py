@@ -95,6 +95,10 @@ class PlanArguments:
     trace: Annotated[
         str | None, typer.Option(metavar="FILE", help="With --profile: write the schedule for Perfetto.")
     ] = None
+    page: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="HTML page for pictures of what --inspect shows."),
+    ] = None
     against: Annotated[
         str | None,
         typer.Option(metavar="RUN", help="With --profile: compare with the step times of a run's directory."),
@@ -508,6 +512,10 @@ class ReplayArguments:
         str | None,
         typer.Option(metavar="FILE", help="Safetensors file for the arrays of --inspect; must be new."),
     ] = None
+    page: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="HTML page for pictures of what --inspect shows."),
+    ] = None
     against: Annotated[
         str | None,
         typer.Option(metavar="RUN2", help="Replay RUN2 too, and name the first step, layer and leaf that differ."),
@@ -524,8 +532,8 @@ class ReplayArguments:
     def __post_init__(self) -> None:
         if (self.step is not None) == self.is_spot_check:
             raise InvalidError("replay: needs one of --step K and --spot-check")
-        if self.save is not None and not self.is_inspected:
-            raise InvalidError("replay: --save needs --inspect, whose arrays it writes")
+        if (self.save is not None or self.page is not None) and not self.is_inspected:
+            raise InvalidError("replay: --save and --page need --inspect, whose arrays and figures they write")
         if self.against is None and self.against_overrides:
             raise InvalidError("replay: --against-set needs --against RUN2")
         if self.against is not None and (self.is_spot_check or self.is_inspected):

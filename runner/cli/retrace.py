@@ -18,6 +18,7 @@ from runner.retrace.against import RunsComparison, compare_runs
 from runner.retrace.bundle import Reproduction, install_environment, make_bundle, reproduce
 from runner.retrace.explain import Explainer, Explanation, find_spike
 from runner.retrace.judge import parse_criteria
+from runner.retrace.picture import render_inspection
 from runner.retrace.replay import ReplayResult, replay
 from runner.retrace.scratch import RetraceRequest, choose_checkpoint, open_job, retrace, validate_step
 from runner.retrace.trial import TrialRequest, TrialResult, adopt, advise_stages, run_trial
@@ -69,8 +70,12 @@ def print_replay(arguments: ReplayArguments) -> int:
         path = None if arguments.save is None else validate_new_file(arguments.save, [run.store], "--save")
         if path is not None and path.exists():
             raise InvalidError(f"--save {arguments.save}: is there already; use another name")
+        page = None if arguments.page is None else validate_new_file(arguments.page, [run.store], "--page")
         with _quiet_if(arguments.as_json), retrace(run.make_request(step, arguments)) as retracing:
             result = replay(retracing, step, run.history, arguments.is_inspected, path)
+        if page is not None and result.inspection is not None:
+            text = render_inspection(f"step {step} of {run.store.url}", result.inspection)
+            LocalStore(page.parent).write(page.name, text.encode())
         _write(arguments.as_json, result, result.format())
     return EXIT_FAILED if result.verdict == "different" else EXIT_DONE
 

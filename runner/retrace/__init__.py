@@ -5,6 +5,7 @@
 - `losses`: losses and gradients of single examples
 - `activations`: results of the modules of a step, by layer
 - `leaves`: parameters, gradients, updates and activations of a step by leaf, module and layer
+- `picture`: page with heat maps and histograms of an inspected step
 - `replay`: a step computed again, and compared with what the run recorded
 - `against`: steps of two runs computed again, and the first difference between them
 - `explain`: the examples of a step, the cost of each, and other changes at that step

@@ -20,6 +20,8 @@ from runner.retrace.losses import make_loss
 from runner.retrace.scratch import Retracing
 from runner.storage import JsonObject
 
+# Of the absolute values of an array, two bins a decade; smaller and larger ones count in the first and the last bin.
+HISTOGRAM_EDGES = tuple(10.0 ** (half / 2) for half in range(-24, 9))
 _HEADS = ("leaf", "shape", "parameters", "gradients", "updates", "update / parameter", "zeros", "not finite")
 _ACTIVATION_HEADS = ("module", "shape", "rms of layers", "largest", "zeros", "not finite")
 
@@ -95,6 +97,7 @@ class StepInspection(NamedTuple):
     leaves: Sequence[LeafReport]
     activations: Sequence[ActivationReport]
     observed: Sequence[ObservedValue]
+    histograms: Mapping[str, Sequence[int]]  # counts by kind and name, such as `gradients.head.kernel`, without zeros
 
     def to_json(self) -> JsonObject:
         """Return the figures as plain data."""
@@ -102,6 +105,10 @@ class StepInspection(NamedTuple):
             "leaves": [leaf.to_json() for leaf in self.leaves],
             "activations": [each.to_json() for each in self.activations],
             "observed": [{"name": each.name, "layers": each.values.tolist()} for each in self.observed],
+            "histograms": {
+                "edges": [*HISTOGRAM_EDGES],
+                "counts": {name: [*counts] for name, counts in self.histograms.items()},
+            },
         }
 
     def format(self) -> Iterator[str]:
@@ -170,7 +177,10 @@ def inspect_step(retracing: Retracing, save_path: Path | None = None) -> StepIns
         )
         for each in captured
     ]
-    return StepInspection(leaves, activations, observed)
+    arrays = groups | {"activations": {each.name: each.values for each in captured}}
+    counted = {f"{kind}.{name}": _count_values(leaf) for kind, group in arrays.items() for name, leaf in group.items()}
+    histograms = {name: counts.tolist() for name, counts in jax.device_get(counted).items()}
+    return StepInspection(leaves, activations, observed, histograms)
 
 
 def _save(path: Path, groups: Mapping[str, Mapping[str, jax.Array]]) -> None:
@@ -223,6 +233,16 @@ def _measure(leaf: jax.Array) -> tuple[jax.Array, ...]:
 @jax.jit
 def _measure_all(tree: Any) -> list[tuple[jax.Array, ...]]:
     return [_measure(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+@jax.jit
+def _count_values(leaf: jax.Array) -> jax.Array:
+    """Return the number of values of each bin of `HISTOGRAM_EDGES`, without zeros and what is not finite."""
+    values = jnp.abs(leaf.astype(jnp.float32)).reshape(-1)
+    is_counted = (values > 0) & jnp.isfinite(values)
+    bins = jnp.floor(2 * jnp.log10(jnp.where(is_counted, values, 1.0))).astype(jnp.int32) + 24
+    last = len(HISTOGRAM_EDGES) - 2
+    return jnp.bincount(jnp.clip(bins, 0, last), weights=is_counted.astype(jnp.int32), length=last + 1)
 
 
 # Of each layer of a leaf (L, ...).
