@@ -22,7 +22,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 Atom = Var | Literal
 
 # Primitives that only call a jaxpr, with the parameter that holds it.
-_CALLS = {
+CALLS = {
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
@@ -31,7 +31,7 @@ _CALLS = {
     "remat2": "jaxpr",
 }
 # Primitives whose parameters hold jaxprs, which are canonicalised as well.
-_HOLDERS = {*_CALLS, "cond", "scan", "shard_map", "while"}
+_HOLDERS = {*CALLS, "cond", "scan", "shard_map", "while"}
 # Primitives that broadcast a smaller operand implicitly, and therefore once per use.
 _ARITHMETIC = {"add", "add_any", "atan2", "div", "max", "min", "mul", "nextafter", "pow", "rem", "sub"}
 _BITWISE = {"and", "or", "shift_left", "shift_right_arithmetic", "shift_right_logical", "xor"}
@@ -228,12 +228,12 @@ def _find_call(equation: JaxprEqn, operands: list[Atom]) -> tuple[Jaxpr, list[At
     if name == "cond":
         branch = _find_branch(params, operands[0])
         return None if branch is None else _open_jaxpr(branch, operands[1:])
-    if name not in _CALLS:
+    if name not in CALLS:
         return None
     shardings = (*params["in_shardings"], *params["out_shardings"]) if name == "jit" else ()
     if any(isinstance(each, jax.sharding.Sharding) for each in shardings):
         return None  # Inlining would lose the shardings.
-    called = params[_CALLS[name]]
+    called = params[CALLS[name]]
     # The class cannot be used to decide: newer versions of JAX have one class of jaxprs, with or without constant
     # values.
     return _open_jaxpr(called, operands) if hasattr(called, "consts") else (called, [], operands)

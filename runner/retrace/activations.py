@@ -19,22 +19,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from runner.parallel.canonical import CALLS
 from runner.parallel.mesh import make_batch_sharding
 from runner.retrace.scratch import Retracing
 from runner.train.observation import use_observer
 from runner.train.state import bind_variables, get_variables, make_params_merger
 
 _PREFIX, _INPUT, _OF = "activation:", "input of ", " of "
-# Primitives that only call a jaxpr, with the parameter that holds it.
-_CALLS = {
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "jit": "jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-}
+_CALLERS = {**CALLS, "checkpoint": "jaxpr"}
 
 
 class Activation(NamedTuple):
@@ -148,7 +140,7 @@ def _is_named(equation: JaxprEqn) -> bool:
 
 def _find_inner(equation: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
     """Return the jaxpr with named values that an equation calls or repeats, and its constants; None without one."""
-    name = "jaxpr" if equation.primitive.name == "scan" else _CALLS.get(equation.primitive.name)
+    name = "jaxpr" if equation.primitive.name == "scan" else _CALLERS.get(equation.primitive.name)
     inner = None if name is None else equation.params.get(name)
     if inner is None:
         return None

@@ -250,7 +250,7 @@ def test_one_bit_is_found_where_each_layer_is_a_module(tmp_path, capfd):
         (["--step", "9", "--against", "{}"], "the run has made the steps 1 to 5"),
         (["--step", "5", "--against", "{}/none"], "holds no run"),
         (["--step", "5", "--against", "{}", "--against-set", "config.model.wdth=3"], "did you mean config.model.width"),
-        (["--step", "5", "--save", "x.safetensors"], "--save needs --inspect"),
+        (["--step", "5", "--save", "x.safetensors"], "--save and --page need --inspect"),
         (["--step", "5", "--inspect", "--save", "{}/job.json"], "would be a part of the run"),
         (["--step", "5", "--inspect", "--save", "{}-none/x.safetensors"], "in a directory that exists"),
     ],
