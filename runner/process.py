@@ -68,6 +68,13 @@ def make_environment(num_devices: int | None, given: Mapping[str, str] = os.envi
     return variables
 
 
+def make_code_environment(code: str) -> dict[str, str]:
+    """Return the variables of this process, with the modules of a directory before those that are installed."""
+    # Python would otherwise look in the present directory first.
+    paths = [os.path.abspath(code), os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+
+
 def add_cpu_threads(variables: MutableMapping[str, str], num_devices: int = -1) -> None:
     """Set `NPROC`, the number of XLA's threads on CPUs, if simulated devices would have too few threads.
 

@@ -449,6 +449,12 @@ AnyDevice = Annotated[
 ]
 
 
+CodeDirectory = Annotated[
+    str | None,
+    typer.Option("--code", metavar="DIR", help="Modules of this directory come first, such as the run's former code."),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExplainArguments:
     """Arguments of `explain`."""
@@ -469,6 +475,7 @@ class ExplainArguments:
     ] = False
     as_json: AsJson = False
     overrides: Overrides = field(default_factory=list)
+    code: CodeDirectory = None
     is_any_device: AnyDevice = False
     trust: TrustedModules = field(default_factory=list)
 
@@ -526,6 +533,7 @@ class ReplayArguments:
     ] = field(default_factory=list)
     as_json: AsJson = False
     overrides: Overrides = field(default_factory=list)
+    code: CodeDirectory = None
     is_any_device: AnyDevice = False
     trust: TrustedModules = field(default_factory=list)
 

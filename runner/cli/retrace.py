@@ -14,6 +14,7 @@ from runner.console import escape_unprintable, say, silence, write_lines, write_
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, InvalidError
 from runner.history.reader import HistoryReader
 from runner.history.records import History, to_json
+from runner.process import make_code_environment
 from runner.retrace.against import RunsComparison, compare_runs
 from runner.retrace.bundle import Reproduction, install_environment, make_bundle, reproduce
 from runner.retrace.explain import Explainer, Explanation, find_spike
@@ -44,6 +45,17 @@ def _open(where: str, trusted: Sequence[str]) -> _Subject:
     return _Subject(directory, trust, store, HistoryReader(store).read())
 
 
+def _use_code(directory: str | None) -> None:
+    """Let this process begin again with the modules of a directory first, unless it has done so. May not return."""
+    if directory is None:
+        return
+    if not os.path.isdir(directory):
+        raise InvalidError(f"--code {directory}: needs a directory")
+    if os.environ.get("PYTHONPATH", "").split(os.pathsep)[0] != os.path.abspath(directory):
+        variables = make_code_environment(directory)
+        os.execve(sys.executable, [sys.executable, "-m", "runner", *sys.argv[1:]], variables)
+
+
 def _quiet_if(as_json: bool) -> contextlib.AbstractContextManager[None]:
     return silence() if as_json else contextlib.nullcontext()
 
@@ -61,6 +73,7 @@ def _write(as_json: bool, found: _Result, lines: Iterable[str]) -> None:
 
 def print_replay(arguments: ReplayArguments) -> int:
     """Repeat the steps of a run to one of them, compare them with its records, and print the verdict."""
+    _use_code(arguments.code)
     if arguments.against is not None:
         return _print_comparison(arguments, arguments.against)
     with convert_read_errors():
@@ -98,6 +111,7 @@ def _print_comparison(arguments: ReplayArguments, against: str) -> int:
 
 def print_explanation(arguments: ExplainArguments) -> int:
     """Print what steps of a run have seen and what their examples cost; with `--json` an object for each step."""
+    _use_code(arguments.code)
     with convert_read_errors():
         run = _open(arguments.where, arguments.trust)
         job = open_job(run.directory, run.trust)

@@ -84,6 +84,8 @@ class ReplayResult:
         yield from self.notes
         for change in self.changes:
             yield f"other than in the run: {change}"
+        if any(change.startswith("program of the train step") for change in self.changes):
+            yield "if the code has changed since, --code DIRECTORY uses modules of a directory with the former code"
         compared = [f"{self.num_rows} row{'s' * (self.num_rows > 1)}"] if self.num_rows else []
         compared += [f"fingerprint of step {step}" for step in self.recorded_fingerprints]
         where = f"step {self.step}, from {f'checkpoint {self.start}' if self.start else 'the beginning'}"

@@ -33,7 +33,7 @@ from runner.history.ledger import get_float
 from runner.job import make_job
 from runner.metrics.file import read_rows
 from runner.metrics.rows import Row
-from runner.process import start_process
+from runner.process import make_code_environment, start_process
 from runner.retrace.judge import CRITERIA, MIN_STEPS, Comparison, Criterion, compare_paired
 from runner.retrace.replay import compare_rows
 from runner.retrace.scratch import QUIET, make_document, open_job
@@ -155,11 +155,7 @@ class Fork:
         self.log_path = request.directory / f"{name}.log"
         is_new = name == NEW
         self._python = request.python if is_new and request.python else sys.executable
-        self._variables = dict(os.environ)
-        if is_new and request.code is not None:
-            # The present directory would otherwise come before all others.
-            paths = [request.code, os.getcwd(), *filter(None, [self._variables.get("PYTHONPATH")])]
-            self._variables |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+        self._variables = make_code_environment(request.code) if is_new and request.code else dict(os.environ)
 
     def read_spec(self) -> str | None:
         """Return the spec that was written for the fork; None if none was."""

@@ -18,6 +18,7 @@ from runner.errors import InvalidError
 from runner.retrace.judge import parse_criteria
 from runner.retrace.trial import Fork, TrialRequest, TrialResult, advise_stages, run_trial
 from runner.spec.document import dump_yaml
+from tests.retrace.runs import SAVES
 from tests.support.job_process import hash_tree
 from tests.support.tiny_jobs import (
     make_gpt,
@@ -172,6 +173,28 @@ class Job(PretrainGPT):
         loss, meta = super().forward(apply_fn, params, batch, key)
         return loss {0}, meta
 """
+
+
+def test_a_run_is_replayed_with_its_former_code(tmp_path):
+    for name, text in (("former", "* 0.5"), ("present", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tried_job.py").write_text(CODE.format(text))
+    options = SAVES | {"job": "tried_job:Job", "config.eval.every_steps": 1000}
+    (tmp_path / "spec.yaml").write_text(dump_yaml(make_gpt_document(tmp_path / "run", **options)))
+    former, present = (os.pathsep.join([str(tmp_path / name), os.getcwd()]) for name in ("former", "present"))
+    wait_for_output(start_python("-m", "runner", str(tmp_path / "spec.yaml"), PYTHONPATH=former))
+    words = ["-m", "runner", "replay", str(tmp_path / "run"), "--step", "5", "--trust", "tried_job"]
+    process = start_python(*words, PYTHONPATH=present)
+    output = process.communicate(timeout=300)[0]
+    assert process.returncode == 1
+    assert "--code DIRECTORY" in output
+    assert "other than in the run: program of the train step" in output
+    output = wait_for_output(start_python(*words, "--code", str(tmp_path / "former"), PYTHONPATH=present))
+    assert "step 5, from checkpoint 3: SAME BITS" in output
+    assert "other than in the run" not in output
+    process = start_python(*words, "--code", str(tmp_path / "nothing"), PYTHONPATH=present)
+    assert "nothing: needs a directory" in process.communicate(timeout=300)[0]
+    assert process.returncode == 2
 
 
 @pytest.mark.soak
