@@ -70,7 +70,8 @@ class Comparison(NamedTuple):
 
     def format(self) -> str:
         """Return the line for people."""
-        values = f"{self.name}: {self.old:.6g} -> {self.new:.6g}"
+        old, new = (f"{value:,.0f}" if value >= 1e6 else f"{value:.6g}" for value in (self.old, self.new))
+        values = f"{self.name}: {old} -> {new}"
         if self.is_same:
             return f"{values}, the same at each of {self.num_pairs} steps"
         interval = f"{self.difference:+.3%}, 95% interval {self.low:+.3%} to {self.high:+.3%}"
