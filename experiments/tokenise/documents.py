@@ -220,7 +220,9 @@ def _extract_text(record: Any, field: str) -> bytes | str:
     if field in record:
         return f"{field!r} is not a string: {json.dumps(record[field])[:40]}"
     near = difflib.get_close_matches(field, record, n=1)
-    hint = f"did you mean field: {near[0]}?" if near else f"it has {_format_names(list(record))}"
+    hint = (
+        f"did you mean field: {near[0]}?" if near else f"it has {_format_names(list(record))}; set field to one of them"
+    )
     return f"has no {field!r}; {hint}"
 
 
@@ -442,7 +444,7 @@ def _validate_column(part: InputPart, field: str, names: list[str]) -> None:
         raise DataError(f"{part.file.where} has {names.count(field)} columns {field!r}, needs one")
     if field not in names:
         near = difflib.get_close_matches(field, names, n=1)
-        hint = f"did you mean field: {near[0]}?" if near else f"it has {_format_names(names)}"
+        hint = f"did you mean field: {near[0]}?" if near else f"it has {_format_names(names)}; set field to one of them"
         raise DataError(f"{part.file.where} has no column {field!r}; {hint}")
 
 

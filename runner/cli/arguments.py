@@ -553,7 +553,9 @@ class TrialArguments:
     """Arguments of `trial`."""
 
     where: RunLocation
-    num_steps: Annotated[int, typer.Option("--steps", metavar="N", help="Steps of each fork; the second half counts.")]
+    num_steps: Annotated[
+        int, typer.Option("--steps", metavar="N", help="Steps of each fork, at least 32; the second half counts.")
+    ]
     directory: Annotated[
         str | None,
         typer.Option(

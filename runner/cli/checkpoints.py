@@ -194,7 +194,8 @@ def export(arguments: ExportArguments) -> int:
     family = job.family()
     if family is None:
         raise InvalidError(
-            f"{spec.job} does not map its parameters to Hugging Face's names; implement `family` of BaseTrainer"
+            f"{spec.job} does not map its parameters to Hugging Face's names; implement `family` of BaseTrainer, or "
+            f"take the weights in Python: runner.open_checkpoint({where!r})"
         )
     data = job.config.data if isinstance(job, BaseTrainer) else None
     if arguments.is_adapter:

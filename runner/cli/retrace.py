@@ -5,24 +5,26 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from runner.cli.arguments import BundleArguments, ExplainArguments, ReplayArguments, ReproduceArguments, TrialArguments
 from runner.cli.status import convert_read_errors, find_run, open_run_store, validate_new_file
-from runner.console import escape_unprintable, say, silence, write_lines, write_text
+from runner.console import escape_unprintable, say, silence, warn, write_lines, write_text
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, InvalidError
 from runner.history.reader import HistoryReader
 from runner.history.records import History, to_json
 from runner.process import make_code_environment
 from runner.retrace.against import RunsComparison, compare_runs
-from runner.retrace.bundle import Reproduction, install_environment, make_bundle, reproduce
+from runner.retrace.bundle import Reproduction, find_missing_code, install_environment, make_bundle, reproduce
 from runner.retrace.explain import Explainer, Explanation, find_spike
 from runner.retrace.judge import parse_criteria
 from runner.retrace.picture import render_inspection
 from runner.retrace.replay import ReplayResult, replay
 from runner.retrace.scratch import RetraceRequest, choose_checkpoint, open_job, retrace, validate_step
 from runner.retrace.trial import TrialRequest, TrialResult, adopt, advise_stages, run_trial
+from runner.spec import load_document, validate_spec
+from runner.spec.document import format_trust
 from runner.storage import LocalStore, Store, local_directory
 
 
@@ -34,15 +36,29 @@ class _Subject:
     trust: Sequence[str]
     store: Store
     history: History
+    overrides: Sequence[str]
 
     def make_request(self, step: int, arguments: ExplainArguments | ReplayArguments) -> RetraceRequest:
-        return RetraceRequest(self.directory, step, arguments.overrides, arguments.is_any_device, self.trust)
+        return RetraceRequest(self.directory, step, self.overrides, arguments.is_any_device, self.trust)
 
 
-def _open(where: str, trusted: Sequence[str]) -> _Subject:
+def _locate(where: str, trusted: Sequence[str], overrides: Sequence[str]) -> tuple[str, list[str], list[str]]:
+    """Return the directory of a run, its trusted modules, and the overrides of other keys than the directory."""
     directory, trust = find_run(where, trusted)
-    store = open_run_store(where)
-    return _Subject(directory, trust, store, HistoryReader(store).read())
+    given = [override for override in overrides if override.partition("=")[0].strip() == "directory"]
+    if given and directory == where:
+        raise InvalidError(
+            f"--set {given[-1]}: {where} is the directory of a run; give the other directory in its place"
+        )
+    if given:
+        directory = str(validate_spec(load_document(where, given)).directory)
+    return directory, trust, [override for override in overrides if override not in given]
+
+
+def _open(where: str, trusted: Sequence[str], overrides: Sequence[str]) -> _Subject:
+    directory, trust, others = _locate(where, trusted, overrides)
+    store = open_run_store(directory)
+    return _Subject(directory, trust, store, HistoryReader(store).read(), others)
 
 
 def _use_code(directory: str | None) -> None:
@@ -77,7 +93,7 @@ def print_replay(arguments: ReplayArguments) -> int:
     if arguments.against is not None:
         return _print_comparison(arguments, arguments.against)
     with convert_read_errors():
-        run = _open(arguments.where, arguments.trust)
+        run = _open(arguments.where, arguments.trust, arguments.overrides)
         step = choose_checkpoint(run.store) if arguments.step is None else arguments.step
         validate_step(run.store, step, run.history.step)
         path = None if arguments.save is None else validate_new_file(arguments.save, [run.store], "--save")
@@ -96,7 +112,10 @@ def print_replay(arguments: ReplayArguments) -> int:
 def _print_comparison(arguments: ReplayArguments, against: str) -> int:
     """Repeat the steps of two runs, and print where they differ first."""
     with convert_read_errors():
-        runs = [_open(where, arguments.trust) for where in (arguments.where, against)]
+        runs = [
+            _open(arguments.where, arguments.trust, arguments.overrides),
+            _open(against, arguments.trust, arguments.against_overrides),
+        ]
         assert arguments.step is not None, "refused by the arguments"
         for run in runs:
             validate_step(run.store, 1 if run is runs[1] else arguments.step, run.history.step)
@@ -104,7 +123,7 @@ def _print_comparison(arguments: ReplayArguments, against: str) -> int:
         step = min(arguments.step, runs[1].history.step)
         first, second = (run.make_request(step, arguments) for run in runs)
         with _quiet_if(arguments.as_json):
-            found = compare_runs((first, replace(second, overrides=arguments.against_overrides)), step)
+            found = compare_runs((first, second), step)
         _write(arguments.as_json, found, found.format())
     return EXIT_FAILED if found.verdict == "different" else EXIT_DONE
 
@@ -113,7 +132,7 @@ def print_explanation(arguments: ExplainArguments) -> int:
     """Print what steps of a run have seen and what their examples cost; with `--json` an object for each step."""
     _use_code(arguments.code)
     with convert_read_errors():
-        run = _open(arguments.where, arguments.trust)
+        run = _open(arguments.where, arguments.trust, arguments.overrides)
         job = open_job(run.directory, run.trust)
         explainer = Explainer(job, run.history)
         if arguments.range is None:
@@ -136,14 +155,14 @@ def print_explanation(arguments: ExplainArguments) -> int:
 def print_trial(arguments: TrialArguments) -> int:
     """Try a change of a run in two forks, print the verdict, and write the spec that goes on with the change."""
     with convert_read_errors():
-        url, trust = find_run(arguments.where, arguments.trust)
-        store = open_run_store(arguments.where)
+        url, trust, overrides = _locate(arguments.where, arguments.trust, arguments.overrides)
+        store = open_run_store(url)
         request = TrialRequest(
             url,
             _choose_directory(arguments.directory, store),
             arguments.num_steps,
             arguments.step,
-            arguments.overrides,
+            overrides,
             arguments.code and os.path.abspath(arguments.code),
             arguments.python,
             parse_criteria(arguments.judges),
@@ -183,10 +202,13 @@ def write_bundle(arguments: BundleArguments) -> int:
         _, trust = find_run(arguments.where, arguments.trust)
         store = open_run_store(arguments.where)
         path = validate_new_file(arguments.output, [store])
-        content = make_bundle(store, trust)
+        content, job = make_bundle(store, trust), open_job(store.url, trust)
         LocalStore(path.parent).write(path.name, content)
     say(f"{arguments.output}: {len(content) / 1e3:.0f} kB")
-    say(f"to check it: python -m runner reproduce {arguments.output} -o DIRECTORY")
+    if (missing := find_missing_code(job)) is not None:
+        warn(f"{missing} is in no commit, and not in the bundle; give it to the readers too")
+    trusted = format_trust(job.document.data)
+    say(f"to check it: python -m runner reproduce {arguments.output} -o DIRECTORY{trusted}")
     return EXIT_DONE
 
 

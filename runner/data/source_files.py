@@ -26,6 +26,7 @@ _TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
 # fmt: off
 # Suffixes of text that a `Tokenise` job reads, and the runner does not.
 _RAW_TEXT = frozenset({".jsonl", ".ndjson", ".json", ".gz", ".zst", ".xz", ".bz2"})
+_COMPRESSED = frozenset({".gz", ".zst", ".xz", ".bz2"})
 _TOKENISE_HINT = (
     "; to train on this text, tokenise it before the first step, with the key config.data.tokenise: "
     "{tokenizer: {kind: bpe, vocabulary_size: 32768}, separator: <|endoftext|>}"
@@ -227,6 +228,16 @@ def wrap_source_errors(name: str) -> Iterator[None]:
         raise DataError(f"data.source={name}: the bucket does not exist ({error})") from error
 
 
+def _suggest_form(path: PurePath) -> str:
+    """Return what can be done with a file that is not read, for the end of a message."""
+    *_, inner, last = ["", "", *(suffix.lower() for suffix in path.suffixes)]
+    if last in _COMPRESSED and inner in TEXT_SUFFIXES:
+        return "; decompress it first"
+    if last == ".npz":
+        return "; for arrays of examples, source names a class that reads them (page Your data, Arrays)"
+    return _TOKENISE_HINT if _RAW_TEXT & {inner, last} else ""
+
+
 def _hold_tokens(name: str, paths: Sequence[PurePath]) -> bool:
     """Return True if the suffixes are those of token ids, False for text. Raises DataError if mixed or unknown."""
     unknown = [path for path in paths if path.suffix.lower() not in TEXT_SUFFIXES | _TOKEN_SUFFIXES]
@@ -234,7 +245,7 @@ def _hold_tokens(name: str, paths: Sequence[PurePath]) -> bool:
         raise DataError(
             f"data.source={name}: {len(unknown)} of {len(paths)} files are of a kind that is not read, the first is "
             f"{unknown[0]}; needs text (.txt, .md, source code ...) or token ids (.bin, .npy), or nothing but .idx, "
-            f".array_record, .parquet or .arrow{_TOKENISE_HINT if _RAW_TEXT & {*unknown[0].suffixes} else ''}"
+            f".array_record, .parquet or .arrow{_suggest_form(unknown[0])}"
         )
     num_token_files = sum(path.suffix in _TOKEN_SUFFIXES for path in paths)
     if num_token_files not in (0, len(paths)):

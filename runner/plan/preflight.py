@@ -178,7 +178,7 @@ def _make_trainer_sections(
     # Initial weights are compared with the shapes of the state before minutes of compilation.
     checks.check_weights(job, abstract_state, findings)
     with findings.collect():
-        job.setup_builder.validate_tasks(train_setup)
+        job.setup_builder.validate_logits(train_setup)
     estimate = estimate_early(job, train_setup, machine)
     if not is_independent_of_data:
         warn(format_first_estimate(job, train_setup, machine))

@@ -5,6 +5,7 @@ versions, hardware, and what differs in tracked files from the commit of the job
 What is in an archive is data: no code of it is executed, and its spec may name only classes that the user trusts.
 """
 
+import contextlib
 import inspect
 import io
 import json
@@ -99,6 +100,16 @@ def make_bundle(store: Store, trust: Sequence[str]) -> bytes:
         file.writestr(METRICS_FILE, "".join(f"{json.dumps(row)}\n" for row in read_rows(store)))
         file.writestr(_DIFF, read_diff(type(job), environment.get("commit")))
     return buffer.getvalue()
+
+
+def find_missing_code(job: BaseTrainer) -> Path | None:
+    """Return the file of a job's class if neither a commit nor this project has it, so that a reader may lack it."""
+    with contextlib.suppress(OSError, TypeError):
+        path = Path(inspect.getfile(type(job))).resolve()
+        is_own = path.is_relative_to(Path(runner.__file__).resolve().parents[1])
+        if not is_own and run_git(path.parent, "ls-files", "--error-unmatch", path.name) is None:
+            return path
+    return None
 
 
 def read_diff(job_class: type, commit: object) -> str:

@@ -72,7 +72,10 @@ def find_spike(rows: Sequence[Row], config: TrainerConfig[Any], url: str) -> Dev
     found = [deviation for index in range(len(rows)) if (deviation := find_deviation(rows, index, spike)) is not None]
     if not found:
         raise InvalidError(f"{url}: --spike needs {_MIN_ROWS + 1} rows with a loss, and there are {len(rows)}")
-    return max(found, key=lambda deviation: deviation.sigmas)
+    highest = max(found, key=lambda deviation: deviation.sigmas)
+    if highest.sigmas <= 0:
+        raise InvalidError(f"{url}: --spike: no row has a loss above the mean of the {spike.over_steps} rows before it")
+    return highest
 
 
 @dataclass(frozen=True)
@@ -225,7 +228,7 @@ def list_changes(rows: Sequence[Row], step: int, job: BaseTrainer, history: Hist
         at, changes = get_int(event, "step"), event.get("changes")
         if event.get("event") in ("changed", "spec_changed") and at is not None and first <= at < step:
             lines += [str(change) for change in changes] if isinstance(changes, list) else []
-    return lines
+    return [f"since step {first}: {line}" for line in lines] if first < step - 1 else lines
 
 
 def list_advice(url: str, step: int, config: TrainerConfig[Any], base: int | None) -> list[str]:

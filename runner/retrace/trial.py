@@ -43,6 +43,7 @@ from runner.storage import JsonObject, LocalStore, open_store
 from runner.trainer import BaseTrainer
 
 OLD, NEW = "old", "new"
+_PLACE = ("directory", "checkpoint.fork_from")  # keys in which the specs of both forks always differ
 _SAVES = 4  # of a fork, after the first
 _POLL_SECONDS = 0.2
 _SAY_SECONDS = 15.0
@@ -245,6 +246,7 @@ def choose_start(request: TrialRequest, job: BaseTrainer) -> int:
         )
     if request.step not in fitting:
         known = f"the oldest is {steps[0]}" if steps and request.step is None else "choose an earlier one"
+        known += ", fewer steps, or extend the run"
         reason = f"no checkpoint leaves {request.num_steps} steps before the end at step {total}; {known}"
         raise InvalidError(f"{store.url}: {reason if steps else 'no checkpoint is here'}")
     assert request.step is not None, "it is among those that fit"
@@ -264,6 +266,15 @@ def write_specs(request: TrialRequest, job: BaseTrainer, start: int) -> tuple[Fo
         "logging.every_steps": 1,
     }
     texts = [make_spec(request, job, fork, values) for fork in forks]
+    # Without the lines about the fork itself.
+    plain = [
+        make_document(text, fork.name, dict.fromkeys(_PLACE), (), is_any_device=False, trust=Trust()).data
+        for fork, text in zip(forks, texts, strict=True)
+    ]
+    if request.code is None and request.python is None and plain[0] == plain[1]:
+        raise InvalidError(
+            f"--set {', '.join(request.overrides)}: the run has this already, so there is nothing to try"
+        )
     is_same = all(fork.read_spec() == text for fork, text in zip(forks, texts, strict=True))
     if not is_same and any(read_owner(fork.store) is not None for fork in forks):
         raise InvalidError(f"-o {request.directory}: holds another trial; use another directory")

@@ -413,6 +413,8 @@ def load_document(path: str | Path, overrides: Sequence[str] = ()) -> Document:
 
 def _suggest_spec(path: Path) -> str:
     """Return `; did you mean ...?` with the nearest YAML file of the directory, or of its siblings if there is none."""
+    if (path / "spec.yaml").is_file():
+        return f"; did you mean {path / 'spec.yaml'}?"
     directory, pattern = path.parent, "*.y*ml"
     if not directory.is_dir():
         directory, pattern = directory.parent, "*/*.y*ml"

@@ -7,6 +7,7 @@ ones, or those of an abstract TPU topology, in `plan`.
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -169,6 +170,18 @@ def get_tokens(batch: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
     return (batch["x"],)
 
 
+def _validate_model(model: Any) -> None:
+    """Raise `InvalidError` unless a module can be called with `deterministic`, as it is without dropout."""
+    if not isinstance(model, nn.Module):
+        raise InvalidError(f"the job's model() returns {type(model).__name__}, needs a Flax module (flax.linen)")
+    parameters = inspect.signature(type(model).__call__).parameters
+    if "deterministic" not in parameters and all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+        raise InvalidError(
+            f"{type(model).__name__}.__call__ does not take deterministic, which is True without dropout; add to its "
+            "arguments *, deterministic: bool = True"
+        )
+
+
 def build_train_setup(
     model: nn.Module,
     sharded_init: Callable[..., tuple[Any, Any]],
@@ -193,6 +206,7 @@ def build_train_setup(
     of the `fields` to find its shapes. An `adapter` is trained instead of the model's own parameters, and merged in the
     dtype `compute`. `offload_optimizer` keeps the arrays of the optimizer state in pinned host memory.
     """
+    _validate_model(model)
 
     def init(init_function: Callable[..., Any], key: jax.Array, **options: Any) -> Any:
         example = {name: jnp.zeros((1, *field.shape), field.dtype) for name, field in fields.items()}
@@ -561,8 +575,16 @@ class TrainSetupBuilder:
         """Return True if the model returns logits over the ids of the data: its loss is then in nats a token."""
         return self.config.data.has_tokens and (train_setup.num_logits or 0) >= self.vocabulary_size
 
-    def validate_tasks(self, train_setup: TrainSetup) -> None:
-        """Raise `SpecError` if the spec asks for text from a model that is not a language model."""
+    def validate_logits(self, train_setup: TrainSetup) -> None:
+        """Raise `InvalidError` if the loss or a task of the spec needs logits that the model does not return."""
+        owner = next(each for each in type(self.recipe).__mro__ if "forward" in vars(each))
+        num_logits, num_ids = train_setup.num_logits, self.vocabulary_size
+        is_own = owner.__module__.partition(".")[0] == __name__.partition(".")[0]
+        if is_own and self.config.data.has_tokens and num_logits is not None and num_logits < num_ids:
+            raise InvalidError(
+                f"the job's model returns {num_logits} logits for each token, and the data have {num_ids} ids; needs "
+                "as many logits as ids"
+            )
         for key in ("samples", "multiple_choice"):
             if getattr(self.config.eval, key) and not self.is_language_model(train_setup):
                 reason = "needs a language model, and the job's model returns no logits (B, T, V); leave it out"
@@ -575,7 +597,7 @@ class TrainSetupBuilder:
         error in it is then found by the first evaluation.
         """
         if micro_batch is None:
-            self.validate_tasks(train_setup)
+            self.validate_logits(train_setup)
         self.trace(train_setup, micro_batch)
         if micro_batch is None and self.dataset.validation:
             layout = make_val_layout(self.config, self.list_layouts(train_setup)[0])

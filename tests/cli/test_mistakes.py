@@ -1,6 +1,7 @@
 """Typical mistakes of new users: one clear line that names the place, what was given, and what is needed."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ VALUES = {
     "missing data": ("config.data.source=data/*.bin", r"config\.data\.source.*data/\*\.bin.*no file matches"),
     "data set of the Hub": ("config.data.source=hf://datasets/a/b", r"hf://.*config\.data\.tokenise"),
     "compressed text": ("config.data.source=HERE/x.jsonl.gz", r"x\.jsonl\.gz.*config\.data\.tokenise"),
+    "compressed plain text": ("config.data.source=HERE/x.txt.gz", r"x\.txt\.gz.*; decompress it first"),
+    "arrays without a class": ("config.data.source=HERE/x.npz", r"x\.npz.*source names a class that reads them"),
+    "model without deterministic": ("job=own:Plain", r"Plain\.__call__ does not take deterministic.*\*, deterministic"),
+    "no model": ("job=own:Nothing", r"model\(\) returns NoneType, needs a Flax module"),
+    "fewer logits than ids": ("job=own:Narrow", r"returns 10 logits for each token, and the data have 256 ids"),
     "unknown scheme": ("directory=s4://bucket/run", r"directory.*s4:// is not known.*s3://"),
     "bucket without a name": ("directory=gs://", r"directory.*names no bucket"),
     "misspelt class": ("job=experiments.gpt:PretrainGTP", r"job.*did you mean .*PretrainGPT"),
@@ -47,6 +53,32 @@ VALUES = {
     "file as directory": ("directory=HERE/file", r"directory|is a file"),
     "unknown hook": ("hooks=[runner.hook:EarlyStoping]", r"hooks.*did you mean .*EarlyStopping"),
 }
+# Jobs whose model is wrong.
+OWN = """
+import flax.linen as nn
+from experiments.gpt import PretrainGPT
+from runner import BaseTrainer
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x, *, deterministic=True):
+        return nn.Dense(10)(nn.Embed(256, 8)(x))
+
+class Plain_(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(256)(nn.Embed(256, 8)(x))
+
+class Own(BaseTrainer):
+    Config = PretrainGPT.Config
+
+    def model(self):
+        return Model()
+
+Narrow = type("Narrow", (Own,), {})
+Plain = type("Plain", (Own,), {"model": lambda self: type("Plain", (Plain_,), {})()})
+Nothing = type("Nothing", (Own,), {"model": lambda self: None})
+"""
 # Text of a whole spec, and a pattern of the line.
 TEXTS = {
     "tab": ("name: a\n\tjob: b\n", r":2: unreadable YAML: column 1: .*indent with spaces"),
@@ -85,9 +117,13 @@ def test_a_wrong_value_is_named(
     spec["directory"], spec["config"]["data"]["source"] = str(tmp_path / "run"), str(tmp_path / "text.txt")
     (tmp_path / "text.txt").write_text("some words " * 20_000)
     (tmp_path / "x.jsonl.gz").write_bytes(b"")
-    (tmp_path / "file").write_text("")
+    for name in ("file", "x.txt.gz", "x.npz"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec, sort_keys=False))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own", raising=False)
     check(["plan", "spec.yaml", "--quick", "--set", override.replace("HERE", str(tmp_path))], pattern, capfd)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import runner
 from runner.cli.app import run_command
 from runner.cli.arguments import ReproduceArguments
 from runner.cli.retrace import print_reproduction
@@ -22,7 +23,7 @@ from runner.storage import BackgroundWriter, JsonlLog, LocalStore, read_log
 from tests.retrace.runs import DAILY, RUNS, SAVES
 from tests.retrace.test_replay import Scaled
 from tests.support.job_process import hash_tree
-from tests.support.tiny_jobs import get_job_name, make_gpt, read_rows, start_python, wait_for_output
+from tests.support.tiny_jobs import get_job_name, make_gpt, make_gpt_document, read_rows, start_python, wait_for_output
 
 TRUST = ["--trust", "tests"]
 OTHER_FLAX = "0.12.7"
@@ -233,6 +234,28 @@ def test_the_versions_of_a_bundle_are_installed_beside_it(bundle_of, tmp_path, m
     commands += [[]]
     with pytest.raises(InvalidError, match=r"cannot be installed:\nno such version"):
         bundle.install_environment(str(path))
+
+
+def test_code_that_is_in_no_commit_is_named(tmp_path, monkeypatch, capfd):
+    (tmp_path / "own_bundled_job.py").write_text(
+        "from experiments.gpt import PretrainGPT as Job\n\n\nclass Own(Job):\n    x = 1\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "spec.yaml").write_text(
+        json.dumps(make_gpt_document(tmp_path / "run", **SAVES, job="own_bundled_job:Own"))
+    )
+    runner.run(str(tmp_path / "spec.yaml"))
+    capfd.readouterr()
+    words = ["bundle", str(tmp_path / "run"), "-o", str(tmp_path / "x.zip"), "--trust", "own_bundled_job"]
+    assert run_command(words) == 0
+    output = "".join(capfd.readouterr())
+    assert f"{tmp_path}/own_bundled_job.py is in no commit, and not in the bundle" in output
+    assert f"reproduce {tmp_path}/x.zip -o DIRECTORY --trust own_bundled_job" in output
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@y"]
+    for command in (["init", "-q"], ["add", "own_bundled_job.py"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], check=True)
+    assert run_command(words) == 0
+    assert "is in no commit" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.soak

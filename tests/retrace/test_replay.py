@@ -330,6 +330,18 @@ def test_the_command_prints_a_verdict_and_json(run_of, capfd):
     assert found["fingerprints"] == found["recorded_fingerprints"] == {"6": found["fingerprint"]}
 
 
+def test_a_spec_with_another_directory_names_the_run_there(run_of, tmp_path, capfd):
+    document = make_gpt_document(tmp_path / "nothing", **SAVES)
+    (tmp_path / "spec.yaml").write_text(json.dumps(document))
+    words = ["replay", str(tmp_path / "spec.yaml"), "--step", "5", "--json"]
+    with pytest.raises(InvalidError, match="nothing holds no run"):
+        run_command(words)
+    assert run_command([*words, "--set", f"directory={run_of('whole')}"]) == 0
+    assert json.loads(capfd.readouterr().out)["verdict"] == "same bits"
+    with pytest.raises(InvalidError, match="give the other directory in its place"):
+        run_command(["replay", str(run_of("whole")), "--step", "5", "--set", "directory=elsewhere"])
+
+
 @pytest.mark.daily(1)
 @pytest.mark.parametrize("kind", ["stages", "adapter", "arrays"])
 def test_the_figures_of_a_step_are_those_of_its_arrays(kind, run_of, capfd):

@@ -51,6 +51,7 @@ CHANGES = {
 
 
 def make_run(directory: Path, **changes: Any) -> Path:
+    directory.parent.mkdir(exist_ok=True)
     make_gpt(directory, **RUN | changes)()
     return directory
 
@@ -218,6 +219,8 @@ def test_code_is_changed_for_one_fork_alone(code, verdict, tmp_path):
 REFUSED = [
     (["--steps", "64"], "needs a change"),
     (["--steps", "8", "--set", "seed=1"], "needs at least 32"),
+    (["--steps", "64", "--set", f"{RATE}=2.0e-3"], "the run has this already"),
+    (["--steps", "64", "--set", "directory=other"], "give the other directory in its place"),
     (["--steps", "64", "--set", "config.optimizer.learning_rat=1"], "learning_rate"),
     (["--steps", "64", "--set", "config.model.width=16"], "a fork takes the whole state"),
     (["--steps", "64", "--step", "7", "--set", "seed=1"], "has the checkpoints 40, 80, 104"),
