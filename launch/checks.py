@@ -5,19 +5,48 @@ the hosts of the job. So a problem of its files is refused only if the hosts sha
 it cannot reach is only printed.
 """
 
+import glob
+import itertools
 import json
+import os
 import subprocess
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from launch.options import LaunchArguments, set_arguments
+from runner.attempts.environment import run_git
 from runner.console import warn
 from runner.errors import InvalidError
+from runner.spec import load_document
 
 _DEADLINE_SECONDS = 300.0
+_FILES_MAX = 1000  # that are looked for in the repository
 SkipChecks = Annotated[bool, typer.Option("--skip-checks", help="Do not check the job as plan --quick does.")]
+
+
+def list_unshipped_data(arguments: LaunchArguments) -> list[str]:
+    """Return a line for each data source whose files are here, and not all in the repository that goes to the hosts."""
+    data = load_document(arguments.spec, arguments.overrides).data.get("config")
+    lines = []
+    for key, source in _iterate_sources(data, "config"):
+        files = [os.path.relpath(name) for name in itertools.islice(glob.iglob(source, recursive=True), _FILES_MAX)]
+        tracked = (run_git(Path.cwd(), "ls-files", "-z", "--", *files) or "").split("\0") if files else []
+        if any(name not in tracked and not any(each.startswith(f"{name}/") for each in tracked) for name in files):
+            lines.append(f"{key}={source}: files of this machine that no commit has; each host needs them at this path")
+    return lines
+
+
+def _iterate_sources(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Iterate over the keys `source` of a spec, with their values that may be paths."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, each in items:
+        if name == "source" and isinstance(each, str) and "://" not in each:
+            yield f"{key}.{name}", each
+        yield from _iterate_sources(each, f"{key}.{name}")
 
 
 def check_job(arguments: LaunchArguments, *, has_shared_files: bool) -> None:
@@ -42,7 +71,7 @@ def check_job(arguments: LaunchArguments, *, has_shared_files: bool) -> None:
     if refused:
         ending = "not submitted, since plan refuses the job; to submit it nevertheless, add --skip-checks"
         raise InvalidError("\n".join([*refused, ending]))
-    for line in [*own, *warnings]:
+    for line in [*own, *warnings, *([] if has_shared_files else list_unshipped_data(arguments))]:
         warn(f"launch: {line}")
     if own:
         warn("launch: whether the hosts have the same problem cannot be told from here")

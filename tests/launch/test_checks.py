@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from launch.app import main
-from launch.checks import check_job
+from launch.checks import check_job, list_unshipped_data
 from launch.options import LaunchArguments
 from runner.errors import EXIT_DONE, EXIT_INVALID
 from tests.attempts.test_take_over import first_attempt, make_job
@@ -45,6 +45,33 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a")
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("source", "is_named"),
+    [
+        ("shipped/*.txt", False),
+        ("shipped", False),
+        ("ignored/*.txt", True),
+        ("../outside.txt", True),
+        ("*/*.txt", True),
+        ("nowhere/*.txt", False),
+        ("python-stdlib", False),
+        ("gs://bucket/*.txt", False),
+    ],
+)
+def test_data_that_no_commit_has_are_named(source: str, is_named: bool, repository: Path) -> None:
+    for name in ("shipped", "ignored"):
+        (repository / name).mkdir()
+        (repository / name / "a file.txt").write_text("text")
+    (repository / ".gitignore").write_text("ignored\n")
+    (repository.parent / "outside.txt").write_text("text")
+    subprocess.run(["git", "-C", str(repository), "add", "."], check=True)
+    given = LaunchArguments(spec="tpus.yaml", overrides=[f"config.data.source='{source}'"])
+    lines = list_unshipped_data(given)
+    assert [line.startswith(f"config.data.source={source}: files of this machine") for line in lines] == [
+        True
+    ] * is_named
 
 
 @pytest.mark.parametrize("engine", ENGINES)
