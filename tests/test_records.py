@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -42,11 +42,11 @@ class GoogleBucket(MemoryDriver):
     """An in-memory bucket in place of a Google one."""
 
     prefix = "run"
-    newest: "GoogleBucket"
+    made: ClassVar[list["GoogleBucket"]] = []
 
     def __init__(self, address: str):
         super().__init__()
-        GoogleBucket.newest = self
+        GoogleBucket.made.append(self)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,8 @@ def test_a_manifest_in_a_bucket_has_the_keys_of_the_table(trained_run: Path, mon
     monkeypatch.setitem(url._DRIVERS, "gs", (__name__, GoogleBucket.__name__, ""))
     spec = {"name": "count", "job": "experiments.counter:Counter", "directory": "gs://bucket/run"}
     Counter(ExecutionSpec(**spec, config={"total_steps": 3, "width": 8}))()
-    objects = GoogleBucket.newest.objects
+    # Other buckets are made to look at the runs beside this one.
+    objects = {name: content for bucket in GoogleBucket.made for name, content in bucket.objects.items()}
     found = [json.loads(content) for name, (content, _) in objects.items() if name.endswith("/manifest.json")]
     assert collect_keys(MANIFEST_KEYS, found) >= {"indexes", "files", "read_back"}
     tables = [json.loads(content) for name, (content, _) in objects.items() if name.endswith("/0.json")]

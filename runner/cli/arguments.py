@@ -95,10 +95,6 @@ class PlanArguments:
     trace: Annotated[
         str | None, typer.Option(metavar="FILE", help="With --profile: write the schedule for Perfetto.")
     ] = None
-    page: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="HTML page for pictures of what --inspect shows."),
-    ] = None
     against: Annotated[
         str | None,
         typer.Option(metavar="RUN", help="With --profile: compare with the step times of a run's directory."),

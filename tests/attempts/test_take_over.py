@@ -85,7 +85,7 @@ def answer(process: "subprocess.Popen[str]", text: str) -> tuple[int, str]:
 def test_a_second_start_on_a_terminal_asks(tmp_path: Path, text: str, code: int) -> None:
     job = make_job(tmp_path / "run")
     with first_attempt(job) as first:
-        second = start_in_terminal(make_job(tmp_path / "run", 300) if code == EXIT_DONE else job)
+        second = start_in_terminal(make_job(tmp_path / "run", 1000) if code == EXIT_DONE else job)
         found, output = answer(second, text)
         assert (found, f"(process id {first.process.pid})" in output) == (code, True), output
         assert "attempt 1 on host" in output
@@ -111,7 +111,7 @@ def test_launch_local_asks_too(tmp_path: Path, text: str, code: int) -> None:
 def test_a_second_start_without_a_question_names_the_attempt(tmp_path: Path, case: str) -> None:
     job = make_job(tmp_path / "run")
     with first_attempt(job) as first:
-        shorter = make_job(tmp_path / "run", 300)
+        shorter = make_job(tmp_path / "run", 1000)
         if case == "--take-over":
             process = start_in_terminal(shorter, case)
             output, _ = process.communicate(timeout=120)
