@@ -6,20 +6,25 @@ import logging
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
+import flax.linen as nn
+import jax
+import numpy as np
 import pytest
 import yaml
 from rich.console import Console
 
+from runner import BaseTrainer
 from runner.cli.app import main
 from runner.dashboard.report import render_report
-from runner.errors import SpecError
+from runner.errors import InvalidError, SpecError
 from runner.history.ledger import LedgerSummary, apply_events
 from runner.history.reader import read_history
 from runner.metrics.writers import _LiveProgress
 from runner.storage import JsonObject, LocalStore, parse_lines
 from tests.support.images import CHANGES, Classify, RateText
-from tests.support.tiny_jobs import make_gpt, make_gpt_document
+from tests.support.tiny_jobs import get_job_name, make_gpt, make_gpt_document, read_rows
 
 TERMS_OF_TEXT = re.compile(r"\bnats\b|perplexity|\bbytes?\b|\btext\b|tokenizer|\bsample\b", re.IGNORECASE)
 SAMPLES = {"samples": {"prompts": ["0 1"]}}
@@ -214,3 +219,53 @@ def test_metrics_of_repeated_steps_are_dropped() -> None:
     many = {f"val/{number}": 1.0 for number in range(1000)}
     apply_events(found, [event | {"event": "evaluate", "step": 9, "figures": many}])
     assert len(found.figures) < 100
+
+
+class Labelled:
+    """Examples of two numbers, of which the sixth has another label."""
+
+    def __init__(self, label: float, kind: str = "int32") -> None:
+        self.label, self.kind = label, kind
+        self.fingerprint = f"{label} {kind}"
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        label = self.label if index % 6 == 5 else index % 3
+        return {"x": np.float32([index % 3, 1]), "y": np.asarray(label, self.kind)}
+
+
+class ThreeLogits(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, *, deterministic: bool) -> jax.Array:
+        return nn.Dense(3)(x)
+
+
+class ClassifyLabelled(BaseTrainer):
+    def model(self) -> nn.Module:
+        return ThreeLogits()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"label": 2}, None),
+        ({"label": 0, "kind": "uint8"}, None),
+        ({"label": 3}, 3),
+        ({"label": -1}, -1),
+        ({"label": 255, "kind": "uint8"}, 255),
+    ],
+)
+def test_a_label_without_a_logit_is_named_before_the_first_step(
+    options: dict[str, Any], named: int | None, tmp_path: Path
+) -> None:
+    data = {"config.data": {"source": get_job_name(Labelled), "options": options}, "config.model": {}}
+    job = make_gpt(tmp_path / "run", ClassifyLabelled, **data | {"config.eval.every_steps": 100})
+    if named is None:
+        job()
+        assert read_rows(tmp_path / "run")[-1]["train/loss"] > 0
+    else:
+        with pytest.raises(InvalidError, match=f"the label y .* is {named}, .*3 logits; needs labels from 0 to 2"):
+            job()
+        assert not (tmp_path / "run/metrics.jsonl").exists()

@@ -15,13 +15,14 @@ from typing import Any, Protocol
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from runner.accelerator import find_chip, parse_accelerator, validate_matmul
 from runner.checkpoint.leaves import AdapterMerge, list_leaf_names, make_strongly_typed
 from runner.config import AdapterConfig, TrainerConfig
-from runner.data import DataPosition, Dataset, Fields, get_batch_fields, load_dataset
+from runner.data import TRAIN, DataPosition, Dataset, Fields, get_batch_fields, load_dataset
 from runner.errors import InvalidError
 from runner.optim.groups import Parameter, describe_parameters
 from runner.optim.library import update_in_float32
@@ -49,6 +50,8 @@ from runner.train.lora import combine_with_base, init_adapter, make_abstract_ada
 from runner.train.optimizer import OptimizerChoice, choose_optimizer
 from runner.train.state import PARAMS, TrainState, drop_params
 
+_LABELS_CHECKED = 64  # examples of a data set of arrays, at the start of a run
+
 
 @dataclass(frozen=True)
 class TrainSetup:
@@ -63,7 +66,7 @@ class TrainSetup:
     make_state: Callable[[jax.Array], TrainState]
     auxiliary_states: Sequence[AuxiliaryState] = ()
     rules: Sequence[LogicalAxisRule] = LOGICAL_AXIS_RULES
-    num_logits: int | None = None  # V of the model's logits (B, T, V); None if it returns no such array
+    num_logits: int | None = None  # V of the model's logits (B, T, V), or (B, V) of labels; None if it returns none
     # Choice of kernels, with the test cases of the kernels in the traced steps.
     kernels: KernelUse = field(default_factory=KernelUse, repr=False, compare=False)
     # Traced, uncompiled train steps by micro-batch size, kept so that compilation need not trace again.
@@ -224,8 +227,9 @@ def build_train_setup(
         return variables
 
     boxed = jax.eval_shape(functools.partial(init, init_model), key)
-    tokens_shape = (1, *fields["x"].shape) if "x" in fields else ()
-    num_logits = [shape[2] for shape in returned if len(shape) == 3 and shape[:2] == tokens_shape]
+    # Logits of each token, or of each example with a label.
+    targets_shape = (1, *fields["y"].shape) if "y" in fields else (1, *fields["x"].shape) if "x" in fields else ()
+    num_logits = [shape[-1] for shape in returned if len(shape) > 1 and shape[:-1] == targets_shape]
     shapes, shardings = nn.unbox(boxed), train_state.compute_variable_shardings(boxed, mesh, rules)
     if sharded_init is not train_state.sharded_init:
         shapes, shardings = _trace_sharded_init(init_sharded, key, mesh, rules)
@@ -575,16 +579,30 @@ class TrainSetupBuilder:
         """Return True if the model returns logits over the ids of the data: its loss is then in nats a token."""
         return self.config.data.has_tokens and (train_setup.num_logits or 0) >= self.vocabulary_size
 
+    def _validate_labels(self, num_logits: int) -> None:
+        """Raise `InvalidError` if a label of the first examples has no logit; later ones are not read here."""
+        count = min(_LABELS_CHECKED, self.dataset.num_train_examples)
+        labels = self.dataset.read(TRAIN, 0, count).get("y", np.zeros(0))
+        if np.issubdtype(labels.dtype, np.integer) and labels.ndim == 1:
+            wrong = np.flatnonzero((labels < 0) | (labels >= num_logits))
+            if len(wrong):
+                raise InvalidError(
+                    f"{self.dataset.source}: the label y of one of the first examples is {labels[wrong[0]]}, and the "
+                    f"job's model returns {num_logits} logits; needs labels from 0 to {num_logits - 1}"
+                )
+
     def validate_logits(self, train_setup: TrainSetup) -> None:
         """Raise `InvalidError` if the loss or a task of the spec needs logits that the model does not return."""
         owner = next(each for each in type(self.recipe).__mro__ if "forward" in vars(each))
         num_logits, num_ids = train_setup.num_logits, self.vocabulary_size
-        is_own = owner.__module__.partition(".")[0] == __name__.partition(".")[0]
-        if is_own and self.config.data.has_tokens and num_logits is not None and num_logits < num_ids:
-            raise InvalidError(
-                f"the job's model returns {num_logits} logits for each token, and the data have {num_ids} ids; needs "
-                "as many logits as ids"
-            )
+        if owner.__module__.partition(".")[0] == __name__.partition(".")[0] and num_logits is not None:
+            if self.config.data.has_tokens and num_logits < num_ids:
+                raise InvalidError(
+                    f"the job's model returns {num_logits} logits for each token, and the data have {num_ids} ids; "
+                    "needs as many logits as ids"
+                )
+            if not self.config.data.has_tokens:
+                self._validate_labels(num_logits)
         for key in ("samples", "multiple_choice"):
             if getattr(self.config.eval, key) and not self.is_language_model(train_setup):
                 reason = "needs a language model, and the job's model returns no logits (B, T, V); leave it out"

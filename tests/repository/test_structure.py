@@ -45,9 +45,9 @@ def test_names_of_public_classes_are_unique(structure: Structure) -> None:
 
 def test_sizes_and_comments_stay_in_bounds(structure: Structure) -> None:
     assert structure.files <= 264
-    assert structure.lines <= 76_983
+    assert structure.lines <= 77_001
     assert structure.public_names <= 1_868
-    assert structure.called_once <= 379
+    assert structure.called_once <= 380
     assert structure.comment_share >= 1 / 13
 
 
