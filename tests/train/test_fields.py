@@ -27,9 +27,11 @@ DOCUMENTS = ("x", "y", "padding_mask", "segment", "position")
 class PlainModel(nn.Module):
     """A model without arguments for packed documents."""
 
+    num_ids: int = V
+
     @nn.compact
     def __call__(self, x_BxT, *, deterministic):
-        return nn.Dense(V)(nn.Embed(V, 4)(x_BxT))
+        return nn.Dense(self.num_ids)(nn.Embed(self.num_ids, 4)(x_BxT))
 
 
 class SegmentModel(PlainModel):
@@ -148,7 +150,7 @@ class TextJob(BaseTrainer):
     """A user's trainer whose model has no arguments for packed documents."""
 
     def model(self):
-        return PlainModel()
+        return PlainModel(256)
 
 
 def test_a_model_without_document_arguments_is_rejected_before_the_run_starts(tmp_path, monkeypatch):
