@@ -202,7 +202,7 @@ def write_bundle(arguments: BundleArguments) -> int:
         _, trust = find_run(arguments.where, arguments.trust)
         store = open_run_store(arguments.where)
         path = validate_new_file(arguments.output, [store])
-        content, job = make_bundle(store, trust), open_job(store.url, trust)
+        content = make_bundle(job := open_job(store.url, trust))
         LocalStore(path.parent).write(path.name, content)
     say(f"{arguments.output}: {len(content) / 1e3:.0f} kB")
     if (missing := find_missing_code(job)) is not None:

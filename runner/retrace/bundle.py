@@ -35,7 +35,7 @@ from runner.job import make_job, prepare_process
 from runner.metrics.file import METRICS_FILE, read_rows
 from runner.metrics.rows import Row
 from runner.retrace.replay import LOSS, ROUNDING, Difference, compare_hardware, compare_losses, compare_rows
-from runner.retrace.scratch import QUIET, make_document, open_job
+from runner.retrace.scratch import QUIET, make_document
 from runner.spec import Trust, validate_spec
 from runner.storage import JsonObject, Key, Store, parse_json, parse_lines, parse_number, read_log, validate_record
 from runner.trainer import BaseTrainer
@@ -77,9 +77,10 @@ def list_commits(events: Iterable[JsonObject]) -> dict[int, str]:
     return commits
 
 
-def make_bundle(store: Store, trust: Sequence[str]) -> bytes:
-    """Return the archive of a run. Raises `InvalidError` if it is none of a trainer, or has no checkpoint."""
-    job, owner, newest = open_job(store.url, trust), read_owner(store), read_newest_manifest(store)
+def make_bundle(job: BaseTrainer) -> bytes:
+    """Return the archive of the run of a job (`scratch.open_job`). Raises `InvalidError` if it has no checkpoint."""
+    store = job.store
+    owner, newest = read_owner(store), read_newest_manifest(store)
     if owner is None or newest is None:
         raise InvalidError(f"{store.url}: no checkpoint is committed yet, so there is nothing to check")
     environment = newest.environment or {}

@@ -361,7 +361,8 @@ def begin(request: TrialRequest, job: BaseTrainer) -> tuple[Fork, Fork, str | No
     a newer one is taken. A change that is refused ends the trial before any step is made.
     """
     for is_last in [False] * _MAX_RETRIES + [True]:
-        start = find_begun(request) or choose_start(request, job)
+        begun = find_begun(request)
+        start = choose_start(request, job) if begun is None else begun
         old, new = write_specs(request, job, start)
         try:
             return old, new, new.advance(new.has_committed)
@@ -386,8 +387,11 @@ def compare(request: TrialRequest, old: Fork, new: Fork, failure: str | None) ->
     rows = {row["step"]: row for row in new.read_rows()}
     pairs = [(row, rows[row["step"]]) for row in old.read_rows() if row["step"] in rows]
     comparisons = []
+    # The judged ones come first, with their own margins.
     for name, criterion in {**request.criteria, **CRITERIA, **request.criteria}.items():
-        values = [[_get_value(row, criterion.key) for row in side] for side in zip(*pairs, strict=True)] or [[], []]
+        values: list[list[float]] = [[], []]
+        for side, row in ((side, row) for pair in pairs for side, row in enumerate(pair)):
+            values[side].append(math.nan if (value := get_float(row, criterion.key)) is None else value)
         found = compare_paired(name, criterion, *values)
         comparisons += [] if found is None else [found]
     change = [*request.overrides]
@@ -404,8 +408,3 @@ def compare(request: TrialRequest, old: Fork, new: Fork, failure: str | None) ->
         failure is None and not any(True for pair in pairs for _ in compare_rows(*pair)),
         not alters_batches(request.changed_keys),
     )
-
-
-def _get_value(row: Row, key: str) -> float:
-    value = get_float(row, key)
-    return math.nan if value is None else value

@@ -16,7 +16,17 @@ import runner
 from runner.cli.app import run_command
 from runner.errors import InvalidError
 from runner.retrace.judge import parse_criteria
-from runner.retrace.trial import Fork, TrialRequest, TrialResult, advise_stages, run_trial
+from runner.retrace.scratch import open_job
+from runner.retrace.trial import (
+    Fork,
+    TrialRequest,
+    TrialResult,
+    advise_stages,
+    begin,
+    find_begun,
+    run_trial,
+    write_specs,
+)
 from runner.spec.document import dump_yaml
 from tests.retrace.runs import SAVES
 from tests.support.job_process import hash_tree
@@ -296,6 +306,20 @@ def test_a_checkpoint_that_is_deleted_before_it_was_forked_is_replaced(tmp_path,
     assert begun[:2] == [120, 80]
     with pytest.raises(InvalidError, match="has the checkpoints"):
         run_trial(replace(request, step=120, directory=tmp_path / "other"))
+
+
+@pytest.mark.parametrize("step", [0, 40])
+def test_the_step_at_which_a_trial_began_is_kept(step, finished_run, tmp_path):
+    request = TrialRequest(str(finished_run), tmp_path, STEPS, None, [f"{RATE}=1"], None, None, parse_criteria([]))
+    assert find_begun(request) is None
+    job = open_job(str(finished_run), ())
+    _, new = write_specs(request, job, step)
+    assert find_begun(request) is None  # a fork that has not begun may begin elsewhere
+    shutil.copytree(finished_run, new.store.root)
+    assert find_begun(request) == step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fork, "advance", lambda fork, is_reached: None)
+        assert begin(request, job)[0].start == step
 
 
 def test_a_fork_that_diverges_is_worse(finished_run, tmp_path, monkeypatch, in_process, capfd):
