@@ -19,6 +19,7 @@ bucket takes the time of the whole size.
 
 import argparse
 import collections
+import io
 import math
 import multiprocessing
 import socket
@@ -42,6 +43,9 @@ from runner.checkpoint.arrays import ArrayReader, ArrayWriter, open_arrays
 from runner.checkpoint.manifest import Manifest, read_manifest
 from runner.checkpoint.parts import PartDirectory
 from runner.checkpoint.replicas import COPIES, ProcessPlace, Replicas
+from runner.data.remote import CacheSettings
+from runner.data.source_files import BucketFile, BucketFiles
+from runner.data.token_files import open_token_files
 from runner.distributed.agreement import Hosts, Liveness
 from runner.distributed.clock import Clock
 from runner.distributed.limits import raise_descriptor_limit
@@ -61,6 +65,7 @@ TARGET = "checkpoints/1/arrays.1"
 LATENCY_SECONDS, BYTES_PER_SECOND = 0.03, 100e6  # of a request to the bucket, and of its connection
 REQUESTS_PER_SECOND = {"put": 3500, "delete": 3500, "delete_batch": 3500, "get": 5500, "list": 5500}  # S3, one prefix
 PAGE_KEYS = 1000  # of a listing
+DATA_FILES, DATA_TOKENS = 1000, 1 << 15  # of a source, and in each file
 DOLLARS = {"put": 5e-6, "list": 5e-6, "get": 4e-7}  # of a request to S3 Standard
 
 
@@ -79,14 +84,16 @@ class Pod:
     def __post_init__(self) -> None:
         self.coordinator = MemoryCoordinator(self.num_hosts)
         self.hosts = self.coordinator.hosts(DEADLINE_SECONDS)
-        driver = MemoryDriver()
-        if self.bytes_scale is None:
-            driver.before = lambda verb, key: self.requests.update([verb])
-        else:
-            driver = _TimedDriver(lambda name: self.requests.update([name]), self.bytes_scale)
-        self.bucket = make_memory_bucket(driver)
+        self.bucket = make_memory_bucket(self._make_driver())
         self.manifest = Manifest(name="1", step=1, arrays="arrays.1")
         self.sharding = _FirstAxis(self.num_hosts, self.num_chips)
+
+    def _make_driver(self) -> MemoryDriver:
+        if self.bytes_scale is not None:
+            return _TimedDriver(lambda name: self.requests.update([name]), self.bytes_scale)
+        driver = MemoryDriver()
+        driver.before = lambda verb, key: self.requests.update([verb])
+        return driver
 
     def run_on_all(self, act: Callable[[Hosts], Any], chosen: Sequence[Hosts] | None = None) -> tuple[list[Any], float]:
         """Call `act` on all hosts, or on the `chosen` ones, at once; return results, and CPU seconds of process 0."""
@@ -164,6 +171,21 @@ class Pod:
             return hosts.reduce(place, lambda places: [place[1] for place in places].count(versions))
 
         return self.run_on_all(reduce)[1]
+
+    def read_data(self) -> float:
+        """Find the layout and the sample of token files in a bucket at process 0, and give both to all hosts."""
+        content = io.BytesIO()
+        np.save(content, np.arange(DATA_TOKENS, dtype=np.uint16))
+        driver, size_bytes = self._make_driver(), len(content.getvalue())
+        driver.objects = {f"run/{number:04}.npy": (content.getvalue(), "1") for number in range(DATA_FILES)}
+        store = make_memory_bucket(driver)
+        files = tuple(BucketFile(store.url, f"{number:04}.npy", size_bytes, "1") for number in range(DATA_FILES))
+
+        def find() -> Any:
+            tokens = open_token_files(BucketFiles("data", files, store, True), CacheSettings(self.scratch / "cache"))
+            return tokens.fingerprint, tokens.records
+
+        return self.run_on_all(lambda hosts: hosts.run_on_main(find))[1]
 
     def gather_names(self) -> float:
         """Gather a value of each host that no other has, the worst case of a gather."""
@@ -368,7 +390,7 @@ class _HostArray(np.ndarray):  # type: ignore[type-arg]
         """Do nothing."""
 
 
-ACTS = ("join", "start", "reduce_places", "gather_names", "stop", "watch", "crash")
+ACTS = ("join", "start", "reduce_places", "read_data", "gather_names", "stop", "watch", "crash")
 HEAVY_ACTS = ("find_parts", "save", "restore_one", "delete")
 MOST_HEAVY_HOSTS = 1024
 
