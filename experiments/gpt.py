@@ -447,7 +447,7 @@ class PretrainGPT(BaseTrainer):
             attention_width=model.width,
             attended_keys=self.config.data.tokens_per_example / 2,
             remat=memory.remat,
-            is_attention_saved=saves_attention(self.topology, train_setup.mesh),
+            is_attention_saved=saves_attention(self.config, self.topology, train_setup.mesh),
             last_parameters=4 * model.width**2,
             matmul=self.config.precision.matmul,
             quantised_parameters=12 * model.width**2,

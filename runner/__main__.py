@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from runner.accelerator import ACCELERATOR_DEVICES, has_device
+from runner.accelerator import ACCELERATOR_DEVICES, GPU_PLUGINS, has_device
 from runner.errors import explain_hiding_modules
 
 _MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # such as `always [madvise] never`
@@ -34,8 +34,8 @@ def main() -> int:
     def run() -> int:
         # This comes before other imports, which would otherwise be made twice.
         restart_with_allocator_options()
-        if not has_device(ACCELERATOR_DEVICES) and find_spec("libtpu") is not None:
-            # JAX would look for a TPU, and libtpu would print many lines that there is none.
+        if not has_device(ACCELERATOR_DEVICES) and any(map(find_spec, ("libtpu", *GPU_PLUGINS))):
+            # JAX would look for a TPU or a GPU, and its plugins would print many lines that there is none.
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
         return int(importlib.import_module("runner.cli.app").run_program())
 

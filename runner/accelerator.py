@@ -8,7 +8,9 @@ Rates are those of the makers, per chip: the pages of the Google Cloud documenta
 and B200. The makers publish the bandwidth of interconnects for both directions together; the catalogue has one
 direction, half of that. Rates in 8 bits are from the same pages, without sparsity: "Int8" of v5e, v5p and v6e, "fp8" of
 tpu7x; v4 multiplies int8 as fast as bfloat16, so it has none here. Names are those of "Plan TPUs in GKE", "TPU software
-versions" (same documentation) and libtpu.
+versions" (same documentation) and libtpu. The makers' figures of a GPU's processors are those that its driver reports,
+as OpenXLA publishes them (openxla/xla, xla/backends/gpu/target_config/specs); those of L40S are from NVIDIA's white
+paper on the Ada architecture.
 """
 
 import contextlib
@@ -20,7 +22,9 @@ from pathlib import Path
 from runner.errors import InvalidError
 
 TPU_DEVICES = ("accel*", "vfio/*")  # files below /dev
-ACCELERATOR_DEVICES = (*TPU_DEVICES, "nvidia*", "kfd")  # those of NVIDIA and AMD GPUs too
+GPU_DEVICES = ("nvidia*", "kfd")  # of NVIDIA and of AMD
+ACCELERATOR_DEVICES = (*TPU_DEVICES, *GPU_DEVICES)
+GPU_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")  # packages of JAX for NVIDIA GPUs, by version of CUDA
 HOST_MEMORY = "pinned_host"  # jax's name of host memory that TPUs and GPUs read and write directly
 
 # Chips of a slice -> its shape, as GKE labels nodes and libtpu names topologies.
@@ -59,6 +63,21 @@ class PeakRates:
 
 
 @dataclass(frozen=True)
+class GpuProcessors:
+    """Processors of a GPU, as XLA for GPU needs to know them to compile for it."""
+
+    name: str  # name that its driver reports
+    compute_capability: tuple[int, int]
+    num_processors: int  # streaming multiprocessors
+    units_per_processor: int  # of float32
+    shared_memory_bytes: int  # of a processor; a program may use 1 KiB less
+    clock_ghz: float
+    l2_bytes: int
+    memory_bytes: int  # device memory that the driver reports
+    threads_per_processor: int = 2048
+
+
+@dataclass(frozen=True)
 class Chip:
     """One kind of accelerator."""
 
@@ -79,12 +98,19 @@ class Chip:
     # peak.
     matrix_units: tuple[int, int] | None = None
     compiler_flags: tuple[str, ...] = ()  # XLA flags for programs on this chip (see `make_compiler_options`)
+    processors: GpuProcessors | None = None  # None unless it is a GPU
+    hosts_per_domain: int = 1  # hosts whose GPUs one fast interconnect joins
 
     @property
     def device_hbm_bytes(self) -> int:
         """Memory of one jax device, in bytes. Only for chips with known peak rates."""
         assert self.speeds is not None, "callers ask only for chips with known peak rates"
         return self.speeds.hbm_bytes // self.devices_per_chip
+
+    @property
+    def chips_per_domain(self) -> int | None:
+        """Number of GPUs that one fast interconnect joins; None if it varies."""
+        return None if self.chips_per_host is None else self.chips_per_host * self.hosts_per_domain
 
     @property
     def clock_hertz(self) -> float | None:
@@ -195,24 +221,52 @@ CHIPS = {
         PeakRates(312 * _T, 80 * 10**9, 2039 * _G, 300 * _G, 25 * _G, 624 * _T),
         chips_per_host=8,
         gke_accelerator="nvidia-a100-80gb",
+        processors=GpuProcessors("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 167936, 1.41, 41943040, 85100068864),
     ),
     "h100": Chip(
         ("nvidia h100",),
         PeakRates(989 * _T, 80 * 10**9, 3350 * _G, 450 * _G, 50 * _G, 1979 * _T, 1979 * _T),
         chips_per_host=8,
         gke_accelerator="nvidia-h100-80gb",
+        processors=GpuProcessors("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 233472, 1.98, 52428800, 84942979072),
     ),
     "h200": Chip(
         ("nvidia h200",),
         PeakRates(989 * _T, 141 * 10**9, 4800 * _G, 450 * _G, 50 * _G, 1979 * _T, 1979 * _T),
         chips_per_host=8,
         gke_accelerator="nvidia-h200-141gb",
+        processors=GpuProcessors("NVIDIA H200", (9, 0), 132, 128, 233472, 1.98, 52428800, 151397597184),
     ),
     "b200": Chip(
         ("nvidia b200",),
         PeakRates(2250 * _T, 180 * 10**9, 8000 * _G, 900 * _G, 50 * _G, 4500 * _T, 4500 * _T),
         chips_per_host=8,
         gke_accelerator="nvidia-b200",
+        processors=GpuProcessors("NVIDIA B200", (10, 0), 148, 128, 233472, 1.965, 132644864, 191514411008),
+    ),
+    "gb200": Chip(
+        ("nvidia gb200",),
+        PeakRates(2500 * _T, 186 * 10**9, 8000 * _G, 900 * _G, 50 * _G, 5000 * _T, 5000 * _T),
+        chips_per_host=4,
+        gke_accelerator="nvidia-gb200",
+        processors=GpuProcessors("NVIDIA GB200", (10, 0), 152, 128, 233472, 2.062, 135528448, 197897748480),
+        hosts_per_domain=18,
+    ),
+    "gb300": Chip(
+        ("nvidia gb300",),
+        PeakRates(2500 * _T, 279 * 10**9, 8000 * _G, 900 * _G, 100 * _G, None, 5000 * _T),
+        chips_per_host=4,
+        gke_accelerator="nvidia-gb300",
+        processors=GpuProcessors("NVIDIA GB300", (10, 3), 152, 128, 233472, 2.07, 135528448, 297021079552),
+        hosts_per_domain=18,
+    ),
+    "l40s": Chip(
+        ("nvidia l40s",),
+        # Its servers differ. It is assumed to have a PCIe 4.0 slot of 16 lanes, and a network card of 200 Gbit/s for
+        # two GPUs.
+        PeakRates(362 * _T, 48 * 10**9, 864 * _G, 32 * _G, 12.5 * _G, 733 * _T, 733 * _T),
+        chips_per_host=8,
+        processors=GpuProcessors("NVIDIA L40S", (8, 9), 142, 128, 102400, 2.52, 100663296, 47_700_000_000, 1536),
     ),
 }
 
@@ -251,11 +305,14 @@ def platform_errors() -> Iterator[None]:
 
 def add_deterministic_flags(variables: MutableMapping[str, str]) -> None:
     """Add `DETERMINISTIC_FLAGS` to `XLA_FLAGS`, except flags that are already there. Call it before JAX starts."""
+    add_flags(variables, DETERMINISTIC_FLAGS["gpu" if has_gpu(variables) else "cpu"])
+
+
+def add_flags(variables: MutableMapping[str, str], flags: Sequence[str]) -> None:
+    """Add flags to `XLA_FLAGS`, except those that are already there."""
     present = variables.get("XLA_FLAGS", "").split()
     names = {flag.partition("=")[0] for flag in present}
-    wanted = DETERMINISTIC_FLAGS["gpu" if has_gpu(variables) else "cpu"]
-    missing = [flag for flag in wanted if flag.partition("=")[0] not in names]
-    if missing:
+    if missing := [flag for flag in flags if flag.partition("=")[0] not in names]:
         variables["XLA_FLAGS"] = " ".join([*present, *missing])
 
 

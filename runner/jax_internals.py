@@ -3,8 +3,9 @@
 - `clusters`: detection of the processes of a job from the environment of an engine
 - `compilation_cache`, `compiler`: the compile cache of a run's directory takes the place of JAX's own
 - `distributed`: the coordinator's client, whose key-value store the agreement of the processes uses
-- `fused_attention_stablehlo`: cuDNN's attention is asked for its deterministic algorithm
+- `fused_attention_stablehlo`: cuDNN's attention is asked for its deterministic algorithm, and compiled without a GPU
 - `tpu`: MLIR dialect of TPU kernels, to read the programs of kernels
+- `xla_bridge`: plugins are loaded before a backend starts
 """
 
 from importlib import metadata
@@ -21,20 +22,30 @@ def _make_error(reason: str) -> InvalidError:
 
 
 try:
-    from jax._src import clusters, compilation_cache, compiler, distributed
+    from jax._src import clusters, compilation_cache, compiler, distributed, xla_bridge
     from jax._src.cudnn import fused_attention_stablehlo
     from jax._src.lib import tpu
 except ImportError as _error:
     raise _make_error(str(_error)) from _error
 
+# Functions that ask the GPU of this machine.
+CUDNN_CHECKS = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
+_DISCOVER = "_discover_and_register_pjrt_plugins"
 NEEDED: tuple[tuple[ModuleType, str], ...] = (
     (clusters, "SlurmCluster"),
     (compilation_cache, "get_file_cache"),
     (compiler, "_cache_write"),
     (distributed, "global_state"),
     (fused_attention_stablehlo, "dot_product_attention"),
+    *((fused_attention_stablehlo, name) for name in CUDNN_CHECKS),
     (tpu, "register_dialect"),
+    (xla_bridge, _DISCOVER),
 )
 for _module, _name in NEEDED:
     if not hasattr(_module, _name):
         raise _make_error(f"{_module.__name__} has no {_name}")
+
+
+def discover_plugins() -> None:
+    """Load the plugins of JAX for hardware, which their first use would do otherwise."""
+    getattr(xla_bridge, _DISCOVER)()

@@ -7,6 +7,7 @@ import math
 import os
 import shlex
 import shutil
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import jax
@@ -43,7 +44,7 @@ from runner.plan.checks import Findings, open_job
 from runner.spec import hash_record, parse_document, read_spec, validate_config, validate_spec
 from runner.storage import LocalStore, read_json, read_log
 from runner.train import program
-from runner.train.checks import list_local_options
+from runner.train.checks import list_local_options, validate_hardware
 from tests.support.tiny_jobs import (
     RecordingGPT,
     are_leaves_equal,
@@ -856,6 +857,14 @@ def test_invalid_configs_are_rejected_with_their_key(tmp_path, changes, message)
     with pytest.raises(SpecError, match=message):
         make_gpt(tmp_path / "run", **changes)()
     assert not (tmp_path / "run").exists()
+
+
+def test_devices_of_several_kinds_are_refused(tmp_path, monkeypatch):
+    job = make_gpt(tmp_path / "run")
+    kinds = ["NVIDIA H100 80GB HBM3"] * 7 + ["NVIDIA A100-SXM4-80GB"]
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind) for kind in kinds])
+    with pytest.raises(InvalidError, match=r"several kinds \(1 x NVIDIA A100-SXM4-80GB, 7 x NVIDIA H100 80GB HBM3\)"):
+        validate_hardware(job.spec, job.topology, job.config, Hosts.single_process())
 
 
 @pytest.mark.parametrize(("chunk", "is_dropped"), [(None, False), (64, False), (96, True)])

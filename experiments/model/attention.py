@@ -39,6 +39,7 @@ from experiments.model.platform import (
     LONG_STEP,
     SAVED_NAME,
     SPLASH_BLOCK_TOKENS,
+    compute_capability,
     import_for_tpu,
     platform,
     uses_long_blocks,
@@ -333,12 +334,11 @@ def _dot_product_attention(
 
 
 def _supports_cudnn(q_BxTxNxH: jax.Array, _: jax.Array) -> bool:
-    """Return True if the local GPU supports these heads. Tracing asks the local GPU too, so one must be present."""
-    if jax.default_backend() != "gpu" or "cuda" not in jax.local_devices()[0].client.platform_version:
+    """Return True if the GPU that the program is compiled for supports these heads."""
+    capability, head_width = compute_capability(), q_BxTxNxH.shape[3]
+    if capability is None:
         return False
-    head_width = q_BxTxNxH.shape[3]
-    is_hopper_or_later = float(jax.local_devices()[0].compute_capability) >= 9
-    return head_width % 8 == 0 and head_width <= (256 if is_hopper_or_later else 128)
+    return head_width % 8 == 0 and head_width <= (256 if capability >= (9, 0) else 128)
 
 
 # TPU kernels.

@@ -319,7 +319,7 @@ def find_peak_rates(device_kind: str, neighbours: int) -> tuple[PeakRates, float
     if chip is None or chip.speeds is None:
         return UNKNOWN_CHIP_RATES, UNKNOWN_CHIP_RATES.interconnect_bytes_per_second
     speeds, share = chip.speeds, chip.devices_per_chip
-    is_one_domain = chip.is_tpu or neighbours <= (chip.chips_per_host or neighbours)
+    is_one_domain = chip.is_tpu or neighbours <= (chip.chips_per_domain or neighbours)
     between = speeds.interconnect_bytes_per_second if is_one_domain else speeds.network_bytes_per_second
     own = replace(
         speeds,

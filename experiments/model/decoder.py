@@ -567,7 +567,7 @@ class PretrainDecoder(BaseTrainer):
             value_width=config.heads * config.value_size,
             attended_keys=sum(keys) / len(keys),
             remat=memory.remat,
-            is_attention_saved=saves_attention(self.topology, train_setup.mesh),
+            is_attention_saved=saves_attention(self.config, self.topology, train_setup.mesh),
             last_parameters=last,
             state_flops=0 if config.linear is None else config.linear_share * count_rule_flops(config.linear),
             matmul=self.config.precision.matmul,

@@ -48,7 +48,7 @@ from experiments.model.layers import (
     with_axes,
     with_scattered_gradient,
 )
-from experiments.model.platform import reduce_scatters_only_rows, sorts_before_summing, sums_exponentials_in_matmul
+from experiments.model.platform import guesses_logsumexp, reduce_scatters_only_rows, sorts_before_summing
 from runner.metrics.meta import ACCURACY, SUMS
 from runner.parallel.mesh import get_active_rules, list_axes, remove_axes_from_rules
 from runner.train.kernel_check import KernelCase, KernelTrial, get_kernel_use
@@ -279,7 +279,7 @@ def loss_sum_of(
         guess_BxT = None
         spec = make_partition_spec(weights.shape, "vocab", "embed") or ()
         # Rows of sharded weights would have to be gathered.
-        if sums_exponentials_in_matmul() and softcap is None and not any(map(split_axes, spec)):
+        if guesses_logsumexp() and softcap is None and not any(map(split_axes, spec)):
             # The logsumexp is the logit of the label plus the loss of the token, so it is near that logit.
             labels_BxTxD = weights[targets[0]].astype(jnp.float32)
             guess_BxT = jnp.sum(labels_BxTxD * x_BxTxD.astype(jnp.float32), axis=-1)

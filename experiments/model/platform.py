@@ -22,12 +22,14 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
-from runner.accelerator import parse_accelerator
+from runner.accelerator import find_chip, parse_accelerator
+from runner.config import TrainerConfig
 from runner.spec import Topology
 
 SMALL_VMEM_TPUS = ("TPU v4", "TPU v4 lite")  # chips with 16 MiB of VMEM
 SAVED_NAME = "kept"  # checkpoint name of the residuals that `remat: dots` saves beside the results of matmuls
 QUANTISED_NAME = "quantised"  # checkpoint name of the results of 8-bit matmuls
+_CUDNN_FORWARD = "dot_product_attention_fwd"  # JAX's name of the forward pass of cuDNN's attention
 _save_quantised: Callable[..., bool] = jax.checkpoint_policies.save_only_these_names(QUANTISED_NAME)
 SPLASH_BLOCK_TOKENS = (512, 256, 128)  # block lengths of JAX's TPU attention kernel, the fastest first
 LONG_BLOCK_TOKENS = 1024  # block length of the TPU attention kernel where a query sees at least four such blocks
@@ -43,6 +45,21 @@ def platform() -> str | None:
     return None if device is None else device.platform
 
 
+def compute_capability() -> tuple[int, int] | None:
+    """Return the version of the NVIDIA GPU that the program is compiled for; None if it is for other hardware.
+
+    A GPU that the catalogue does not know must be in this machine.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    chip = None if device is None or device.platform != "gpu" else find_chip(device.device_kind)
+    if chip is not None and chip.processors is not None:
+        return chip.processors.compute_capability
+    if jax.default_backend() != "gpu" or "cuda" not in jax.local_devices()[0].client.platform_version:
+        return None
+    major, minor = jax.local_devices()[0].compute_capability.split(".")
+    return int(major), int(minor)
+
+
 def vmem_limit_bytes() -> int | None:
     """Return how much VMEM a TPU kernel may use; None is the compiler's default for every kernel, 16 MiB."""
     device = jax.sharding.get_abstract_mesh().abstract_device
@@ -54,9 +71,13 @@ def uses_head_major_layout() -> bool:
     return platform() == "tpu"
 
 
-def sums_exponentials_in_matmul() -> bool:
-    """Return True if the compiler sums exponentials of logits in the matmul that makes them, once it has an offset."""
-    return platform() == "tpu"
+def guesses_logsumexp() -> bool:
+    """Return True if a guess at the logsumexp of each token, in place of the maximum, saves passes over the logits.
+
+    A TPU's compiler then sums their exponentials in the matmul that makes them. A GPU's sums them in the pass that finds
+    the logits of the labels.
+    """
+    return platform() in ("tpu", "gpu")
 
 
 def rotates_by_matmul() -> bool:
@@ -130,24 +151,30 @@ def mark_saved(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, SAVED_NAME) if uses_head_major_layout() else x
 
 
-def saves_attention(topology: Topology, mesh: Mesh | AbstractMesh) -> bool:
+def saves_attention(config: TrainerConfig[Any], topology: Topology, mesh: Mesh | AbstractMesh) -> bool:
     """Return True if `remat: dots` saves the results of attention in the program of a job with this topology.
 
-    A job may be planned on another machine than its own, and on a mesh without devices. The topology then names its
-    accelerator.
+    On a GPU it does those of cuDNN, which is taken for the kernel of documents that attend to all before them, in 16
+    bits. A job may be planned on another machine than its own, and on a mesh without devices. The topology then names
+    its accelerator.
     """
+    uses_cudnn = config.data.packing == "concatenate" and config.precision.compute != "float32"
     accelerator = parse_accelerator(topology.accelerator)
     if accelerator is not None:
-        return accelerator.chip.is_tpu
-    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu"
+        return accelerator.chip.is_tpu or (accelerator.chip.processors is not None and uses_cudnn)
+    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
+    return platform == "tpu" or (platform == "gpu" and uses_cudnn)
 
 
 def _save_dots(primitive: Any, *operands: Any, **params: Any) -> bool:
     """Return True for the result of a matmul of weights: the checkpoint policy of `remat: dots` without `mark_saved`.
 
-    The result of an 8-bit matmul is saved after its scales are applied: the sums before that are twice as large.
+    The result of an 8-bit matmul is saved after its scales are applied: the sums before that are twice as large. The
+    results of cuDNN's attention are saved too.
     """
     is_dot: bool = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params)
+    if primitive.name.startswith(_CUDNN_FORWARD):
+        return True
     return (is_dot and operands[0].dtype.itemsize > 1) or _save_quantised(primitive, *operands, **params)
 
 

@@ -7,9 +7,10 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
-from runner.accelerator import platform_errors
+from runner.accelerator import GPU_DEVICES, GPU_PLUGINS, has_device, platform_errors
 from runner.cli import arguments as declared
 from runner.command_line import CommandLine
 from runner.console import finish_output, protect_streams, warn
@@ -324,7 +325,7 @@ def _run_job(arguments: declared.JobArguments, stop: StopNotice, clock: Clock) -
 def _import(module: str) -> Any:
     """Import a module, which may import jax. Raises InvalidError if an environment variable keeps jax from working."""
     try:
-        found = importlib.import_module(module)
+        found = _import_quietly(module) if _has_idle_gpu_plugin() else importlib.import_module(module)
     except ValueError as error:
         # JAX checks its variables when it is imported, and its message names the wrong one.
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -346,3 +347,23 @@ def _import(module: str) -> Any:
             named = ", ".join(f"{name.upper()}={os.environ[name.upper()]}" for name in changed)
             warn(f"environment: {named}: not applied, because JAX's own libraries do not pass such a check; unset it")
     return found
+
+
+def _has_idle_gpu_plugin() -> bool:
+    """Return True if JAX's plugin for GPUs is installed where there is none."""
+    return not has_device(GPU_DEVICES) and any(find_spec(package) for package in GPU_PLUGINS)
+
+
+def _import_quietly(module: str) -> Any:
+    """Import a module, and start JAX's plugins if it imports jax, without their messages that there is no GPU."""
+    protected = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        found = importlib.import_module(module)
+        if "jax" in sys.modules:
+            importlib.import_module("runner.jax_internals").discover_plugins()
+        return found
+    finally:
+        os.dup2(protected, 2)
+        os.close(protected)

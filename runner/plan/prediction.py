@@ -349,5 +349,7 @@ def build_abstract(setup_builder: TrainSetupBuilder, sizes: MeshSizes) -> TrainS
 
 
 def _count_domains(accelerator: Accelerator) -> int:
-    """Return the number of slices, or of GPU nodes."""
-    return accelerator.num_slices if accelerator.chip.is_tpu else accelerator.hosts_per_slice * accelerator.num_slices
+    """Return the number of slices, or of groups of GPUs that one fast interconnect joins."""
+    if accelerator.chip.is_tpu:
+        return accelerator.num_slices
+    return -(-accelerator.hosts_per_slice // accelerator.chip.hosts_per_domain) * accelerator.num_slices

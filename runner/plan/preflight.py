@@ -125,7 +125,8 @@ def _open_machine(document: Document, findings: Findings) -> TargetMachine | Non
     with findings.collect(is_local=True):
         # The error names the line of the spec, or the option, that the accelerator comes from.
         try:
-            return open_machine(parse_accelerator(text))
+            is_relaxed = isinstance(topology, dict) and topology.get("deterministic") is False
+            return open_machine(parse_accelerator(text), is_deterministic=not is_relaxed)
         except InvalidError as error:
             raise document.error("topology.accelerator", str(error)) from error
     return None
@@ -388,14 +389,15 @@ def _search(request: PlanRequest) -> int:
             "--topology",
         )
     if request.hours is None:
-        machine = open_machine(accelerator)
+        machine = open_machine(accelerator, is_deterministic=topology.deterministic)
         candidates = search.list_candidates(search.list_variants(), accelerator, machine.hbm_bytes)
         start = search.make_start(accelerator, machine.hbm_bytes)
     else:
         # `open_machine` requires that the largest machine is opened first.
-        open_machine(Accelerator(accelerator.name, accelerator.chip.slice_sizes[-1]))
+        largest = Accelerator(accelerator.name, accelerator.chip.slice_sizes[-1])
+        open_machine(largest, is_deterministic=topology.deterministic)
         accelerator, candidates = find_smallest_slice(search, search.list_variants(), accelerator, request.hours)
-        machine, start = open_machine(accelerator), None
+        machine, start = open_machine(accelerator, is_deterministic=topology.deterministic), None
     for candidate in candidates[:_NUM_SHOWN]:
         predicted = candidate.prediction
         seconds, needed = format_amount(predicted.rank[0], "seconds"), format_amount(predicted.needed_bytes, "bytes")

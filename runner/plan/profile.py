@@ -11,11 +11,15 @@ from pathlib import Path
 from runner.errors import InvalidError
 from runner.metrics.file import read_sample
 from runner.plan.figures import Basis, Section, format_amount
-from runner.plan.forecast import DeviceRates, Forecast, build_trace, compute_forecast, get_live_bytes
+from runner.plan.forecast import DeviceRates, Forecast, TypicalShares, build_trace, compute_forecast, get_live_bytes
 from runner.plan.forecast.collectives import Collective
 from runner.plan.program import CompiledProgram, TargetMachine, compute_sent_bytes
 from runner.storage import JsonObject, open_store
 from runner.train.compile import ProgramMemory
+
+# Fitted to steps of GPT-2 124M and Llama 1B, measured on an H200 (`tests/benchmarks/accelerator`). The share of
+# attention is that of heads of width 64, with their gradients.
+_GPU_SHARES = TypicalShares(matmul=0.62, hbm=0.75, attention=0.35, launch_seconds=2e-6)
 
 _NUM_OPS, _NUM_LINES, _NUM_BUFFERS, _NUM_TIMES = 20, 15, 8, 10
 
@@ -42,7 +46,12 @@ def get_device_rates(machine: TargetMachine, mesh_sizes: Mapping[str, int]) -> D
         chip.matrix_units[1] if chip.matrix_units else 1,
         None if speeds.int8_per_second is None else speeds.int8_per_second * share,
         None if speeds.float8_per_second is None else speeds.float8_per_second * share,
+        _GPU_SHARES if _is_compiled_for_gpus(machine) else None,
     )
+
+
+def _is_compiled_for_gpus(machine: TargetMachine) -> bool:
+    return not machine.is_faked and machine.accelerator is not None and machine.accelerator.chip.processors is not None
 
 
 def forecast_program(program: CompiledProgram, machine: TargetMachine) -> Forecast | None:
@@ -61,8 +70,10 @@ def make_profile_sections(
     """
     basis: Basis = "compiled" if forecast.has_estimates else "assumed"
 
+    has_range = forecast.has_estimates or _is_compiled_for_gpus(machine)
+
     def format_roofline(low: float) -> str:
-        return f"{format_amount(low, 'seconds')} at the roofline" if forecast.has_estimates else ""
+        return f"{format_amount(low, 'seconds')} at the roofline" if has_range else ""
 
     # Shares are of the upper end of the range, which all parts add up to.
     parts = Section("where the time goes")
@@ -104,6 +115,10 @@ def _make_range_section(forecast: Forecast, machine: TargetMachine, model_flops:
         assert chip.clock_hertz is not None, "estimates are in cycles"
         cycles = f"cycles estimated by {machine.compiler}, at {chip.clock_hertz / 1e9:.2f} GHz"
         section.add("by the compiler's estimates", forecast.high, "seconds", "compiled", cycles)
+    elif _is_compiled_for_gpus(machine):
+        shares = f"{_GPU_SHARES.matmul:.0%} in matmuls, {_GPU_SHARES.attention:.0%} in attention"
+        note = f"{shares}, {_GPU_SHARES.hbm:.0%} of the memory bandwidth"
+        section.add("at typical shares of the peaks", forecast.high, "seconds", "assumed", note)
     elif machine.is_faked:
         reason = f"none: {machine.compiler} stands in for the chip's compiler; every time is a roofline of its fusions"
         section.add("estimates", reason, "text", "compiled")
@@ -115,6 +130,8 @@ def _make_range_section(forecast: Forecast, machine: TargetMachine, model_flops:
         section.add("MFU at most", model_flops / (low * peak), "share", "assumed", "if every op is at its roofline")
         if forecast.has_estimates:
             section.add("MFU by the estimates", model_flops / (high * peak), "share", "compiled")
+        elif _is_compiled_for_gpus(machine):
+            section.add("MFU at typical shares", model_flops / (high * peak), "share", "assumed")
     note = "of matmuls and kernels, as compiled"
     section.add("FLOPs of a device", forecast.flops, "FLOP", "compiled", note, label="FLOPs per device")
     if forecast.num_unknown:
@@ -197,6 +214,8 @@ def make_comparison_section(forecast: Forecast, planned_bytes: float, rows: tupl
     if forecast.has_estimates:
         note = "times the upper end of the forecast"
         section.add("over the compiler's estimates", seconds / forecast.high, "", "measured", note)
+    elif forecast.high > forecast.low:
+        section.add("over typical shares of the peaks", seconds / forecast.high, "", "measured", "the upper end")
     # A run on devices without known peak figures has no MFU.
     shares = [share for row in rows if (share := _get_number(row, "perf/mfu"))]
     if shares:

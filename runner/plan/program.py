@@ -1,8 +1,8 @@
 """Compiled steps of a job for devices that need not be present: memory, collectives, compile time, roofline.
 
-libtpu compiles for any TPU topology on any machine. Without libtpu, and for GPUs, the same program is partitioned for
-the same number of simulated CPU devices. Sharding and collectives are then those of the mesh, but temporaries are those
-of XLA for CPU.
+libtpu compiles for any TPU topology on any machine, and XLA for GPU for any number of NVIDIA GPUs (`runner.plan.gpu`).
+Without them the same program is partitioned for the same number of simulated CPU devices. Sharding and collectives are
+then those of the mesh, but temporaries are those of XLA for CPU.
 
 The roofline is a bound: a step cannot be faster than its matmuls at peak FLOP/s, its memory traffic at HBM bandwidth,
 or its collectives at the bandwidth of their network. If all of these overlap, it is as fast as the slowest of them.
@@ -46,6 +46,7 @@ from runner.parallel.mesh import (
 )
 from runner.plan.figures import format_amount
 from runner.plan.forecast.collectives import Collective, find_collectives
+from runner.plan.gpu import add_gpu_flags, is_gpu_compiler_installed, open_gpu_devices
 from runner.plan.mesh import MeshSizes
 from runner.spec.imports import format_install, is_extra_installed
 from runner.train.compile import MEMORY_SHARE, CompiledStep, ProgramMemory, StepTooLargeError
@@ -110,12 +111,17 @@ class TargetMachine:
         return self.hbm_bytes * MEMORY_SHARE
 
     @property
+    def spans_domains(self) -> bool:
+        """True if one program runs on all devices. libtpu compiles the program of a slice."""
+        return self.is_faked or (self.accelerator is not None and not self.accelerator.chip.is_tpu)
+
+    @property
     def devices_per_domain(self) -> int:
-        """Number of devices that the fast interconnect joins: those of a slice, or of a GPU node."""
+        """Number of devices that the fast interconnect joins: those of a slice, or of one or several GPU nodes."""
         found = self.accelerator
         if found is None or found.num_chips is None:
             return len(self.devices)
-        chips = found.num_chips if found.chip.is_tpu else min(found.num_chips, found.chip.chips_per_host or 1)
+        chips = found.num_chips if found.chip.is_tpu else min(found.num_chips, found.chip.chips_per_domain or 1)
         return chips * found.chip.devices_per_chip
 
 
@@ -124,8 +130,10 @@ def is_libtpu_installed() -> bool:
     return is_extra_installed("tpu-plan")
 
 
-def open_machine(accelerator: Accelerator | None) -> TargetMachine:
+def open_machine(accelerator: Accelerator | None, *, is_deterministic: bool = True) -> TargetMachine:
     """Return the devices of an accelerator; None, or a CPU without a number, stands for the devices of this machine.
+
+    Programs for other devices are compiled as those of a job with `topology.deterministic`, or one without.
 
     Call it before jax starts a backend. A caller that opens several machines must open the largest first, because the
     number of simulated devices is fixed when the backend starts. Raises InvalidError if there is no such topology, or
@@ -150,6 +158,14 @@ def open_machine(accelerator: Accelerator | None) -> TargetMachine:
     # The number of devices in XLA_FLAGS would win over the one that is set here. If a backend has been started, its
     # number is fixed, and the first of its devices are used.
     os.environ["XLA_FLAGS"] = _FAKE_DEVICE_FLAG.sub("", os.environ.get("XLA_FLAGS", ""))
+    if accelerator.hosts_per_slice * (accelerator.num_chips_per_host or 1) != accelerator.num_chips:
+        nodes, per_node = accelerator.hosts_per_slice, accelerator.chip.chips_per_host
+        raise InvalidError(
+            f"{accelerator}: {accelerator.num_chips} GPUs do not divide over {nodes} nodes of {per_node}"
+        )
+    has_gpu_compiler = accelerator.chip.processors is not None and is_gpu_compiler_installed()
+    if has_gpu_compiler:
+        add_gpu_flags(os.environ, is_deterministic=is_deterministic)  # before XLA reads them
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", accelerator.num_devices)
     cpu_devices = jax.devices("cpu")
@@ -160,8 +176,13 @@ def open_machine(accelerator: Accelerator | None) -> TargetMachine:
     if shape and is_libtpu_installed():
         devices, compiler = _open_libtpu_devices(accelerator, shape)
         return TargetMachine(devices, stand_ins, accelerator, compiler, False, hbm_bytes)
+    if has_gpu_compiler:
+        devices, compiler = open_gpu_devices(accelerator)
+        return TargetMachine(devices, stand_ins, accelerator, compiler, False, hbm_bytes)
     is_cpu = accelerator.name == "cpu"
     reason = f", since libtpu is not installed ({format_install('tpu-plan')})" if accelerator.chip.is_tpu else ""
+    if accelerator.chip.processors is not None:
+        reason = f", since XLA for GPU is not installed ({format_install('gpu-plan')})"
     compiler = "XLA for CPU" if is_cpu else f"XLA for {len(stand_ins)} fake CPU devices{reason}"
     return TargetMachine(stand_ins, stand_ins, accelerator, compiler, not is_cpu, hbm_bytes)
 
@@ -455,7 +476,7 @@ def compute_sent_bytes(
     program spans all domains, and each collective is split by arithmetic.
     """
     # Devices of one machine, and the slice that libtpu compiles for, are one domain.
-    num_domains = max(1, len(machine.devices) // machine.devices_per_domain) if machine.is_faked else 1
+    num_domains = max(1, len(machine.devices) // machine.devices_per_domain) if machine.spans_domains else 1
     over_domains = dict(zip(AXES, split_axes_over_slices(dict(sizes), num_domains), strict=True))
     interconnect = network = 0.0
     for collective in collectives:

@@ -25,14 +25,15 @@ from runner.spec.document import Document
 from runner.spec.model import CLASS_PATH, JOB_PATTERN
 
 _MAX_PLACES = 3  # of a search for a module, in a message
-# Extras for users, each with the top-level packages that only it installs.
+# Extras for users, each with packages that tell whether it is installed.
 EXTRA_PACKAGES = {
     "gcs": ("google",),
     "s3": ("boto3", "botocore"),
     "azure": ("azure",),
     "tpu": ("libtpu",),
     "tpu-plan": ("libtpu",),
-    "cuda": ("jax_cuda12_plugin",),
+    "cuda": ("jax_cuda12_plugin", "pynvml"),
+    "gpu-plan": ("jax_cuda12_plugin",),
     "parquet": ("pyarrow",),
     "sentencepiece": ("sentencepiece",),
     "tiktoken": ("tiktoken",),

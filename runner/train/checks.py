@@ -5,6 +5,7 @@ devices. All hosts must train on the same data, which must not change during the
 attempt on the same hardware is reused, because another size would change the bits of the result.
 """
 
+import collections
 import math
 import shlex
 from collections.abc import Callable, Sequence
@@ -62,7 +63,11 @@ def list_local_options(spec: ExecutionSpec, topology: Topology, config: TrainerC
 
 
 def validate_hardware(spec: ExecutionSpec, topology: Topology, config: TrainerConfig, hosts: Hosts) -> None:
-    """Raise `InvalidError` if the devices are not those that the job is sized for, or a part of them."""
+    """Raise `InvalidError` if the devices are not those that the job is sized for, or of several kinds."""
+    kinds = collections.Counter(device.device_kind for device in jax.devices())
+    if len(kinds) > 1:
+        found = ", ".join(f"{number} x {kind}" for kind, number in sorted(kinds.items()))
+        raise InvalidError(f"the devices of the job are of several kinds ({found}); give it devices of one kind")
     wanted = parse_accelerator(topology.accelerator)
     device, number = jax.devices()[0], jax.device_count()
     if wanted is not None and not wanted.matches(device.device_kind, _count_expected_devices(hosts)):

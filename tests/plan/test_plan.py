@@ -144,6 +144,12 @@ def test_more_devices_than_can_be_simulated_are_rejected(name: str) -> None:
         open_machine(parse_accelerator(name))
 
 
+@pytest.mark.parametrize("name", ["h200-13", "gb200-7", "a100-9"])
+def test_gpus_that_do_not_divide_over_nodes_are_rejected(name: str) -> None:
+    with pytest.raises(InvalidError, match=rf"^{name}: \d+ GPUs do not divide over 2 nodes of (8|4)$"):
+        open_machine(parse_accelerator(name))
+
+
 def test_the_largest_slice_of_every_chip_can_be_simulated() -> None:
     for name, chip in CHIPS.items():
         largest = Accelerator(name, chip.slice_sizes[-1]).num_devices

@@ -61,7 +61,7 @@ for name, words in cases.items():
         os._exit(code)
 json.dump({"missing": missing, "ends": ends}, sys.stdout)
 """
-PLUGINS = {"tpu", "tpu-plan", "cuda"}  # plugins of jax, which works without them
+PLUGINS = {"tpu", "tpu-plan", "gpu-plan", "cuda"}  # plugins of jax, which works without them
 
 
 def write_commands(directory: Path) -> dict[str, list[str]]:

@@ -19,7 +19,8 @@ Rules of the count:
    own size. Arrays in the chip's fast memory cause no HBM traffic.
 4. A kernel counts by its stated cost, and by no less traffic than that of its arrays in whole tiles; an attention
    kernel without a stated cost by its shapes and blocks.
-5. An op without an estimate counts by its roofline at both ends of the range.
+5. An op without an estimate counts by its roofline at both ends of the range. XLA for GPU writes no estimates; there
+   the upper end is that of ops that reach typical shares of the peaks (`TypicalShares`).
 
 - `hlo`: parser of HLO text: instructions, shapes, calls and loop trip counts
 - `module`: instructions of a module by computation, in scheduled order; their source lines; its largest arrays
@@ -29,7 +30,7 @@ Rules of the count:
 - `forecast`: forecast of a program by part, line and op, and its trace for Perfetto
 """
 
-from runner.plan.forecast.cost import DeviceRates
+from runner.plan.forecast.cost import DeviceRates, TypicalShares
 from runner.plan.forecast.forecast import Forecast, OpTime, build_trace, compute_forecast, get_live_bytes
 
-__all__ = ["DeviceRates", "Forecast", "OpTime", "build_trace", "compute_forecast", "get_live_bytes"]
+__all__ = ["DeviceRates", "Forecast", "OpTime", "TypicalShares", "build_trace", "compute_forecast", "get_live_bytes"]

@@ -41,6 +41,10 @@ _ATTENTION = re.compile(r"splash|flash|attention|fmha", re.IGNORECASE)
 # Products of (queries, head) by (head, keys), or of that size, in the kernels of one attention.
 _FORWARD_PRODUCTS, _DQ_PRODUCTS, _DKV_PRODUCTS, _FUSED_BACKWARD_PRODUCTS = 2, 3, 4, 5
 
+_CUDNN_ATTENTION = re.compile(r'custom_call_target="__cudnn\$fmha\w*?(Backward)?"')
+_CUDNN_WINDOW = re.compile(r'"sliding_window_length": ?(\d+)')
+_CUDNN_BLOCK = 128
+
 # Opcodes that compute nothing: they name existing values, or `schedule` treats them by itself.
 FREE_OPCODES = {
     "parameter",
@@ -216,6 +220,15 @@ def _count_attention_flops(module: HloModule, op: Op, width: int) -> _AttentionF
     if len(inputs) < 2:
         return None
     query, key = inputs[0], inputs[1]
+    if library := _CUDNN_ATTENTION.search(op.rest):
+        # Batch, positions, heads and head. Its blocks are not known; those of 128 are usual.
+        (batch, length, heads, head), keys = query.dims, key.dims[1]
+        products = _FUSED_BACKWARD_PRODUCTS if library[1] else _FORWARD_PRODUCTS
+        window = _CUDNN_WINDOW.search(op.rest)
+        row = -(-int(window[1]) // _CUDNN_BLOCK) + 1 if window and int(window[1]) else None
+        share = compute_causal_share(length, keys, _CUDNN_BLOCK, _CUDNN_BLOCK, row)
+        flops = int(share * products * Matmul(batch * heads, length, keys, head).flops)
+        return _AttentionFlops(flops, flops)
     length, head, keys = query.dims[-2], query.dims[-1], key.dims[-2]
     # The phase is the suffix of the kernel's block sizes.
     if "dkv" in op.name:
@@ -325,12 +338,23 @@ def _count_bytes_written_inside(module: HloModule, value: Op) -> list[int]:
     return _count_written_bytes(module, value)
 
 
+class TypicalShares(NamedTuple):
+    """Shares of the peaks that ops of several microseconds typically reach."""
+
+    matmul: float
+    hbm: float
+    attention: float
+    launch_seconds: float  # between two kernels
+
+
 @dataclass(frozen=True)
 class DeviceRates:
     """Speeds of one device.
 
     Attributes:
         int8_per_second, float8_per_second: peaks for operands of 8 bits; None where there is none.
+        typical: what ops reach of the peaks, for a compiler that writes no estimates; None leaves the upper end of an
+            op without an estimate at its roofline.
     """
 
     flops_per_second: float  # peak of all its matrix units together
@@ -341,6 +365,7 @@ class DeviceRates:
     matrix_unit_width: int = 1  # sizes of matmuls are padded to it; 1 where it is unknown
     int8_per_second: float | None = None
     float8_per_second: float | None = None
+    typical: "TypicalShares | None" = None
 
     def compute_seconds(self, matmul: Matmul) -> float:
         """Return the time of a matmul at the peak for its operands."""
@@ -359,8 +384,8 @@ class OpCost:
 
     low: float  # seconds at the roofline
     high: float  # seconds by the compiler's estimate
-    # `estimate` of the compiler; `stated` by a kernel; `shapes` of an attention kernel; `roofline` where nothing else
-    # is known; `unknown` for a kernel of which only its arrays are known.
+    # `estimate` of the compiler; `stated` by a kernel; `shapes` of an attention kernel; `typical` where the upper end
+    # is assumed; `roofline` where nothing else is known; `unknown` for a kernel of which only its arrays are known.
     basis: str
     flops: int  # FLOPs of its matmuls, without padding
     moved_bytes: int  # HBM traffic
@@ -395,15 +420,23 @@ def compute_cost(module: HloModule, op: Op, rates: DeviceRates) -> OpCost | None
             moved = max(moved, moved * int(stated[2]) // max(packed, 1))
         # Operands of 8 bits of an attention kernel are tables of blocks.
         peak = rates.get_flops_per_second(None if is_attention else _find_8bit_type(module, op))
-        seconds = max(padded / peak, moved / rates.hbm_bytes_per_second)
-        return OpCost(seconds, seconds, "stated" if has_stated_bytes else "shapes", flops, moved)
+        compute, memory = padded / peak, moved / rates.hbm_bytes_per_second
+        low = high = max(compute, memory)
+        if rates.typical is not None:
+            share = rates.typical.attention if is_attention else rates.typical.matmul
+            high = max(compute / share, memory / rates.typical.hbm) + rates.typical.launch_seconds
+        return OpCost(low, high, "stated" if has_stated_bytes else "shapes", flops, moved)
     matmuls = find_matmuls(module, op)
-    low = max(sum(map(rates.compute_seconds, matmuls)), moved / rates.hbm_bytes_per_second)
+    compute, memory = sum(map(rates.compute_seconds, matmuls)), moved / rates.hbm_bytes_per_second
+    low = max(compute, memory)
     # Elementwise FLOPs are not counted: memory traffic bounds such ops.
     flops = sum(matmul.flops for matmul in matmuls)
     cycles = _CYCLES.search(op.rest)
     if cycles is None or rates.clock_hertz is None or int(cycles[1]) >= _NO_ESTIMATE:
-        return OpCost(low, low, "roofline", flops, moved)
+        if rates.typical is None or not low:
+            return OpCost(low, low, "roofline", flops, moved)
+        high = max(compute / rates.typical.matmul, memory / rates.typical.hbm) + rates.typical.launch_seconds
+        return OpCost(low, high, "typical", flops, moved)
     return OpCost(low, int(cycles[1]) / rates.clock_hertz, "estimate", flops, moved)
 
 

@@ -239,7 +239,7 @@ class _BufferAssignment:
             there = self.made[value][0]
             # The buffer may have other names, by which later ops use it.
             is_needed = any(self.uses[other] > index for other in self.names[value])
-            if not is_needed and (there.dims, there.dtype) == (array.dims, array.dtype):
+            if not is_needed and _get_layout(there) == _get_layout(array):
                 return value
         return None
 
@@ -281,6 +281,11 @@ class _BufferAssignment:
             updated = self._find_updated_operand(op, element or 0)
             if updated is not None and updated < len(op.operands):
                 yield from self._find_results(op.operands[updated], None)
+
+
+def _get_layout(array: ArrayShape) -> tuple[str, int, tuple[int, ...]]:
+    """Return what is the same for arrays of which one may take the buffer of the other: rows may be grouped anew."""
+    return array.dtype, array.hbm_bytes, array.dims[-1:]
 
 
 def _iter_leaves(value: _BufferTree) -> Iterator[int]:
@@ -378,7 +383,7 @@ class Forecast:
     """Time and memory of a step."""
 
     low: float  # seconds if each op is as fast as its roofline
-    high: float  # seconds by the compiler's estimates
+    high: float  # seconds by the compiler's estimates, or by typical shares of the peaks
     ops: tuple[OpTime, ...]  # time of each op, most expensive first
     timing: Timing  # simulated schedule by the compiler's estimates
     memory: LiveMemory  # live temporaries at each op

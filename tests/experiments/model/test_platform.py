@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 
 from experiments.gpt import GPT, GPTConfig
 from experiments.model import platform
@@ -128,3 +129,20 @@ def test_dots_save_named_residuals_on_a_tpu_only(switch_to_tpu):
     on_a_cpu = count_sines()
     switch_to_tpu()
     assert count_sines() == on_a_cpu - 1  # the one inside is not recomputed
+
+
+@pytest.mark.parametrize(("policy", "calls"), [(platform.dots_policy(), 1), (None, 2)], ids=["dots", "layers"])
+def test_dots_save_the_forward_pass_of_cudnn(policy, calls, monkeypatch):
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+
+    def attend(x_BxTxNxH):
+        y_BxTxNxH = jax.nn.dot_product_attention(
+            x_BxTxNxH, x_BxTxNxH, x_BxTxNxH, is_causal=True, implementation="cudnn"
+        )
+        return jnp.sin(y_BxTxNxH.astype(jnp.float32)).sum()
+
+    x_BxTxNxH = jax.ShapeDtypeStruct((2, 128, 2, 64), jnp.bfloat16)
+    traced = jax.jit(jax.value_and_grad(jax.checkpoint(attend, policy=policy))).trace(x_BxTxNxH)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__cudnn$fmhaSoftmax(") == calls
+    assert text.count("@__cudnn$fmhaSoftmaxBackward") == 1

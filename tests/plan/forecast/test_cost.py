@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from runner.plan.forecast.cost import Matmul, compute_causal_share, compute_cost, count_moved_bytes, find_matmuls
+from runner.plan.forecast.cost import (
+    Matmul,
+    TypicalShares,
+    compute_causal_share,
+    compute_cost,
+    count_moved_bytes,
+    find_matmuls,
+)
 from runner.plan.forecast.module import HloModule, Op, load_module, parse_arrays
 from tests.plan.forecast.hlo_text import (
     NANO,
@@ -376,3 +383,46 @@ def test_a_stated_kernel_cost_is_used_and_unknown_kernels_are_counted() -> None:
     unknown = compute_text_forecast(line.replace("COST", "").replace("ragged-dot", "mystery"))
     assert (round_nanoseconds(unknown), unknown.num_unknown) == ((2000, 2000), 1)
     assert [op.part for op in unknown.ops] == ["other kernels"]
+
+
+# In the form of XLA for GPU: batch, positions, heads and head; the kernel reads the products of 4 x 2 heads.
+CUDNN_HEADS = "bf16[4,1024,2,64]"
+
+
+@pytest.mark.parametrize(
+    ("target", "products"),
+    [("__cudnn$fmhaSoftmax", 2), ("__cudnn$fmhaSoftmaxBackward", 5)],
+    ids=["forward", "backward"],
+)
+@pytest.mark.parametrize(("window", "share"), [(0, 36 / 64), (128, 15 / 64)])
+def test_attention_of_cudnn_counts_by_its_shapes(target: str, products: int, window: int, share: float) -> None:
+    config = f'backend_config={{"cudnn_fmha_backend_config": {{"sliding_window_length": {window}}}}}'
+    lines = [f"%{name} = {CUDNN_HEADS} parameter({number})" for number, name in enumerate("qkv", 1)]
+    call = f'%y = ({CUDNN_HEADS}, u8[0]) custom-call(%q, %k, %v), custom_call_target="{target}", {config}'
+    module, op = parse_last_op(make_module(*lines, call))
+    rates = make_rates()
+    cost = compute_cost(module, op, rates)
+    assert cost is not None
+    assert cost.flops == share * products * 2 * 4 * 2 * 1024 * 1024 * 64
+    assert (cost.low, cost.basis) == (cost.high, "shapes")
+    typical = compute_cost(module, op, replace(rates, typical=TypicalShares(0.5, 0.5, 0.25, 0.0)))
+    assert typical is not None
+    assert typical.low == cost.low
+    assert 2 * cost.low <= typical.high <= 4 * cost.low
+
+
+def test_typical_shares_raise_the_upper_end_of_ops_without_an_estimate() -> None:
+    lines = ["%a = f32[512,512] parameter(1)", "%b = f32[512,512] parameter(2)"]
+    dot = "%y = f32[512,512] dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    shares = TypicalShares(matmul=0.5, hbm=0.25, attention=0.1, launch_seconds=1.0)
+    for line in (dot, "%y = f32[512,512] add(%a, %b)"):
+        module, op = parse_last_op(make_module(*lines, line))
+        rates = make_rates()
+        lowest = compute_cost(module, op, rates)
+        found = compute_cost(module, op, replace(rates, typical=shares))
+        assert lowest is not None
+        assert found is not None
+        matmul_seconds = sum(map(rates.compute_seconds, find_matmuls(module, op)))
+        memory_seconds = lowest.moved_bytes / rates.hbm_bytes_per_second
+        assert (found.low, found.basis) == (lowest.low, "typical")
+        assert found.high == max(matmul_seconds / 0.5, memory_seconds / 0.25) + 1.0

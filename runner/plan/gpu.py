@@ -1,0 +1,100 @@
+"""Devices that stand for NVIDIA GPUs, for which XLA for GPU compiles on a machine without any.
+
+JAX's plugin for CUDA holds the compiler. It needs no CUDA library to compile, only a description of the GPU.
+
+On a GPU, XLA times kernels to choose among them, unless the job is deterministic. Without one it would generate each
+matmul by Triton. A deterministic job uses cuBLAS, whose results need memory of their own: of GPT-2 124M on an H200 (jax
+0.11.2) 8.51 GiB are measured, 8.32 planned with cuBLAS, and 7.42 with Triton. So plans use cuBLAS.
+
+A job on a GPU asks the GPU which forms of attention cuDNN has for it. Here the description answers.
+"""
+
+from collections.abc import MutableMapping, Sequence
+from importlib.util import find_spec
+
+import jax
+from jax.experimental import topologies
+
+from runner.accelerator import DETERMINISTIC_FLAGS, GPU_PLUGINS, Accelerator, GpuProcessors, add_flags
+from runner.errors import InvalidError
+from runner.jax_internals import fused_attention_stablehlo
+
+_USE_CUBLAS = "--xla_gpu_enable_triton_gemm=false"
+# Those that jax[cuda12] installs with the newest version of JAX that the runner is tested with.
+_CUDA_VERSION, _CUDNN_VERSION = (12, 9, 0), (9, 10, 2)
+
+
+def is_gpu_compiler_installed() -> bool:
+    """Return True if JAX's plugin for CUDA can be imported."""
+    return any(find_spec(package) is not None for package in GPU_PLUGINS)
+
+
+def add_gpu_flags(variables: MutableMapping[str, str], *, is_deterministic: bool) -> None:
+    """Add the flags of XLA for such programs to `XLA_FLAGS`. Call it before JAX starts a backend."""
+    add_flags(variables, [*(DETERMINISTIC_FLAGS["gpu"] if is_deterministic else ()), _USE_CUBLAS])
+
+
+def open_gpu_devices(accelerator: Accelerator) -> tuple[Sequence[jax.Device], str]:
+    """Return devices to compile for, and the name of the compiler. Raises InvalidError if it knows no such GPU.
+
+    From then on JAX's attention takes the GPUs of this process for those of `accelerator`.
+    """
+    chip = accelerator.chip
+    assert chip.processors is not None, "the caller has asked whether it is a GPU"
+    assert chip.speeds is not None, "every GPU of the catalogue has peak rates"
+    shape = f"{accelerator.num_slices}x{accelerator.hosts_per_slice}x{accelerator.num_chips_per_host}"
+    target = describe_gpu(chip.processors, int(chip.speeds.hbm_bytes_per_second))
+    try:
+        topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=target, topology=shape)
+    except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
+        line = str(error).split("\n", 1)[0][:300]
+        raise InvalidError(f"XLA for GPU of jax {jax.__version__} cannot compile for {accelerator}: {line}") from error
+    _answer_for_gpu(chip.processors.compute_capability)
+    return topology.devices, f"XLA for GPU of jax {jax.__version__}"
+
+
+def describe_gpu(gpu: GpuProcessors, bytes_per_second: int) -> str:
+    """Return the text of a `GpuTargetConfigProto` (openxla/xla, xla/stream_executor/device_description.proto)."""
+    fields = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 48 << 10,
+        "shared_memory_per_core": gpu.shared_memory_bytes,
+        "threads_per_core_limit": gpu.threads_per_processor,
+        "core_count": gpu.num_processors,
+        "fpus_per_core": gpu.units_per_processor,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 2**16 - 1,
+        "block_dim_limit_z": 2**16 - 1,
+        "memory_bandwidth": bytes_per_second,
+        "l2_cache_size": gpu.l2_bytes,
+        "clock_rate_ghz": gpu.clock_ghz,
+        "device_memory_size": gpu.memory_bytes,
+        "shared_memory_per_block_optin": gpu.shared_memory_bytes - 1024,
+        "registers_per_core_limit": 2**16,
+        "registers_per_block_limit": 2**16,
+    }
+    info = " ".join(f"{name}: {value}" for name, value in fields.items())
+    major, minor = gpu.compute_capability
+    cudnn, cuda = ("major: {} minor: {} patch: {}".format(*each) for each in (_CUDNN_VERSION, _CUDA_VERSION))
+    return (
+        f"gpu_device_info {{ {info} cuda_compute_capability {{ major: {major} minor: {minor} }} }} "
+        f'platform_name: "CUDA" dnn_version_info {{ {cudnn} }} runtime_version {{ {cuda} }} '
+        f'device_description_str: "{gpu.name}"'
+    )
+
+
+def _answer_for_gpu(compute_capability: tuple[int, int]) -> None:
+    """Have JAX's attention for cuDNN take the GPU for one of this capability, for the rest of this process."""
+    major, minor, patch = _CUDNN_VERSION
+
+    def parse(capability: str) -> tuple[int, ...]:
+        return tuple(map(int, capability.split(".")))
+
+    answers = {
+        "check_cudnn_version": lambda: 10_000 * major + 100 * minor + patch,
+        "check_compute_capability": lambda capability: compute_capability >= parse(capability),
+        "is_cuda_compute_capability_equal": lambda capability: compute_capability == parse(capability),
+    }
+    for name, answer in answers.items():
+        setattr(fused_attention_stablehlo, name, answer)

@@ -1,0 +1,158 @@
+"""Plans for NVIDIA GPUs, compiled by XLA for GPU on a machine without any."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from runner.accelerator import CHIPS, parse_accelerator
+from runner.plan.gpu import describe_gpu
+from tests.support.job_process import ROOT, WHOLE_RUN_DEADLINE_SECONDS, environment, run_runner
+
+NANO = "specs/gpt_nano.yaml"
+GPUS = [name for name, chip in CHIPS.items() if chip.processors is not None]
+# Heads of a width that cuDNN supports, in its precision.
+CUDNN_OPTIONS = ("config.precision.compute=bfloat16", "config.model.width=128", "config.model.heads=2")
+FORMS = """
+import sys
+
+import jax, jax.numpy as jnp
+
+from runner.accelerator import parse_accelerator
+from runner.plan.gpu import open_gpu_devices
+from runner.parallel.mesh import make_mesh
+from experiments.model.platform import compute_capability
+
+jax.config.update("jax_platforms", "cpu")
+for name in sys.argv[1:]:
+    devices, compiler = open_gpu_devices(parse_accelerator(name))
+    with jax.set_mesh(jax.sharding.Mesh(devices, ("all",))):
+        print(name, len(devices), devices[-1].process_index, compute_capability(), devices[0].device_kind, sep="|")
+"""
+
+
+def plan(*words: str, options: tuple[str, ...] = (), expected: int = 0) -> dict[str, Any]:
+    """Return the sections of a plan of `NANO`."""
+    words = (*words, *(word for option in options for word in ("--set", option)))
+    code, output = run_runner(
+        environment(1),
+        "plan",
+        NANO,
+        *words,
+        "--json",
+        deadline_seconds=WHOLE_RUN_DEADLINE_SECONDS,
+        has_progress=True,
+    )
+    assert code == expected, output
+    found: dict[str, Any] = json.loads(output)["plan"]
+    return found
+
+
+def get_value(sections: dict[str, Any], section: str, name: str) -> Any:
+    return sections[section][name]["value"]
+
+
+def test_the_description_of_each_gpu_has_what_its_driver_reports() -> None:
+    assert len(GPUS) >= 7
+    for name in GPUS:
+        chip = CHIPS[name]
+        assert chip.processors is not None
+        assert chip.speeds is not None
+        text = describe_gpu(chip.processors, int(chip.speeds.hbm_bytes_per_second))
+        major, minor = chip.processors.compute_capability
+        assert f"cuda_compute_capability {{ major: {major} minor: {minor} }}" in text
+        assert f"core_count: {chip.processors.num_processors} " in text
+        assert text.count("{") == text.count("}")
+        assert any(chip.processors.name.lower().startswith(kind) for kind in chip.device_kinds)
+        # The driver keeps little of the memory, and the catalogue is careful.
+        assert 0.9 < chip.speeds.hbm_bytes / chip.processors.memory_bytes < 1.02
+
+
+def test_devices_stand_for_gpus_of_each_kind() -> None:
+    names = [f"{name}-{number}" for name in GPUS for number in (1, 16)]
+    done = subprocess.run(
+        [sys.executable, "-c", FORMS, *names], cwd=ROOT, env=environment(1), capture_output=True, text=True, check=True
+    )
+    found = {line.split("|")[0]: line.split("|")[1:] for line in done.stdout.splitlines()}
+    assert list(found) == names
+    for name, (number, last_process, capability, kind) in found.items():
+        accelerator = parse_accelerator(name)
+        assert accelerator is not None
+        assert (int(number), int(last_process) + 1) == (accelerator.num_devices, accelerator.hosts_per_slice)
+        assert accelerator.chip.processors is not None
+        assert (capability, kind) == (
+            str(accelerator.chip.processors.compute_capability),
+            accelerator.chip.processors.name,
+        )
+
+
+def test_a_plan_for_gpus_uses_their_compiler_and_their_attention() -> None:
+    found = plan("--topology", "h200-1", "--profile", options=CUDNN_OPTIONS)
+    assert get_value(found, "job", "compiler").startswith("XLA for GPU of jax ")
+    assert get_value(found, "job", "devices") == "h200-1: 1 x NVIDIA H200 on 1 host"
+    assert get_value(found, "kernels", "attention").startswith("library")
+    low = get_value(found, "forecast of a step", "at the rooflines of its ops")
+    high = get_value(found, "forecast of a step", "at typical shares of the peaks")
+    assert 0 < low < high
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("topology", [f"{name}-{number}" for name in GPUS for number in (1, 16)])
+@pytest.mark.parametrize("mesh", ["{data: auto}", "{data: auto, tensor: 2}", "{fsdp: auto}"])
+def test_each_gpu_is_planned_for(topology: str, mesh: str) -> None:
+    number = int(topology.rpartition("-")[2])
+    if number == 1 and "2" in mesh:
+        mesh = "{data: auto, tensor: 1}"
+    options = (*CUDNN_OPTIONS, f"topology.mesh={mesh}", "config.train.global_batch_examples=32")
+    found = plan("--topology", topology, "--profile", options=options)
+    assert get_value(found, "job", "compiler").startswith("XLA for GPU of jax ")
+    assert (number == 1) == ("collectives of a step" not in found or not found["collectives of a step"])
+
+
+@pytest.mark.parametrize("word", ["h200-7x", "h900-8", "h100-3000000"])
+def test_an_unknown_gpu_or_number_ends_with_one_line(word: str) -> None:
+    code, output = run_runner(environment(1), "plan", NANO, "--topology", word)
+    assert code == 2, output
+    assert "Traceback" not in output
+    assert word in output
+
+
+def test_commands_are_silent_about_absent_gpus(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", "plan", str(ROOT / "specs/counter.yaml"), "--set", f"directory={tmp_path}"],
+        cwd=tmp_path,
+        env=environment(1) | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+WITHOUT_PLUGIN = """
+import importlib.util
+
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if "_plugin" in name else find_spec(name, package)
+"""
+
+
+def test_a_plan_without_the_compiler_says_how_to_install_it(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_PLUGIN)
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", "plan", NANO, "--topology", "h100-2", "--json"],
+        cwd=ROOT,
+        env=environment(1) | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    found = json.loads(done.stdout)["plan"]
+    compiler = get_value(found, "job", "compiler")
+    assert re.fullmatch(
+        r"XLA for 2 fake CPU devices, since XLA for GPU is not installed \(pip .*\[gpu-plan\]'\)", compiler
+    )
+    assert jnp.isfinite(get_value(found, "roofline of a step", "lowest step time"))
