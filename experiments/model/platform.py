@@ -72,10 +72,9 @@ def uses_head_major_layout() -> bool:
 
 
 def guesses_logsumexp() -> bool:
-    """Return True if a guess at the logsumexp of each token, in place of the maximum, saves passes over the logits.
+    """Return True if a guess at the logsumexp of each token, in place of the maximum, saves a pass over the logits.
 
-    A TPU's compiler then sums their exponentials in the matmul that makes them. A GPU's sums them in the pass that finds
-    the logits of the labels.
+    A TPU's compiler then also sums their exponentials in the matmul that makes them.
     """
     return platform() in ("tpu", "gpu")
 

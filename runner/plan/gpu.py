@@ -4,7 +4,7 @@ JAX's plugin for CUDA holds the compiler. It needs no CUDA library to compile, o
 
 On a GPU, XLA times kernels to choose among them, unless the job is deterministic. Without one it would generate each
 matmul by Triton. A deterministic job uses cuBLAS, whose results need memory of their own: of GPT-2 124M on an H200 (jax
-0.11.2) 8.51 GiB are measured, 8.32 planned with cuBLAS, and 7.42 with Triton. So plans use cuBLAS.
+0.11.2) 8.51 GiB are measured, 8.27 planned with cuBLAS, and 7.42 with Triton. So plans use cuBLAS.
 
 A job on a GPU asks the GPU which forms of attention cuDNN has for it. Here the description answers.
 """

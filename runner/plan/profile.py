@@ -19,7 +19,7 @@ from runner.train.compile import ProgramMemory
 
 # Fitted to steps of GPT-2 124M and Llama 1B, measured on an H200 (`tests/benchmarks/accelerator`). The share of
 # attention is that of heads of width 64, with their gradients.
-_GPU_SHARES = TypicalShares(matmul=0.62, hbm=0.75, attention=0.35, launch_seconds=2e-6)
+_GPU_SHARES = TypicalShares(matmul=0.6, hbm=0.75, attention=0.35, launch_seconds=2e-6)
 
 _NUM_OPS, _NUM_LINES, _NUM_BUFFERS, _NUM_TIMES = 20, 15, 8, 10
 
