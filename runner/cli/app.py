@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -29,6 +29,7 @@ from runner.errors import (
 from runner.process import STANDBY_VARIABLE
 
 _UNUSABLE_JAX_OPTIONS = ("JAX_DISABLE_JIT", "JAX_NO_EXECUTION", "JAX_NO_TRACING")
+_JAX_INTERNALS = "runner.jax_internals"
 _RUN = "SPEC"  # placeholder in the list of commands: a command line that names no command names a spec
 _READ_EXIT_CODES = (
     "0 done; 2 invalid command line or spec, or no such run; 76 the storage cannot be reached, or the output "
@@ -325,7 +326,10 @@ def _run_job(arguments: declared.JobArguments, stop: StopNotice, clock: Clock) -
 def _import(module: str) -> Any:
     """Import a module, which may import jax. Raises InvalidError if an environment variable keeps jax from working."""
     try:
-        found = _import_quietly(module) if _has_idle_gpu_plugin() else importlib.import_module(module)
+        with _discard_messages() if _has_idle_gpu_plugin() else contextlib.nullcontext():
+            found = importlib.import_module(module)
+            if _has_idle_gpu_plugin() and "jax" in sys.modules and module != _JAX_INTERNALS:
+                _import(_JAX_INTERNALS).discover_plugins()
     except ValueError as error:
         # JAX checks its variables when it is imported, and its message names the wrong one.
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -354,16 +358,14 @@ def _has_idle_gpu_plugin() -> bool:
     return not has_device(GPU_DEVICES) and any(find_spec(package) for package in GPU_PLUGINS)
 
 
-def _import_quietly(module: str) -> Any:
-    """Import a module, and start JAX's plugins if it imports jax, without their messages that there is no GPU."""
+@contextlib.contextmanager
+def _discard_messages() -> Iterator[None]:
+    """Discard what libraries write to standard error, such as JAX's plugins that there is no GPU."""
     protected = os.dup(2)
     try:
         with open(os.devnull, "wb") as nothing:
             os.dup2(nothing.fileno(), 2)
-        found = importlib.import_module(module)
-        if "jax" in sys.modules:
-            importlib.import_module("runner.jax_internals").discover_plugins()
-        return found
+        yield
     finally:
         os.dup2(protected, 2)
         os.close(protected)

@@ -4,7 +4,8 @@
 - `checks`: checks of spec, data and directory, all reported at once
 - `forecast`: step time and memory, op by op, from the compiled program's text
 - `mesh`: meshes to choose from, and warnings about inefficient ones
-- `program`: compiled steps for devices that need not be present, by libtpu or simulated CPU devices; roofline
+- `gpu`: devices that stand for NVIDIA GPUs
+- `program`: compiled steps for devices that need not be present, by the chip's compiler or simulated CPUs; roofline
 - `prediction`: memory, traffic and step time by arithmetic, before compiling
 - `profile`: forecast of a step as sections, as a trace, and against a run
 - `report`: first estimate of a job with mesh warnings, and sections of a plan, each number with its basis
