@@ -27,7 +27,7 @@ from runner.storage import JsonObject
 
 _REQUEST, _RESULT, _ARRAYS = "request.json", "result.json", "arrays.bin"
 _STDERR = 2  # standard output is that of the result
-_STOP_SECONDS = 10.0
+_STOP_SECONDS = 4.0  # for a process to end when the command is interrupted
 _GIT_SECONDS = 600.0
 
 

@@ -42,7 +42,7 @@ from experiments.gpt import GPT, PretrainGPT
 class WiderGPT(GPT):
     @nn.compact
     def __call__(self, *args, **kwargs):
-        return super().__call__(*args, **kwargs) * self.param("added_scale", nn.initializers.ones, (1,))
+        return super().__call__(*args, **kwargs) * self.param("added_scale", nn.initializers.ones, ())
 
 
 class Job(PretrainGPT):
