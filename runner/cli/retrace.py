@@ -140,20 +140,18 @@ def _print_comparison(arguments: ReplayArguments, against: str) -> int:
         first, second = (run.make_request(step, arguments) for run in runs)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_quiet_if(arguments.as_json))
-            computer, note = StepComputer(), None
+            computer, notes = StepComputer(), list[str]()
             if arguments.against_code is not None or arguments.against_commit is not None:
                 scratch = stack.enter_context(scratch_directory())
                 if arguments.against_commit is not None:
                     code = str(scratch / "code")
-                    note = (
-                        f"the second run has the code of commit {extract_commit(arguments.against_commit, Path(code))}"
-                    )
+                    code_name = f"commit {extract_commit(arguments.against_commit, scratch / 'code')}"
                 else:
-                    code = _validate_code(arguments.against_code or "", "--against-code")
-                    note = f"the second run has the code of {code}"
-                second, computer = replace(second, code=code), CodeComputer(scratch / "sides", arguments.as_json)
+                    code = code_name = _validate_code(arguments.against_code or "", "--against-code")
+                computer = CodeComputer(scratch / "sides", code_name, arguments.as_json)
+                second, notes = replace(second, code=code), [f"the second run has the code of {code_name}"]
             found = compare_runs((first, second), step, computer)
-        found = found if note is None else replace(found, notes=[note, *found.notes])
+            found = replace(found, notes=[*notes, *found.notes])
         _write(arguments.as_json, found, found.format())
     return EXIT_FAILED if found.verdict == "different" else EXIT_DONE
 

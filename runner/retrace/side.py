@@ -34,9 +34,12 @@ _GIT_SECONDS = 600.0
 class CodeComputer(StepComputer):
     """Steps of runs computed by other processes, each with the modules of the `code` of its request."""
 
-    def __init__(self, directory: Path, is_quiet: bool):
-        """Use a scratch directory, which holds the arrays that `collect` returns; they are read when they are used."""
-        self._directory, self._is_quiet, self._number = directory, is_quiet, 0
+    def __init__(self, directory: Path, code_name: str, is_quiet: bool):
+        """Use a scratch directory, which holds the arrays that `collect` returns; they are read when they are used.
+
+        `code_name` stands for the code of the second run in messages.
+        """
+        self._directory, self._code_name, self._is_quiet, self._number = directory, code_name, is_quiet, 0
 
     def replay(self, request: RetraceRequest, other: RunReplay | None = None) -> RunReplay:
         """Repeat a run in a process of its own."""
@@ -57,7 +60,8 @@ class CodeComputer(StepComputer):
         (directory / _REQUEST).write_text(json.dumps(record))
         command = [sys.executable, "-m", "runner", "replay", request.directory, "--step", str(request.step)]
         variables = dict(os.environ) if request.code is None else make_code_environment(request.code)
-        say(f"{request.directory}: step {request.step}" + (f", with {request.code}" if request.code else ""))
+        where = request.directory if request.code is None else f"{request.directory} with the code of {self._code_name}"
+        say(f"{where}: repeats its steps up to {request.step}")
         process = start_process([*command, "--side", str(directory)], variables, _STDERR)
         try:
             code = process.wait()
@@ -72,11 +76,12 @@ class CodeComputer(StepComputer):
         found = json.loads(result.read_text()) if result.exists() else {}
         if code == EXIT_DONE and "error" not in found and found:
             if not found["has_imported"]:
-                raise InvalidError(f"{request.code}: the job imports no module of this directory; name another one")
+                raise InvalidError(
+                    f"{where}: the job imports no module of this code; name the directory of its modules"
+                )
             return found, directory / _ARRAYS
         kind = {EXIT_FAILED: FailedError, EXIT_INVALID: InvalidError}.get(code, RetryableError)
-        where = f" with {request.code}" if request.code else ""
-        raise kind(found.get("error", f"{request.directory}: cannot be repeated{where}: its process ended with {code}"))
+        raise kind(found.get("error", f"{where}: cannot be repeated: its process ended with {code}"))
 
 
 def compute_side(directory: Path) -> int:

@@ -145,7 +145,9 @@ def test_code_that_cannot_go_on_from_a_checkpoint_begins_at_the_beginning(root):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("code", "problem"), [("empty", "imports no module of"), ("broken", "this code is broken")])
+@pytest.mark.parametrize(
+    ("code", "problem"), [("empty", "imports no module of this code"), ("broken", "this code is broken")]
+)
 def test_code_that_is_not_used_or_fails_is_refused(code, problem, root):
     run = str(root / "run")
     words = ["replay", run, "--step", "5", "--against", run, "--trust", JOB, "--against-code", str(root / code)]
