@@ -17,13 +17,15 @@ from runner.cli.app import run_command
 from runner.cli.arguments import ReproduceArguments
 from runner.cli.retrace import print_reproduction
 from runner.errors import InvalidError, PreemptedError
+from runner.metrics.file import read_rows as read_rows_of_store
 from runner.retrace import bundle
 from runner.retrace.bundle import RECORD_KEYS, list_commits, read_bundle, reproduce
-from runner.storage import BackgroundWriter, JsonlLog, LocalStore, read_log
+from runner.storage import BackgroundWriter, JsonlLog, LocalStore, open_store, read_log
 from tests.retrace.runs import DAILY, RUNS, SAVES
 from tests.retrace.test_replay import Scaled
 from tests.support.job_process import hash_tree
 from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
+from tests.support.object_stores import route_stores_to, start_backend
 from tests.support.tiny_jobs import get_job_name, make_gpt, make_gpt_document, read_rows, start_python, wait_for_output
 
 TRUST = ["--trust", "tests"]
@@ -106,6 +108,23 @@ def test_the_job_stops_at_the_first_save_that_differs(place, tmp_path, monkeypat
     background.flush()
     assert stop.poll()
     assert stop.poll()
+
+
+@pytest.mark.soak
+def test_a_job_in_a_bucket_stops_at_the_first_save_that_differs(tmp_path, monkeypatch):
+    monkeypatch.setattr(bundle, "_BUCKET_POLL_SECONDS", 0.2)
+    options = SAVES | {"config.train.total_steps": 800, "config.eval.every_steps": 800, "checkpoint.every_steps": 50}
+    make_gpt(tmp_path / "run", **options)()
+    assert run_command(["bundle", str(tmp_path / "run"), "-o", str(tmp_path / "run.zip")]) == 0
+    commits = read_bundle(str(tmp_path / "run.zip")).record["commits"]
+    other = change(tmp_path / "run.zip", tmp_path / "other.zip", commits=commits | {"100": "0" * 32})
+    with start_backend("gs") as backend:
+        route_stores_to(monkeypatch, backend)
+        url = backend.url("again")
+        found = reproduce(str(other), url, (), False, ())
+        assert (found.first_other_step, found.last_same_step) == (100, 50)
+        assert read_rows_of_store(open_store(url))[-1]["step"] < 800
+        assert reproduce(str(tmp_path / "run.zip"), url, (), False, ()).verdict == "identical"
 
 
 def test_a_bucket_that_does_not_answer_is_asked_again(monkeypatch):
