@@ -269,7 +269,9 @@ def main(words: Sequence[str], clock: Clock | None = None) -> int:
     with contextlib.suppress(ValueError):
         sys.path.remove("")
     try:
-        sys.path.insert(0, os.getcwd())
+        # Unless it was put behind other directories on purpose (`make_code_environment`).
+        if not (sys.flags.safe_path and os.getcwd() in sys.path):
+            sys.path.insert(0, os.getcwd())
     except FileNotFoundError:
         warn("the working directory was removed; change to a directory that exists")
         return EXIT_INVALID

@@ -527,6 +527,15 @@ class ReplayArguments:
         list[str],
         typer.Option("--against-set", metavar="KEY=VALUE", help="Value of a key of RUN2, as --set. Repeatable."),
     ] = field(default_factory=list)
+    against_code: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Modules of this directory come first for RUN2, in a process of its own."),
+    ] = None
+    against_commit: Annotated[
+        str | None,
+        typer.Option(metavar="REV", help="The same with a commit of the repository that holds the working directory."),
+    ] = None
+    side: Annotated[str | None, typer.Option(hidden=True, help="For the processes of --against-code.")] = None
     as_json: AsJson = False
     overrides: Overrides = field(default_factory=list)
     code: CodeDirectory = None
@@ -540,6 +549,11 @@ class ReplayArguments:
             raise InvalidError("replay: --save and --page need --inspect, whose arrays and figures they write")
         if self.against is None and self.against_overrides:
             raise InvalidError("replay: --against-set needs --against RUN2")
+        for name, value in (("code", self.against_code), ("commit", self.against_commit)):
+            if self.against is None and value is not None:
+                raise InvalidError(f"replay: --against-{name} needs --against RUN2, which may be the same run")
+        if self.against_code is not None and self.against_commit is not None:
+            raise InvalidError("replay: needs one of --against-code and --against-commit")
         if self.against is not None and (self.is_spot_check or self.is_inspected):
             raise InvalidError("replay: --against compares one --step K, without --inspect")
 

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runner.cli.arguments import BundleArguments, ExplainArguments, ReplayArguments, ReproduceArguments, TrialArguments
@@ -15,13 +15,21 @@ from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, InvalidError
 from runner.history.reader import HistoryReader
 from runner.history.records import History, to_json
 from runner.process import make_code_environment
-from runner.retrace.against import RunsComparison, compare_runs
+from runner.retrace.against import RunsComparison, StepComputer, compare_runs
 from runner.retrace.bundle import Reproduction, find_missing_code, install_environment, make_bundle, reproduce
 from runner.retrace.explain import Explainer, Explanation, find_spike
 from runner.retrace.judge import parse_criteria
 from runner.retrace.picture import render_inspection
 from runner.retrace.replay import ReplayResult, replay
-from runner.retrace.scratch import RetraceRequest, choose_checkpoint, open_job, retrace, validate_step
+from runner.retrace.scratch import (
+    RetraceRequest,
+    choose_checkpoint,
+    open_job,
+    retrace,
+    scratch_directory,
+    validate_step,
+)
+from runner.retrace.side import CodeComputer, compute_side, extract_commit
 from runner.retrace.trial import TrialRequest, TrialResult, adopt, advise_stages, run_trial
 from runner.spec import load_document, validate_spec
 from runner.spec.document import format_trust
@@ -61,12 +69,17 @@ def _open(where: str, trusted: Sequence[str], overrides: Sequence[str]) -> _Subj
     return _Subject(directory, trust, store, HistoryReader(store).read(), others)
 
 
+def _validate_code(directory: str, option: str) -> str:
+    if not os.path.isdir(directory):
+        raise InvalidError(f"{option} {directory}: needs a directory")
+    return os.path.abspath(directory)
+
+
 def _use_code(directory: str | None) -> None:
     """Let this process begin again with the modules of a directory first, unless it has done so. May not return."""
     if directory is None:
         return
-    if not os.path.isdir(directory):
-        raise InvalidError(f"--code {directory}: needs a directory")
+    _validate_code(directory, "--code")
     if os.environ.get("PYTHONPATH", "").split(os.pathsep)[0] != os.path.abspath(directory):
         variables = make_code_environment(directory)
         os.execve(sys.executable, [sys.executable, "-m", "runner", *sys.argv[1:]], variables)
@@ -89,6 +102,9 @@ def _write(as_json: bool, found: _Result, lines: Iterable[str]) -> None:
 
 def print_replay(arguments: ReplayArguments) -> int:
     """Repeat the steps of a run to one of them, compare them with its records, and print the verdict."""
+    if arguments.side is not None:
+        with convert_read_errors():
+            return compute_side(Path(arguments.side))
     _use_code(arguments.code)
     if arguments.against is not None:
         return _print_comparison(arguments, arguments.against)
@@ -122,8 +138,20 @@ def _print_comparison(arguments: ReplayArguments, against: str) -> int:
         # The second run may be shorter.
         step = min(arguments.step, runs[1].history.step)
         first, second = (run.make_request(step, arguments) for run in runs)
-        with _quiet_if(arguments.as_json):
-            found = compare_runs((first, second), step)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_quiet_if(arguments.as_json))
+            computer, notes = StepComputer(), list[str]()
+            if arguments.against_code is not None or arguments.against_commit is not None:
+                scratch = stack.enter_context(scratch_directory())
+                if arguments.against_commit is not None:
+                    code = str(scratch / "code")
+                    code_name = f"commit {extract_commit(arguments.against_commit, scratch / 'code')}"
+                else:
+                    code = code_name = _validate_code(arguments.against_code or "", "--against-code")
+                computer = CodeComputer(scratch / "sides", code_name, arguments.as_json)
+                second, notes = replace(second, code=code), [f"the second run has the code of {code_name}"]
+            found = compare_runs((first, second), step, computer)
+            found = replace(found, notes=[*notes, *found.notes])
         _write(arguments.as_json, found, found.format())
     return EXIT_FAILED if found.verdict == "different" else EXIT_DONE
 

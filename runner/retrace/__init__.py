@@ -8,6 +8,7 @@
 - `picture`: page with heat maps and histograms of an inspected step
 - `replay`: a step computed again, and compared with what the run recorded
 - `against`: steps of two runs computed again, and the first difference between them
+- `side`: the same in processes of their own, each with its own code
 - `explain`: the examples of a step, the cost of each, and other changes at that step
 - `judge`: statistics of a paired trial
 - `trial`: a change tried on the next steps of a run

@@ -3,7 +3,7 @@
 Flax keeps intermediates of a loop over layers only if the model asks for it. Here the results of modules are named in
 the traced `forward` instead, and the program is evaluated with the named values as further results. A module in a loop
 (`nn.scan`) so has its values of all layers, whatever the model says. Modules below a `cond`, a `while` or a `shard_map`
-have none.
+have none, and are listed.
 """
 
 import contextlib
@@ -54,8 +54,20 @@ class Activation(NamedTuple):
         return _OF in self.name and not self.name.startswith(_INPUT)
 
 
-def capture_activations(retracing: Retracing, num_examples: int, has_inputs: bool = False) -> list[Activation]:
-    """Return the floating-point results of all modules for the first examples of the next step, in traced order.
+class Capture(NamedTuple):
+    """Activations of a step.
+
+    Attributes:
+        activations: results of modules, in traced order.
+        left_out: primitive, such as `cond`, below which a module is computed, by the name of the module.
+    """
+
+    activations: list[Activation]
+    left_out: Mapping[str, str]
+
+
+def capture_activations(retracing: Retracing, num_examples: int, has_inputs: bool = False) -> Capture:
+    """Return the floating-point results of all modules for the first examples of the next step.
 
     The arrays stay on the devices. If `has_inputs`, the first argument of each module precedes its result, and values
     that are only observed are left out.
@@ -64,6 +76,7 @@ def capture_activations(retracing: Retracing, num_examples: int, has_inputs: boo
     setup, arrays = job.programs.at(step).train_setup, retracing.load_arrays(step)
     forward = job.at_step(step + 1).forward
     labels: list[tuple[str, int | None]] = []
+    left_out: dict[str, str] = {}
     # A batch that is smaller than the number of shards is repeated.
     examples = np.arange(num_examples) % len(next(iter(arrays.values())))
     sharding = make_batch_sharding(setup.mesh, job.programs.at(step).layout.has_sequences)
@@ -81,6 +94,7 @@ def capture_activations(retracing: Retracing, num_examples: int, has_inputs: boo
         observing = contextlib.nullcontext() if has_inputs else use_observer(namer.observe)
         with nn.intercept_methods(namer.call), observing:
             closed = jax.make_jaxpr(lambda params, micro: forward(apply_fn, params, micro, None)[0])(*inputs)
+        left_out.update(_find_left_out(closed.jaxpr, None))
         found: list[Activation] = []
         _evaluate(closed.jaxpr, [*closed.consts, *jax.tree.leaves(inputs)], found)
         # A module may be called several times.
@@ -94,7 +108,11 @@ def capture_activations(retracing: Retracing, num_examples: int, has_inputs: boo
 
     with setup.sharding_rules():
         values = run(job.state, batch)
-    return [Activation(*label, each) for label, each in zip(labels, values, strict=True)]
+    activations = [Activation(*label, each) for label, each in zip(labels, values, strict=True)]
+    names = {each.name for each in activations}
+    # Inputs and observed values follow their modules.
+    others = {name: primitive for name, primitive in left_out.items() if name not in names and _OF not in name}
+    return Capture(activations, others)
 
 
 class _Namer:
@@ -146,6 +164,19 @@ def _find_inner(equation: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
         return None
     jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
     return (jaxpr, consts) if any(_is_named(each) or _find_inner(each) for each in jaxpr.eqns) else None
+
+
+def _find_left_out(jaxpr: Jaxpr, primitive: str | None) -> Iterator[tuple[str, str]]:
+    """Yield (name, primitive) of the named values below a primitive that is not evaluated by its equations."""
+    for equation in jaxpr.eqns:
+        if _is_named(equation) and primitive is not None:
+            yield equation.params["name"].removeprefix(_PREFIX), primitive
+        kind = equation.primitive.name
+        inner = primitive if kind == "scan" or kind in _CALLERS else primitive or kind
+        for values in equation.params.values():
+            for value in values if isinstance(values, tuple | list) else [values]:
+                if isinstance(value, Jaxpr | ClosedJaxpr):
+                    yield from _find_left_out(value.jaxpr if isinstance(value, ClosedJaxpr) else value, inner)
 
 
 def _evaluate(jaxpr: Jaxpr, args: Sequence[Any], found: list[Activation]) -> list[Any]:

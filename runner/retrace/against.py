@@ -3,13 +3,13 @@
 Both are repeated from the newest checkpoint that has the same fingerprint in both, or else from their beginnings. The
 states after each step are compared by their digests, and the rows by all values that both have. Both are then
 repeated to the state before the first step that differs, and the arrays of this one step are compared in the order of
-computation. Arrays of one run at a time are on the devices; the host holds those of both.
+computation. Arrays of one run at a time are on the devices; the host holds those of both, or files do (`side`).
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ _ACTIVATIONS, _GRADIENTS = "activations without dropout", "gradients without dro
 Pair = tuple[RetraceRequest, RetraceRequest]
 Verdict = Literal["same bits", "within rounding", "different"]
 Place = tuple[str, int | None]  # name of an array, and its layer if it is one of several that are stacked
+Arrays = Mapping[str, Mapping[Place, np.ndarray]]  # of a step by kind, in the order of computation
 
 
 class ArrayDifference(NamedTuple):
@@ -166,7 +167,7 @@ class RunsComparison:
         yield f"state after the step differs in: {', '.join(self.parts) or 'nothing'}"
 
 
-class _Replay(NamedTuple):
+class RunReplay(NamedTuple):
     """Rows and digests of a run that was repeated, by step."""
 
     start: int
@@ -175,7 +176,18 @@ class _Replay(NamedTuple):
     layouts: Mapping[str, str]  # names, shapes and dtypes of each part of the state
     digests: Mapping[int, Mapping[str, str]]  # of each part of the state after each step, and at the start
 
-    def list_other_parts(self, other: "_Replay", step: int) -> list[str]:
+    def to_json(self) -> JsonObject:
+        """Return the replay as plain data, for `from_json`."""
+        return self._asdict() | {"rows": [*self.rows.values()]}
+
+    @classmethod
+    def from_json(cls, record: JsonObject) -> Self:
+        """Return the replay of which `to_json` has returned the data, possibly by way of JSON."""
+        rows = {row["step"]: row for row in record["rows"]}
+        digests = {int(step): parts for step, parts in record["digests"].items()}
+        return cls(**record | {"rows": rows, "digests": digests})
+
+    def list_other_parts(self, other: "RunReplay", step: int) -> list[str]:
         """Return the parts of the state after a step that differ from those of another run.
 
         A part with other arrays, as with an average in one run alone, is left out, unless it is the parameters.
@@ -185,11 +197,56 @@ class _Replay(NamedTuple):
         return [part for part in parts if own[part] != others[part]]
 
 
-def compare_runs(requests: Pair, step: int) -> RunsComparison:
+class StepComputer:
+    """Steps of runs computed in this process."""
+
+    def replay(self, request: RetraceRequest, other: RunReplay | None = None) -> RunReplay:
+        """Repeat a run up to the step of a request, or to the one after the first whose state differs from `other`."""
+        with retrace(request) as retracing:
+            job, shapes = retracing.job, describe_leaves(retracing.job.state)
+            layouts: dict[str, str] = {}
+            for name, shape in shapes.items():
+                layouts[_get_part(name)] = f"{layouts.get(_get_part(name), '')}{name} {shape} "
+            num_shards = count_batch_shards(job.programs.at(job.step).train_setup.mesh)
+            digests = {job.step: _digest_parts(job.state)}
+            found, is_other = RunReplay(retracing.start, num_shards, {}, layouts, digests), False
+            while job.step < request.step and not is_other:
+                # Noticed one step later, because a start with another state has no row yet.
+                is_known = other is not None and job.step in other.digests
+                is_other = other is not None and is_known and found.list_other_parts(other, job.step) != []
+                retracing.advance()
+                digests[job.step] = _digest_parts(job.state)
+            return found._replace(rows={row["step"]: row for row in retracing.read_rows()})
+
+    def collect(self, request: RetraceRequest, num_examples: int) -> Arrays:
+        """Return the arrays of the step of a request by kind, in the order of computation.
+
+        Activations are those of the first examples of its batch.
+        """
+        with retrace(request) as retracing:
+            retracing.advance_to(request.step - 1)
+            batch = retracing.load_arrays(request.step - 1)
+            activations = capture_activations(retracing, num_examples, has_inputs=True).activations
+            layers = count_layers(activations)
+            ordered = {(name, layer): np.asarray(each) for name, layer, each in iterate_in_order(activations)}
+            del activations
+            before = _list_leaves(retracing.job.state.params, layers)
+            gradients = _list_leaves(compute_gradients(retracing), layers)
+            retracing.advance()
+            return {
+                _BATCH: {(name, None): values for name, values in batch.items()},
+                _PARAMETERS: before,
+                _ACTIVATIONS: ordered,
+                _GRADIENTS: gradients,
+                _UPDATED: _list_leaves(retracing.job.state.params, layers),
+            }
+
+
+def compare_runs(requests: Pair, step: int, computer: StepComputer) -> RunsComparison:
     """Repeat two runs up to a step, and compare them where they differ first.
 
-    A run that cannot have the overrides of its request at a checkpoint, such as another precision, is repeated from
-    its beginning, and so is the other one. Raises `InvalidError` as `retrace` does.
+    A run that cannot have the overrides or the code of its request at a checkpoint, such as another precision, is
+    repeated from its beginning, and so is the other one. Raises `InvalidError` as `retrace` does.
     """
     stores = [open_store(request.directory) for request in requests]
     recorded = [{row["step"]: row for row in read_rows(store)} for store in stores]
@@ -204,16 +261,15 @@ def compare_runs(requests: Pair, step: int) -> RunsComparison:
         start = max((each for each in shared if each < limit), default=0)
         requests = _at(requests, limit, start)
         try:
-            second = _replay(requests[1])
+            second = computer.replay(requests[1])
         except InvalidError:
-            if not (requests[1].overrides and start):
+            if not ((requests[1].overrides or requests[1].code) and start):
                 raise
-            notes.append(
-                "the second run cannot have these values at a checkpoint: both are repeated from the beginning"
-            )
+            what = "these values" if requests[1].overrides else "this code"
+            notes.append(f"the second run cannot have {what} at a checkpoint: both are repeated from the beginning")
             shared, requests = [], _at(requests, limit, 0)
-            second = _replay(requests[1])
-        first = _replay(requests[0], second)
+            second = computer.replay(requests[1])
+        first = computer.replay(requests[0], second)
         found = _find_first(first, second)
         if found is not None:
             break
@@ -221,7 +277,8 @@ def compare_runs(requests: Pair, step: int) -> RunsComparison:
             notes.append(f"the recorded rows of step {limit} differ, and those of the replays do not")
     if found is None:
         return RunsComparison((first.start, second.start), max(first.digests), None, (), (), (), notes)
-    arrays = [_collect(each, found, math.lcm(first.num_shards, second.num_shards)) for each in requests]
+    num_examples = math.lcm(first.num_shards, second.num_shards)
+    arrays = [computer.collect(replace(each, step=found), num_examples) for each in requests]
     dtypes = {values.dtype for each in arrays for values in each[_ACTIVATIONS].values()}
     # Gradients of float32 parameters have the precision of the activations.
     epsilons = dict.fromkeys([_GRADIENTS, _UPDATED], max(map(_get_epsilon, dtypes), default=0.0))
@@ -245,24 +302,6 @@ def _compare_rows(first: Mapping[int, Row], second: Mapping[int, Row], step: int
     return sorted(found, key=lambda each: each.key != LOSS)
 
 
-def _replay(request: RetraceRequest, other: _Replay | None = None) -> _Replay:
-    """Repeat a run up to the step of a request, or to the one after the first whose state differs from `other`."""
-    with retrace(request) as retracing:
-        job, shapes = retracing.job, describe_leaves(retracing.job.state)
-        layouts: dict[str, str] = {}
-        for name, shape in shapes.items():
-            layouts[_get_part(name)] = f"{layouts.get(_get_part(name), '')}{name} {shape} "
-        num_shards = count_batch_shards(job.programs.at(job.step).train_setup.mesh)
-        digests = {job.step: _digest_parts(job.state)}
-        found, is_other = _Replay(retracing.start, num_shards, {}, layouts, digests), False
-        while job.step < request.step and not is_other:
-            # Noticed one step later, because a start with another state has no row yet.
-            is_other = other is not None and job.step in other.digests and found.list_other_parts(other, job.step) != []
-            retracing.advance()
-            digests[job.step] = _digest_parts(job.state)
-        return found._replace(rows={row["step"]: row for row in retracing.read_rows()})
-
-
 def _get_part(name: str) -> str:
     return name.partition(".")[0]
 
@@ -278,7 +317,7 @@ def _digest_parts(state: Any) -> dict[str, str]:
     }
 
 
-def _find_first(first: _Replay, second: _Replay) -> int | None:
+def _find_first(first: RunReplay, second: RunReplay) -> int | None:
     """Return the first step before which, after which or in whose row a value differs; None if there is none."""
     start = max(first.start, second.start)
     if first.list_other_parts(second, start):
@@ -287,30 +326,6 @@ def _find_first(first: _Replay, second: _Replay) -> int | None:
         if first.list_other_parts(second, step) or _compare_rows(first.rows, second.rows, step):
             return step
     return None
-
-
-def _collect(request: RetraceRequest, step: int, num_examples: int) -> dict[str, dict[Place, np.ndarray]]:
-    """Return the arrays of a step by kind, in the order of computation.
-
-    Activations are those of the first examples of its batch.
-    """
-    with retrace(replace(request, step=step)) as retracing:
-        retracing.advance_to(step - 1)
-        batch = retracing.load_arrays(step - 1)
-        activations = capture_activations(retracing, num_examples, has_inputs=True)
-        layers = count_layers(activations)
-        ordered = {(name, layer): np.asarray(each) for name, layer, each in iterate_in_order(activations)}
-        del activations
-        before = _list_leaves(retracing.job.state.params, layers)
-        gradients = _list_leaves(compute_gradients(retracing), layers)
-        retracing.advance()
-        return {
-            _BATCH: {(name, None): values for name, values in batch.items()},
-            _PARAMETERS: before,
-            _ACTIVATIONS: ordered,
-            _GRADIENTS: gradients,
-            _UPDATED: _list_leaves(retracing.job.state.params, layers),
-        }
 
 
 def _list_leaves(tree: Any, layers: Mapping[str, int]) -> dict[Place, np.ndarray]:

@@ -10,10 +10,12 @@ import inspect
 import io
 import json
 import lzma
+import math
 import re
 import shlex
 import subprocess
 import sys
+import time
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,7 +39,17 @@ from runner.metrics.rows import Row
 from runner.retrace.replay import LOSS, ROUNDING, Difference, compare_hardware, compare_losses, compare_rows
 from runner.retrace.scratch import QUIET, make_document
 from runner.spec import Trust, validate_spec
-from runner.storage import JsonObject, Key, Store, parse_json, parse_lines, parse_number, read_log, validate_record
+from runner.storage import (
+    JsonlTail,
+    JsonObject,
+    Key,
+    Store,
+    parse_json,
+    parse_lines,
+    parse_number,
+    read_log,
+    validate_record,
+)
 from runner.trainer import BaseTrainer
 
 FORMAT = 1
@@ -54,6 +66,7 @@ RECORD_KEYS = (
 )
 _ZIP_ERRORS = zipfile.BadZipFile, zlib.error, lzma.LZMAError
 _MEMBER_BYTES_MAX = 1 << 30
+_BUCKET_POLL_SECONDS = 5.0
 _MAX_NAMED = 8
 _OWN_NAME = "runner"  # distribution of this project
 _DIGITS_MAX = 16  # of a step
@@ -63,9 +76,12 @@ _VERSION = re.compile(r"[\w.+!-]{1,64}", re.ASCII)
 Verdict = Literal["identical", "within rounding", "different", "nothing to compare"]
 
 
-def list_commits(events: Iterable[JsonObject]) -> dict[int, str]:
-    """Return the fingerprint of each durable save by step, without those that the run has discarded since."""
-    commits: dict[int, str] = {}
+def list_commits(events: Iterable[JsonObject], earlier: Mapping[int, str] | None = None) -> dict[int, str]:
+    """Return the fingerprint of each durable save by step, without those that the run has discarded since.
+
+    `earlier` is what was returned for the events before these.
+    """
+    commits = dict(earlier or {})
     for event in events:
         step, fingerprint = event.get("step"), event.get("fingerprint")
         if not isinstance(step, int):
@@ -75,6 +91,23 @@ def list_commits(events: Iterable[JsonObject]) -> dict[int, str]:
         elif event.get("event") == "commit" and isinstance(fingerprint, str):
             commits[step] = fingerprint
     return commits
+
+
+class CommitReader:
+    """Reader of the saves of a run, which reads each event of its ledger once, however often `read` is called."""
+
+    def __init__(self, store: Store):
+        self._tail, self._commits = JsonlTail(store, "events"), dict[int, str]()
+
+    def read(self) -> Mapping[int, str]:
+        """Return what `list_commits` does of all events so far. Raises `OSError` if the store does not answer."""
+        try:
+            is_restart, events = self._tail.read()
+            self._commits = list_commits(events, {} if is_restart else self._commits)
+        except OSError:
+            self._tail.restart()  # which would otherwise leave out the events that it has returned
+            raise
+        return self._commits
 
 
 def make_bundle(job: BaseTrainer) -> bytes:
@@ -210,16 +243,18 @@ class _ComparingStop(StopNotice):
 
     def __init__(self, store: Store, commits: Mapping[int, str]):
         super().__init__()
-        self._store, self._commits, self._num_bytes = store, commits, -1
+        self._reader, self._commits = CommitReader(store), commits
+        self._poll_seconds = 0.0 if store.root is not None else _BUCKET_POLL_SECONDS
+        self._polled_at = -math.inf
 
     def poll(self) -> bool:
-        path = None if self._store.root is None else self._store.root / "events.jsonl"
-        num_bytes = path.stat().st_size if path is not None and path.exists() else self._num_bytes
-        if num_bytes != self._num_bytes:
-            self._num_bytes = num_bytes
-            other = find_first_other(self._commits, list_commits(read_log(self._store, "events")))
-            if other is not None:
-                self.stop_at_next_poll(f"the fingerprint of step {other} is another one than in the bundle")
+        now = time.monotonic()
+        if now - self._polled_at >= self._poll_seconds:
+            self._polled_at = now
+            with contextlib.suppress(OSError):  # All saves are compared at the end.
+                other = find_first_other(self._commits, self._reader.read())
+                if other is not None:
+                    self.stop_at_next_poll(f"the fingerprint of step {other} is another one than in the bundle")
         return super().poll()
 
 

@@ -22,6 +22,7 @@ from runner.storage import JsonObject
 
 # Of the absolute values of an array, two bins a decade; smaller and larger ones count in the first and the last bin.
 HISTOGRAM_EDGES = tuple(10.0 ** (half / 2) for half in range(-24, 9))
+_MAX_NAMED = 8
 _HEADS = ("leaf", "shape", "parameters", "gradients", "updates", "update / parameter", "zeros", "not finite")
 _ACTIVATION_HEADS = ("module", "shape", "rms of layers", "largest", "zeros", "not finite")
 
@@ -98,6 +99,7 @@ class StepInspection(NamedTuple):
     activations: Sequence[ActivationReport]
     observed: Sequence[ObservedValue]
     histograms: Mapping[str, Sequence[int]]  # counts by kind and name, such as `gradients.head.kernel`, without zeros
+    left_out: Mapping[str, str]  # primitive below which a module is computed, by the name of the module
 
     def to_json(self) -> JsonObject:
         """Return the figures as plain data."""
@@ -109,6 +111,7 @@ class StepInspection(NamedTuple):
                 "edges": [*HISTOGRAM_EDGES],
                 "counts": {name: [*counts] for name, counts in self.histograms.items()},
             },
+            "left_out": dict(self.left_out),
         }
 
     def format(self) -> Iterator[str]:
@@ -133,6 +136,14 @@ class StepInspection(NamedTuple):
         yield from _align(rows)
         for observed in self.observed:
             yield observed.format()
+        yield from self.format_left_out()
+
+    def format_left_out(self) -> Iterator[str]:
+        """Yield a line for each primitive below which modules are computed, whose results are not known."""
+        for primitive in dict.fromkeys(self.left_out.values()):
+            names = [name for name, each in self.left_out.items() if each == primitive]
+            more = f" and {len(names) - _MAX_NAMED} more, see --json" if len(names) > _MAX_NAMED else ""
+            yield f"no results of modules below a `{primitive}`: {', '.join(names[:_MAX_NAMED])}{more}"
 
 
 def inspect_step(retracing: Retracing, save_path: Path | None = None) -> StepInspection:
@@ -142,7 +153,7 @@ def inspect_step(retracing: Retracing, save_path: Path | None = None) -> StepIns
     """
     job = retracing.job
     setup = job.programs.at(job.step).train_setup
-    captured = capture_activations(retracing, count_batch_shards(setup.mesh))
+    captured, left_out = capture_activations(retracing, count_batch_shards(setup.mesh))
     number = count_layers(captured)
     before, grads = jax.tree.map(jnp.copy, job.state.params), compute_gradients(retracing)
     retracing.advance()
@@ -180,7 +191,7 @@ def inspect_step(retracing: Retracing, save_path: Path | None = None) -> StepIns
     arrays = groups | {"activations": {each.name: each.values for each in captured}}
     counted = {f"{kind}.{name}": _count_values(leaf) for kind, group in arrays.items() for name, leaf in group.items()}
     histograms = {name: counts.tolist() for name, counts in jax.device_get(counted).items()}
-    return StepInspection(leaves, activations, observed, histograms)
+    return StepInspection(leaves, activations, observed, histograms, left_out)
 
 
 def _save(path: Path, groups: Mapping[str, Mapping[str, jax.Array]]) -> None:

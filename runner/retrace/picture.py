@@ -46,7 +46,8 @@ def render_inspection(title: str, found: StepInspection) -> str:
         parts += _draw_section(kind.capitalize(), rows, found)
     modules = [(each.name, each.figures, each.has_layers, f"activations.{each.name}") for each in found.activations]
     parts += _draw_section("Activations", modules, found)
-    parts += [f"<p>{html.escape(each.format())}</p>" for each in found.observed]
+    lines = [*(each.format() for each in found.observed), *found.format_left_out()]
+    parts += [f"<p>{html.escape(line)}</p>" for line in lines]
     return "".join([*parts, "</body></html>\n"])
 
 

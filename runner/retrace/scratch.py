@@ -10,6 +10,7 @@ import fcntl
 import os
 import random
 import shutil
+import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,17 +23,18 @@ from runner.attempts.events import ROLL_BACK_FOLDER
 from runner.attempts.layout import OWNER
 from runner.checkpoint.inspect import SPEC, copy_checkpoint, read_document
 from runner.checkpoint.manifest import CHECKPOINTS, Manifest, read_committed
-from runner.console import warn
+from runner.console import format_duration, say, warn
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Progress
 from runner.distributed.preemption import StopNotice
 from runner.errors import InvalidError
+from runner.history.ledger import get_float, get_step
 from runner.job import make_job, prepare_process
 from runner.metrics.file import read_rows
 from runner.metrics.rows import Row
 from runner.spec import Document, Trust, parse_document, validate_spec
 from runner.spec.document import dump_yaml, format_overrides
-from runner.storage import STEP_MAX, JsonObject, LocalStore, Store, open_store
+from runner.storage import STEP_MAX, JsonObject, LocalStore, Store, open_store, read_log
 from runner.train.kernel_check import RECORD
 from runner.trainer import BaseTrainer
 
@@ -60,6 +62,7 @@ class RetraceRequest:
     is_any_device: bool = False  # True: on all devices of this machine, whatever the run had
     trust: Sequence[str] = ()  # modules, see `runner.spec.Trust`
     newest_checkpoint: int = STEP_MAX  # newest one to begin from; 0: the beginning, where every key may differ
+    code: str | None = None  # directory whose modules come before others in the process of the steps (`side`)
 
 
 @dataclass
@@ -162,8 +165,25 @@ def make_document(
     return replace(parse_document(text, name, given), trust=trust)
 
 
-def _copy_past(run: Store, steps: Sequence[int], is_new: bool, scratch: LocalStore) -> None:
-    """Copy what a restart needs, with the newest good checkpoint of these ascending `steps`, if there is one.
+def describe_way(run: Store, start: int, step: int) -> str:
+    """Return how many steps of a run lead from a checkpoint to a step, and how long they took in the run."""
+    times = [
+        (row["step"], seconds)
+        for row in read_rows(run)
+        if (seconds := get_float(row, "perf/step_seconds_median")) is not None
+    ]
+    # Steps of other stages may take another time.
+    near = [seconds for each, seconds in times if start < each <= step] or [seconds for _, seconds in times]
+    count = step - start
+    where = f"checkpoint {start}" if start else "the beginning"
+    took = f", about {format_duration(count * statistics.median(near))} by the step time of the run" if near else ""
+    return f"{count} step{'s' * (count != 1)} from {where}{took}"
+
+
+def _copy_past(run: Store, steps: Sequence[int], is_new: bool, scratch: LocalStore) -> int | None:
+    """Copy what a restart needs, with the newest good checkpoint of these ascending `steps`, and return its step.
+
+    None if there is no such checkpoint.
 
     If `is_new`, the owner is left out, which has the values of keys that stay: another run may begin there.
     """
@@ -178,14 +198,21 @@ def _copy_past(run: Store, steps: Sequence[int], is_new: bool, scratch: LocalSto
     for step in reversed(steps):
         try:
             copy_checkpoint(run, str(step), scratch)
-            return
+            return step
         except (InvalidError, FileNotFoundError) as error:
             warn(f"checkpoint {step} cannot be used, an older one is: {error}")
             scratch.remove_tree(f"{CHECKPOINTS}/{step}")
+    return None
+
+
+def _find_first_step(run: Store) -> int:
+    """Return the step at which a run began: that of its fork, or 0."""
+    events = (get_step(event) for event in read_log(run, "events") if event.get("event") == "fork")
+    return next((step for step in events if step is not None), 0)
 
 
 @contextlib.contextmanager
-def _scratch_directory() -> Iterator[Path]:
+def scratch_directory() -> Iterator[Path]:
     """Yield a directory that exists as long as the context, and remove those of processes that were killed."""
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         # The lock of a process ends with it. Others may have made what is there, such as a pipe.
@@ -203,6 +230,22 @@ def _scratch_directory() -> Iterator[Path]:
         yield Path(directory) / "run"
 
 
+def _explain_refusal(
+    error: InvalidError, request: RetraceRequest, run: Store, scratch: LocalStore, oldest: int | None
+) -> InvalidError:
+    """Return the error for a job that cannot begin in a scratch directory, with what helps."""
+    # What is advised about a directory does not help here.
+    head, found, _ = str(error).partition(f"\n{scratch.url}: ")
+    if found:
+        return InvalidError(f"{head}\n{run.url}: is repeated as it was, so this key stays")
+    if "topology" in head and not request.is_any_device:
+        return InvalidError(f"{head}\n--any-device uses the devices of this machine instead")
+    if oldest is None:
+        return error
+    nearest = f"step {oldest + 1} is the nearest that can be computed again, {describe_way(run, oldest, oldest + 1)}"
+    return InvalidError(f"{head}\n{run.url}: no checkpoint before step {request.step} is left; {nearest}")
+
+
 @contextlib.contextmanager
 def retrace(request: RetraceRequest) -> Iterator[Retracing]:
     """Set up the job of a run at its newest good checkpoint before a step, and remove the scratch directory at the end.
@@ -213,10 +256,14 @@ def retrace(request: RetraceRequest) -> Iterator[Retracing]:
     document = open_job(request.directory, request.trust).document
     run = open_store(request.directory)
     manifests = read_committed(run)
-    with _scratch_directory() as directory:
+    with scratch_directory() as directory:
         scratch = LocalStore(directory)
         newest = min(request.step - 1, request.newest_checkpoint)
-        _copy_past(run, sorted(step for step in manifests if step <= newest), request.newest_checkpoint == 0, scratch)
+        usable = sorted(step for step in manifests if step <= newest)
+        copied = _copy_past(run, usable, request.newest_checkpoint == 0, scratch)
+        start = _find_first_step(run) if copied is None else copied
+        if start < request.step:
+            say(f"{run.url}: to step {request.step}: {describe_way(run, start, request.step)}")
         made = make_document(
             dump_yaml(document.data),
             f"{run.url}/{SPEC}",
@@ -228,18 +275,17 @@ def retrace(request: RetraceRequest) -> Iterator[Retracing]:
         job = make_job(made, validate_spec(made))
         assert isinstance(job, BaseTrainer), "the class is that of the run"
         prepare_process(job)
+        # The oldest checkpoint, if the beginning of the run is needed.
+        oldest = min(manifests, default=None) if copied is None else None
         try:
             attempt = job.lifecycle.claim(Hosts.single_process(), StopNotice(), Progress())
         except InvalidError as error:
-            # What is advised about a directory does not help here.
-            head, found, _ = str(error).partition(f"\n{scratch.url}: ")
-            if not found and "topology" in head and not request.is_any_device:
-                raise InvalidError(f"{head}\n--any-device uses the devices of this machine instead") from error
-            if not found:
-                raise
-            raise InvalidError(f"{head}\n{run.url}: is repeated as it was, so this key stays") from error
+            raise _explain_refusal(error, request, run, scratch, oldest) from error
         with attempt.record_outcome():
-            job.lifecycle.prepare_and_restore()
+            try:
+                job.lifecycle.prepare_and_restore()
+            except InvalidError as error:
+                raise _explain_refusal(error, request, run, scratch, oldest) from error
             if job.step >= request.step:
                 parent = job.lineage.get("run", "another run")
                 raise InvalidError(

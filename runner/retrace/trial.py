@@ -31,7 +31,7 @@ from runner.errors import (
 )
 from runner.history.ledger import get_float
 from runner.job import make_job
-from runner.metrics.file import read_rows
+from runner.metrics.file import MetricsTail
 from runner.metrics.rows import Row
 from runner.process import make_code_environment, start_process
 from runner.retrace.judge import CRITERIA, MIN_STEPS, Comparison, Criterion, compare_paired
@@ -157,6 +157,7 @@ class Fork:
         is_new = name == NEW
         self._python = request.python if is_new and request.python else sys.executable
         self._variables = make_code_environment(request.code) if is_new and request.code else dict(os.environ)
+        self._tail, self._rows = MetricsTail(self.store), list[Row]()
 
     def read_spec(self) -> str | None:
         """Return the spec that was written for the fork; None if none was."""
@@ -167,8 +168,11 @@ class Fork:
         return bool(read_committed(self.store))
 
     def read_rows(self) -> list[Row]:
-        """Return the rows of the steps of the trial."""
-        return [row for row in read_rows(self.store) if self.start < row["step"] <= self.stop]
+        """Return the rows of the steps of the trial. Each call reads those that are new."""
+        is_restart, rows, newest = self._tail.read()
+        self._rows = [] if is_restart else self._rows
+        self._rows += [row for row in rows if self.start < row["step"] <= self.stop]
+        return [*self._rows, *(row for row in newest if self.start < row["step"] <= self.stop)]
 
     def is_complete(self) -> bool:
         """Return True if the last step of the trial has a row."""

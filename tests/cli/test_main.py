@@ -77,7 +77,8 @@ OPTIONS = {
     ("explain",): "--step --steps --spike --top --data-only --json --set --code --any-device --trust",
     (
         "replay",
-    ): "--step --spot-check --inspect --save --page --against --against-set --json --set --code --any-device --trust",
+    ): "--step --spot-check --inspect --save --page --against --against-set --against-code --against-commit --json "
+    "--set --code --any-device --trust",
     ("bundle",): "-o --output --trust",
     ("trial",): "--steps -o --output --set --code --python --judge --step --adopt --json --any-device --trust",
     ("reproduce",): "-o --output --install --json --set --any-device --trust",

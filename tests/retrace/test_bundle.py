@@ -17,12 +17,15 @@ from runner.cli.app import run_command
 from runner.cli.arguments import ReproduceArguments
 from runner.cli.retrace import print_reproduction
 from runner.errors import InvalidError, PreemptedError
+from runner.metrics.file import read_rows as read_rows_of_store
 from runner.retrace import bundle
 from runner.retrace.bundle import RECORD_KEYS, list_commits, read_bundle, reproduce
-from runner.storage import BackgroundWriter, JsonlLog, LocalStore, read_log
+from runner.storage import BackgroundWriter, JsonlLog, LocalStore, open_store, read_log
 from tests.retrace.runs import DAILY, RUNS, SAVES
 from tests.retrace.test_replay import Scaled
 from tests.support.job_process import hash_tree
+from tests.support.memory_bucket import MemoryDriver, make_memory_bucket
+from tests.support.object_stores import route_stores_to, start_backend
 from tests.support.tiny_jobs import get_job_name, make_gpt, make_gpt_document, read_rows, start_python, wait_for_output
 
 TRUST = ["--trust", "tests"]
@@ -89,17 +92,79 @@ def test_another_result_is_found_at_its_first_save(bundle_of, tmp_path, capfd):
     assert "DIFFERENT: the fingerprint of step 6 is another one, identical to step 3" in shown
 
 
-def test_the_job_stops_at_the_first_save_that_differs(tmp_path):
-    store = LocalStore(tmp_path)
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+def test_the_job_stops_at_the_first_save_that_differs(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(bundle, "_BUCKET_POLL_SECONDS", 0.0)
+    store = LocalStore(tmp_path) if place == "disk" else make_memory_bucket(MemoryDriver())
     stop = bundle._ComparingStop(store, {3: "a", 6: "b"})
-    log = JsonlLog(store, "events", "000001.0", BackgroundWriter())
+    background = BackgroundWriter()
+    log = JsonlLog(store, "events", "000001.0", background)
     for step, fingerprint in ((3, "a"), (4, "x")):
         assert not stop.poll()
         log.append({"event": "commit", "step": step, "fingerprint": fingerprint})
+        background.flush()
     assert not stop.poll()
     log.append({"event": "commit", "step": 6, "fingerprint": "other"})
+    background.flush()
     assert stop.poll()
     assert stop.poll()
+
+
+@pytest.mark.soak
+def test_a_job_in_a_bucket_stops_at_the_first_save_that_differs(tmp_path, monkeypatch):
+    monkeypatch.setattr(bundle, "_BUCKET_POLL_SECONDS", 0.2)
+    options = SAVES | {"config.train.total_steps": 800, "config.eval.every_steps": 800, "checkpoint.every_steps": 50}
+    make_gpt(tmp_path / "run", **options)()
+    assert run_command(["bundle", str(tmp_path / "run"), "-o", str(tmp_path / "run.zip")]) == 0
+    commits = read_bundle(str(tmp_path / "run.zip")).record["commits"]
+    other = change(tmp_path / "run.zip", tmp_path / "other.zip", commits=commits | {"100": "0" * 32})
+    with start_backend("gs") as backend:
+        route_stores_to(monkeypatch, backend)
+        url = backend.url("again")
+        found = reproduce(str(other), url, (), False, ())
+        assert (found.first_other_step, found.last_same_step) == (100, 50)
+        assert read_rows_of_store(open_store(url))[-1]["step"] < 800
+        assert reproduce(str(tmp_path / "run.zip"), url, (), False, ()).verdict == "identical"
+
+
+def test_a_bucket_that_does_not_answer_is_asked_again(monkeypatch):
+    monkeypatch.setattr(bundle, "_BUCKET_POLL_SECONDS", 0.0)
+    driver = MemoryDriver()
+    store, background = make_memory_bucket(driver), BackgroundWriter()
+    for step in (3, 6):
+        log = JsonlLog(store, "events", f"00000{step}.0", background)
+        log.append({"event": "commit", "step": step, "fingerprint": "other"})
+    background.flush()
+    stop = bundle._ComparingStop(store, {3: "a", 6: "other"})
+
+    def fail(verb: str, key: str) -> None:
+        if verb == "get" and "000006.0" in key:
+            raise PermissionError(key)
+
+    driver.before = fail
+    assert not stop.poll()
+    driver.before = lambda verb, key: None
+    assert stop.poll()
+
+
+@pytest.mark.parametrize("place", ["disk", "bucket"])
+def test_each_event_is_read_once(place, tmp_path, monkeypatch):
+    store = LocalStore(tmp_path) if place == "disk" else make_memory_bucket(MemoryDriver())
+    seen: list[int] = []
+
+    def record(events: Any, earlier: Any) -> dict[int, str]:
+        found = [*events]
+        seen.extend(event["step"] for event in found)
+        return list_commits(found, earlier)
+
+    monkeypatch.setattr(bundle, "list_commits", record)
+    reader, background = bundle.CommitReader(store), BackgroundWriter()
+    log = JsonlLog(store, "events", "000001.0", background)
+    for step in range(5):
+        log.append({"event": "commit", "step": step, "fingerprint": "a"})
+        background.flush()
+        assert {*reader.read()} == {*range(step + 1)}
+    assert seen == [*range(5)]
 
 
 def test_rows_that_a_run_does_not_have_are_found(bundle_of, tmp_path, capfd):

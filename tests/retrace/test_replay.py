@@ -1,9 +1,11 @@
 """Replay: every step of a run of every kind is computed again to the bit, and a run with other values is found out."""
 
+import functools
 import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -35,7 +37,7 @@ from runner.retrace.leaves import (
 from runner.retrace.picture import render_inspection
 from runner.retrace.replay import ReplayResult, compare_losses, replay
 from runner.retrace.scratch import RetraceRequest, retrace
-from tests.retrace.runs import DAILY, RUNS, SAVES, STEPS
+from tests.retrace.runs import DAILY, RUNS, SAVES, STEPS, run_fork
 from tests.support.job_process import hash_tree
 from tests.support.tiny_jobs import (
     get_job_name,
@@ -61,6 +63,15 @@ class Scaled(TrainLookup):
     def forward(cls, apply_fn: Any, params: Any, batch: Any, key: Any) -> Any:
         loss_sum, meta = super().forward(apply_fn, params, batch, key)
         return loss_sum * Scaled.factor, meta
+
+
+class Branching(TrainLookup):
+    """Lookup-table job that computes its loss in one of two branches."""
+
+    @classmethod
+    def forward(cls, apply_fn: Any, params: Any, batch: Any, key: Any) -> Any:
+        branch = functools.partial(super().forward, apply_fn, batch=batch, key=key)
+        return jax.lax.cond(batch["x"][0, 0] >= 0, branch, branch, params)
 
 
 def replay_step(directory: Path, step: int, *overrides: str, **options: Any) -> ReplayResult:
@@ -175,6 +186,26 @@ def test_a_key_of_the_trajectory_cannot_have_another_value(run_of):
 def test_a_fork_names_the_run_of_the_steps_before_it(run_of):
     with pytest.raises(InvalidError, match=r"was forked from .*parent at step 3; that run has made step 2"):
         replay_step(run_of("fork"), 2)
+
+
+def test_the_way_to_a_step_is_foretold(run_of, tmp_path, capfd):
+    for kind, way in (("whole", r"2 steps from checkpoint 3"), ("fork", r"2 steps from checkpoint 3")):
+        assert run_command(["replay", str(run_of(kind)), "--step", "5", "--trust", "tests"]) == 0
+        assert re.search(rf"to step 5: {way}, about [\d.]+ s by the step time of the run", capfd.readouterr().out)
+
+
+@pytest.mark.parametrize("damage", ["its own", "all"])
+def test_without_checkpoints_the_nearest_step_is_named(damage, tmp_path, capfd):
+    run_fork(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints/3")
+    if damage == "its own":
+        assert replay_step(tmp_path / "run", 5).verdict == "same bits"
+        assert "to step 5: 2 steps from checkpoint 3, about" in capfd.readouterr().out
+        return
+    shutil.rmtree(tmp_path / "parent/checkpoints")
+    with pytest.raises(InvalidError) as caught:
+        replay_step(tmp_path / "run", 5)
+    assert "step 7 is the nearest that can be computed again, 1 step from checkpoint 6, about" in str(caught.value)
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(1.0, "same bits"), (1.0001, "within rounding"), (2.0, "different")])
@@ -383,6 +414,17 @@ def test_the_figures_of_a_step_are_those_of_its_arrays(kind, run_of, capfd):
     assert lines[lines.index("module") + 1] == result.inspection.activations[0].name
 
 
+def test_modules_without_results_are_named(tmp_path, capfd):
+    make_gpt(tmp_path / "run", Branching, **SAVES | {"job": get_job_name(Branching)})()
+    words = ["replay", str(tmp_path / "run"), "--step", "2", "--inspect", "--trust", "tests"]
+    assert run_command([*words, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert found["activations"] == []
+    assert {*found["left_out"].values()} == {"cond"}
+    assert run_command(words) == 0
+    assert f"no results of modules below a `cond`: {', '.join(found['left_out'])}" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("recorded", "replayed", "deviation"),
     [
@@ -424,7 +466,7 @@ def test_names_on_the_page_of_a_step_are_escaped():
     leaf = LeafReport(name, (2, 2), good, good, bad, layers)
     observed = [ObservedValue(name, np.ones((1, 2)))]
     found = StepInspection(
-        [leaf], [ActivationReport(name, (2,), [bad], False)], observed, {f"gradients.{name}": [0, 2]}
+        [leaf], [ActivationReport(name, (2,), [bad], False)], observed, {f"gradients.{name}": [0, 2]}, {name: "cond"}
     )
     page = render_inspection(name, found)
     assert "<script" not in page

@@ -15,6 +15,8 @@ import pytest
 import runner
 from runner.cli.app import run_command
 from runner.errors import InvalidError
+from runner.metrics import file
+from runner.metrics.rows import parse_row
 from runner.retrace.judge import parse_criteria
 from runner.retrace.scratch import open_job
 from runner.retrace.trial import (
@@ -85,6 +87,32 @@ def in_process(monkeypatch):
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("trial") / "run")
+
+
+def test_each_row_of_a_fork_is_read_once(tmp_path, monkeypatch):
+    parsed = []
+    monkeypatch.setattr(file, "parse_row", lambda text: parsed.append(text) or parse_row(text))
+    fork = Fork("old", make_request(tmp_path / "run", []), START)
+    assert (fork.read_rows(), fork.is_complete()) == ([], False)
+    path = fork.store.root / "metrics.jsonl"
+    path.parent.mkdir(parents=True)
+    last = START + STEPS
+
+    def append(*steps: int) -> None:
+        with path.open("a") as lines:
+            lines.writelines(json.dumps({"step": step, "train/loss": 1.0}) + "\n" for step in steps)
+
+    for step in (START, START + 1, last - 1):
+        append(step)
+        assert not fork.is_complete()
+    append(last, last + 1)
+    assert fork.is_complete()
+    assert [row["step"] for row in fork.read_rows()] == [START + 1, last - 1, last]
+    assert len(parsed) == 5
+    path.unlink()
+    append(START + 1)  # as a restart of the fork does
+    assert not fork.is_complete()
+    assert [row["step"] for row in fork.read_rows()] == [START + 1]
 
 
 @pytest.mark.parametrize("kind", CHANGES)
