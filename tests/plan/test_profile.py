@@ -77,7 +77,6 @@ def test_a_range_has_two_ends_with_their_utilisation() -> None:
         (PLAIN, make_machine("v5e-4"), "none in the program of libtpu 1.2"),
         ((make_negate(),), make_machine("v5e-4", is_faked=True), "stands in"),
         (PLAIN, make_machine("h100-4", is_faked=True), "stands in"),
-        (PLAIN, make_machine("h100-4"), "none in the program of libtpu 1.2, or the chip's clock is unknown"),
     ],
 )
 def test_a_program_without_estimates_is_forecast_by_its_bound(
@@ -86,6 +85,13 @@ def test_a_program_without_estimates_is_forecast_by_its_bound(
     found = sections(*lines, machine=machine)
     assert said in found["forecast of a step"]["estimates"]
     assert found["where the time goes"].figures[0].basis == "assumed"
+
+
+def test_a_program_for_gpus_is_forecast_at_typical_shares_of_the_peaks() -> None:
+    found = sections(*PLAIN, machine=make_machine("h100-4"))["forecast of a step"]
+    low, high = found["at the rooflines of its ops"], found["at typical shares of the peaks"]
+    assert 1 / 0.75 * low <= high
+    assert found["MFU at typical shares"] == pytest.approx(found["MFU at most"] * low / high)
 
 
 def test_a_program_with_estimates_is_forecast_by_them() -> None:

@@ -14,7 +14,7 @@ from runner.spec import Document, SpecLocation
 from runner.train.compile import ProgramMemory, StepTooLargeError
 
 TEXT = "HloModule m\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n"
-MACHINE: Any = SimpleNamespace(usable_bytes=90, devices=[0], devices_per_domain=1, is_faked=False)
+MACHINE: Any = SimpleNamespace(usable_bytes=90, devices=[0], devices_per_domain=1, is_faked=False, spans_domains=False)
 
 MESH = dict.fromkeys(AXES, 1)
 
@@ -62,7 +62,7 @@ def test_temporaries_of_another_compiler_reject_no_step(
     setup_builder: Any = SimpleNamespace(
         list_layouts=lambda *_: ["small"], compile=compile_train, document=Document({}, {(): SpecLocation("x")})
     )
-    machine: Any = SimpleNamespace(**vars(MACHINE) | {"is_faked": True})
+    machine: Any = SimpleNamespace(**vars(MACHINE) | {"is_faked": True, "spans_domains": True})
     with contextlib.nullcontext() if fits else pytest.raises(SpecError, match="topology: state and batch alone") as e:
         train_setup: Any = SimpleNamespace(mesh_sizes=MESH, abstract_state={})
         compile_program(setup_builder, train_setup, machine, with_val=False, micro_batch=2)
