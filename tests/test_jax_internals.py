@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner.jax_internals import NEEDED
+from tests.support.job_process import drop_plugin_messages
 from tests.support.simulated_devices import environment
 
 ROOT = Path(__file__).parents[1]
@@ -22,11 +23,7 @@ def run_with(directory: Path, action: str, *words: str) -> subprocess.CompletedP
     (directory / "sitecustomize.py").write_text(ABSENT.format(action=action))
     variables = environment(1) | {"PYTHONPATH": f"{directory}:{ROOT}"}
     done = subprocess.run([sys.executable, "-m", *words], env=variables, cwd=ROOT, capture_output=True, text=True)
-    # The interpreter has imported JAX here, so that the command cannot silence its plugin for GPUs.
-    lines = [
-        line for line in done.stderr.splitlines() if "absl::InitializeLog" not in line and "cudart_stub" not in line
-    ]
-    done.stderr = "\n".join(lines)
+    done.stderr = drop_plugin_messages(done.stderr)
     return done
 
 

@@ -330,7 +330,7 @@ def _import(module: str) -> Any:
     try:
         with _discard_messages() if _has_idle_gpu_plugin() else contextlib.nullcontext():
             found = importlib.import_module(module)
-            if _has_idle_gpu_plugin() and "jax" in sys.modules and module != _JAX_INTERNALS:
+            if _has_idle_gpu_plugin() and "jax._src.xla_bridge" in sys.modules and module != _JAX_INTERNALS:
                 _import(_JAX_INTERNALS).discover_plugins()
     except ValueError as error:
         # JAX checks its variables when it is imported, and its message names the wrong one.

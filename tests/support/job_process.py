@@ -95,6 +95,15 @@ def run_runner(
     return done.returncode, done.stdout + (done.stderr if "Traceback" in done.stderr else "")
 
 
+def drop_plugin_messages(stderr: str) -> str:
+    """Return what a program wrote to standard error, without the messages of JAX's plugin that there is no GPU.
+
+    The commands of the runner silence it, which a program that imports JAX by itself does not.
+    """
+    lines = stderr.splitlines(keepends=True)
+    return "".join(line for line in lines if "absl::InitializeLog" not in line and "cudart_stub" not in line)
+
+
 @dataclass(frozen=True)
 class Job:
     """A spec with its run directory: starts processes and reads the files they leave."""

@@ -141,7 +141,7 @@ def make_validator():
 
 def list_accelerators():
     for name, chip in CHIPS.items():
-        for number in chip.shapes or ([] if name == "cpu" else [1, 8, 16, 64]):
+        for number in chip.shapes or ([] if chip.gke_accelerator is None else [1, 8, 16, 64]):
             yield f"{name}-{number}"
             if number > (chip.chips_per_host or 0):
                 yield f"3x{name}-{number}"
