@@ -29,7 +29,6 @@ from runner.errors import (
 from runner.process import STANDBY_VARIABLE
 
 _UNUSABLE_JAX_OPTIONS = ("JAX_DISABLE_JIT", "JAX_NO_EXECUTION", "JAX_NO_TRACING")
-_JAX_INTERNALS = "runner.jax_internals"
 _RUN = "SPEC"  # placeholder in the list of commands: a command line that names no command names a spec
 _READ_EXIT_CODES = (
     "0 done; 2 invalid command line or spec, or no such run; 76 the storage cannot be reached, or the output "
@@ -330,8 +329,8 @@ def _import(module: str) -> Any:
     try:
         with _discard_messages() if _has_idle_gpu_plugin() else contextlib.nullcontext():
             found = importlib.import_module(module)
-            if _has_idle_gpu_plugin() and "jax._src.xla_bridge" in sys.modules and module != _JAX_INTERNALS:
-                _import(_JAX_INTERNALS).discover_plugins()
+            if _has_idle_gpu_plugin() and "runner.jax_internals" in sys.modules:
+                sys.modules["runner.jax_internals"].discover_plugins()
     except ValueError as error:
         # JAX checks its variables when it is imported, and its message names the wrong one.
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
