@@ -92,6 +92,8 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "missing spec": (["specs/gpt_nan.yaml"], r"did you mean specs/gpt_nano\.yaml\?"),
     "misspelt command": (["stauts", "runs/a"], r"'stauts' is neither a command nor a file.*status"),
     "misspelt option": (["plan", "specs/gpt_nano.yaml", "--topolgy", "v5e-4"], r"--topolgy.*--topology"),
+    "key as an option": (["specs/gpt_nano.yaml", "--config.x=3"], r"did you mean --set config\.x=3\?"),
+    "key and value as words": (["plan", "specs/gpt_nano.yaml", "--seed.x", "3"], r"did you mean --set seed\.x=3\?"),
     "--set without a value": (["plan", "specs/gpt_nano.yaml", "--set", "seed"], r"--set seed: needs the form"),
     "status of nothing": (["status", "runs/none"], r"runs/none: no run is here"),
 }
