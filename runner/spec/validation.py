@@ -83,10 +83,29 @@ def _validate(document: Document, model: type[SpecModel], data: Any, section: Ke
         # From JSON, pydantic's strict mode still accepts a list for a tuple and a mapping for a model.
         return model.model_validate_json(json.dumps(data), context=document)
     except ValidationError as error:
-        problems = list(_explain(document, model, data, section, error.errors(include_url=False)))
+        details = error.errors(include_url=False)
+        problems = [
+            (_find_cause(document, model, section, path, message), message)
+            for path, message in _explain(document, model, data, section, details)
+        ]
     # In the order of the file; pydantic's order is that of the model.
     problems.sort(key=lambda problem: document.locate(problem[0]).line)
     raise SpecError(document.format_problems(problems))
+
+
+def _find_cause(document: Document, model: type[BaseModel], section: KeyPath, path: KeyPath, message: str) -> KeyPath:
+    """Return the path of the `--set` without which there is no such problem of `path`, or `path` if there is none."""
+    if document.locate(document.find_named_key(path, message)).key:
+        return path
+    for override, data in document.iterate_without_overrides(section):
+        try:
+            model.model_validate_json(json.dumps(data), context=document)
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+            if any(message == other for _, other in _explain(document, model, data, section, details)):
+                continue
+        return override
+    return path
 
 
 def _explain(
