@@ -151,7 +151,8 @@ def test_epochs_shorter_than_the_schedule_are_rejected() -> None:
         ),
         (
             ["schedule={warmup_share: 0.999}"],
-            "--set config.schedule={warmup_share: 0.999}: warmup_share=0.999 in steps=500 is not below the total of 500 steps",
+            "--set config.schedule={warmup_share: 0.999}: warmup_share=0.999 in steps=500 is not below the total of "
+            "500 steps",
         ),
         (
             ["schedule.name=wsd"],
