@@ -1,9 +1,11 @@
 """Changes of values of a spec as text, for events, `status`, `lineage` and the dashboard."""
 
 import json
+import sys
 from typing import Any
 
 from runner.console import escape_unprintable
+from runner.spec.document import dump_yaml
 
 _MAX_EXACT = 1 << 53  # largest whole number up to which a float holds every other
 
@@ -32,13 +34,39 @@ def format_setting(value: Any) -> str:
         return "?"
 
 
+def format_yaml(value: Any) -> str:
+    """Return a value of a trajectory as one line of YAML that can be copied into a spec."""
+    if isinstance(value, list | dict):
+        return dump_yaml(list_stages(value), default_flow_style=True, width=sys.maxsize).strip()
+    return repr(value) if isinstance(value, str) else json.dumps(value)
+
+
+def list_stages(value: Any) -> Any:
+    """Return stages as they are saved in the form of `config.stages`; any other value is returned as it is.
+
+    Keys of sources that have their default, which is null or empty, are left out.
+    """
+    if not _is_stages(value):
+        return value
+    return [
+        {"from_step": first, "set": {key: _drop_empty(each) for key, each in keys.items()}} for first, keys, *_ in value
+    ]
+
+
+def _drop_empty(value: Any) -> Any:
+    """Return a list of mappings without the keys that are null or empty."""
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        return value
+    return [{key: given for key, given in each.items() if given is not None and given != {}} for each in value]
+
+
 def _is_stages(value: Any) -> bool:
     """Return True if a value is a list of stages as they are saved: first step, keys, and digests of what they read."""
     return (
         isinstance(value, list)
         and bool(value)
         and all(
-            isinstance(each, list) and len(each) > 2 and isinstance(each[0], int) and isinstance(each[1], dict)
+            isinstance(each, list) and len(each) > 1 and isinstance(each[0], int) and isinstance(each[1], dict)
             for each in value
         )
     )
