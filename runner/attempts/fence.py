@@ -296,6 +296,8 @@ def _format_difference(owner: str, saved: Trajectory, present: Trajectory, key: 
     if all(isinstance(value, str) and _DIGEST.fullmatch(value) for value in values):
         return f"{owner} has other content than the spec now names"
     former, now = (format_yaml(each[key]) if key in each else "nothing" for each in (saved, present))
+    if former == now:
+        return f"{owner} has other content of the data that its stages name; put them back"
     return f"{owner} has {former}, the spec {now}"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from runner.console import escape_unprintable
 from runner.spec.document import dump_yaml
 
+_MAX_CHARACTERS = 120  # of each value of a change
 _MAX_EXACT = 1 << 53  # largest whole number up to which a float holds every other
 
 
@@ -16,7 +17,18 @@ def list_value_changes(key: str, former: Any, present: Any) -> list[str]:
         pairs = ((f"{key}.{name}", former.get(name), present.get(name)) for name in former | present)
         return [line for name, old, new in pairs if old != new for line in list_value_changes(name, old, new)]
     # A saved value may be any text.
-    return [escape_unprintable(f"{key}: {format_setting(former)} -> {format_setting(present)}")]
+    return [escape_unprintable(f"{key}: {' -> '.join(_cut_alike(format_setting(former), format_setting(present)))}")]
+
+
+def _cut_alike(former: str, present: str) -> list[str]:
+    """Return two texts, of which long ones are cut to the part in which they differ."""
+    if max(len(former), len(present)) <= _MAX_CHARACTERS:
+        return [former, present]
+    pairs = enumerate(zip(former, present, strict=False))
+    same = next((number for number, (one, other) in pairs if one != other), min(len(former), len(present)))
+    first = max(0, same - _MAX_CHARACTERS // 4)
+    last = first + _MAX_CHARACTERS
+    return [f"{'...' * bool(first)}{text[first:last]}{'...' * (len(text) > last)}" for text in (former, present)]
 
 
 def format_setting(value: Any) -> str:
