@@ -41,6 +41,7 @@ _NEEDS = {
     "less_than": "a number below {lt}",
     "less_than_equal": "a number of at most {le}",
 }
+_EMPTY = {"a mapping": "{}", "a list": "[]"}  # by what is needed
 _PATTERN_NEEDS = {
     NAME_PATTERN: "a file name of letters, digits, '.', '_' and '-'",
     HOOK_PATTERN: "a letter, and then letters, digits, '_' and '-'",
@@ -148,7 +149,9 @@ def _explain(
             continue
         needs = " or ".join(dict.fromkeys(_describe_need(detail) for detail in branches))
         choices = [choice for detail in branches for choice in _list_choices(detail)]
-        yield path, f"got {describe_value(value)}, needs {needs}{suggest_nearest(str(value), choices)}"
+        empty = _EMPTY.get(needs) if value is None else None
+        advice = f"; write {empty}, or leave the key out" if empty else suggest_nearest(str(value), choices)
+        yield path, f"got {describe_value(value)}, needs {needs}{advice}"
 
 
 def _locate(loc: tuple[int | str, ...], data: Any) -> tuple[KeyPath, Any]:

@@ -34,6 +34,8 @@ VALUES = {
     "two automatic axes": ("topology.mesh={data: auto, fsdp: auto}", r"topology\.mesh.*only one"),
     "batch that does not divide": ("config.train.micro_batch_examples=5", r"micro_batch_examples=5.*does not divide"),
     "warm-up longer than the run": ("config.schedule.warmup_steps=9999", r"warmup_steps"),
+    "null for a mapping": ("config.data.options=null", r"got null, needs a mapping; write {}, or leave the key out"),
+    "null for a list": ("hooks=null", r"^--set hooks=null: got null, needs a list; write \[\], or leave the key out"),
     "missing data": ("config.data.source=data/*.bin", r"^--set config\.data\.source=data/\*\.bin: no file matches"),
     "glob below no directory": ("config.data.source=HEER/*.txt", r"no file matches; .* holds no HEER"),
     "glob that matches nothing": ("config.data.source=HERE/*.bin", r"no file matches; \S* holds file, own\.py, "),
