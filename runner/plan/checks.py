@@ -53,9 +53,13 @@ class Findings:
 
 def _is_package_missing(error: BaseException | None) -> bool:
     """Return True if an error was caused by a package that this machine lacks, and hosts may have."""
-    while error is not None and not isinstance(error, ModuleNotFoundError):
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:  # an error that was raised from itself is its own cause
+        if isinstance(error, ModuleNotFoundError):
+            return True
+        seen.append(error)
         error = error.__cause__
-    return error is not None
+    return False
 
 
 def open_job(document: Document, findings: Findings) -> RestoreableJob | None:

@@ -337,14 +337,22 @@ class Document:
         return next(self.locations[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.locations)
 
     def find_named_key(self, path: KeyPath, message: str) -> KeyPath:
-        """Return the written key below a section that a message names as `key=value`, first of all one of a `--set`."""
+        """Return the written key below a section that a message names as `key=value`, first of all one of a `--set`.
+
+        A key at the beginning of the message, as in `data.mixture.a: no file`, outranks the others.
+        """
         found = []
-        for names in _NAMED_KEY.findall(message):
-            parts = tuple("".join(names).split("."))
+        for value_key, first_key in _NAMED_KEY.findall(message):
+            parts = tuple((value_key or first_key).split("."))
             # The name may repeat the end of the path of the section.
             number = next((n for n in range(len(parts) - 1, 0, -1) if path[-n:] == parts[:n]), 0)
             key = (*path, *parts[number:])
-            found += [key] if self.find_written(key) in self.locations else []
+            # The name of a source of a mixture is no key.
+            lengths = range(len(key), len(path), -1) if first_key else (len(key),)
+            located = [key[:n] for n in lengths if self.find_written(key[:n]) in self.locations]
+            if first_key and located:
+                return located[0]
+            found += located
         return next((key for key in found if self.locate(key).key), found[0] if found else path)
 
     def format_problem(self, path: KeyPath, message: str) -> str:

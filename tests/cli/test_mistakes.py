@@ -39,6 +39,10 @@ VALUES = {
     "missing data": ("config.data.source=data/*.bin", r"^--set config\.data\.source=data/\*\.bin: no file matches"),
     "glob below no directory": ("config.data.source=HEER/*.txt", r"no file matches; .* holds no HEER"),
     "glob that matches nothing": ("config.data.source=HERE/*.bin", r"no file matches; \S* holds file, own\.py, "),
+    "missing source of a mixture": (
+        "config.data.mixture=[{name: a, source: a.txt}, {name: b, source: HERE/text.txt}]",
+        r"^--set config\.data\.mixture=.*: a: data\.source=a\.txt: no file matches",
+    ),
     "data set of the Hub": ("config.data.source=hf://datasets/a/b", r"hf://.*config\.data\.tokenise"),
     "compressed text": ("config.data.source=HERE/x.jsonl.gz", r"x\.jsonl\.gz.*config\.data\.tokenise"),
     "compressed plain text": ("config.data.source=HERE/x.txt.gz", r"x\.txt\.gz.*; decompress it first"),
@@ -125,6 +129,8 @@ def test_a_wrong_value_is_named(
     override, pattern = VALUES[mistake]
     spec: dict[str, Any] = yaml.safe_load((ROOT / "specs/gpt_nano.yaml").read_text())
     spec["directory"], spec["config"]["data"]["source"] = str(tmp_path / "run"), str(tmp_path / "text.txt")
+    if "mixture" in override:
+        del spec["config"]["data"]["source"]
     (tmp_path / "text.txt").write_text("some words " * 20_000)
     (tmp_path / "x.jsonl.gz").write_bytes(b"")
     for name in ("file", "x.txt.gz", "x.npz"):
