@@ -147,7 +147,10 @@ def read_code(spec: str, runner: str | None, requirements: str | None) -> Code:
         root = Path(_git(Path.cwd(), "rev-parse", "--show-toplevel").decode().strip()).resolve()
         commit = _git(root, "rev-parse", "--verify", "HEAD").decode().strip()
     except (OSError, subprocess.CalledProcessError):
-        raise InvalidError(f"{Path.cwd()} has no git commit; what is shipped to machines is a commit") from None
+        raise InvalidError(
+            f"{Path.cwd()} has no git commit, and a commit is what is shipped to machines; run git init, git add and "
+            "git commit here, or change to the directory of your repository"
+        ) from None
     here = Path.cwd().resolve()
 
     def read(path: Path) -> bytes | None:

@@ -13,6 +13,7 @@ import importlib.metadata
 import inspect
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -142,10 +143,19 @@ class _Command(TyperCommand):
                     formatter.write_dl(rows)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = [*args]
         try:
             return super().parse_args(ctx, args)
         except typer.TyperException as error:
-            raise InvalidError(_format_mistake(error, ctx.find_root().obj.format_call(ctx.command_path))) from None
+            call = ctx.find_root().obj.format_call(ctx.command_path)
+            option = str(getattr(error, "option_name", ""))
+            # A dotted option is a key of the spec.
+            if "." in option and any("--set" in each.opts for each in self.get_params(ctx)):
+                place = next(n for n, word in enumerate(words) if word.partition("=")[0] == option)
+                value = words[place].partition("=")[2] or "".join(words[place + 1 : place + 2]) or "VALUE"
+                override = shlex.quote(f"{option.removeprefix('--')}={value}")
+                raise InvalidError(f"{call}: {option} is not an option; did you mean --set {override}?") from None
+            raise InvalidError(_format_mistake(error, call)) from None
 
 
 class _Program(TyperGroup):

@@ -214,6 +214,16 @@ def warn(line: str) -> None:
     LOGGER.warning("%s", line)
 
 
+def format_dollars(value: float, *, is_rate: bool = False) -> str:
+    """Return an amount in dollars and cents, without cents from $100 on. A rate has all its digits that matter."""
+    cents, digits = f"${value:,.2f}", f"${value:,.4g}"
+    if is_rate:
+        return max(cents, digits, key=len)
+    if 0 < value < 0.01:
+        return "less than $0.01"
+    return f"${value:,.0f}" if value >= 100 else cents
+
+
 def format_duration(seconds: float | None) -> str:
     """Return `8.2 s`, `4 min 10 s`, `3 h 5 min` or `12 d 4 h`; `?` if it is not finite, and "" for None."""
     if seconds is None:

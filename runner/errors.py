@@ -5,11 +5,13 @@ invalid, 75 preempted, 76 retryable.
 """
 
 import difflib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -157,6 +159,24 @@ def format_error(error: BaseException) -> str:
 def format_reason(error: BaseException) -> str:
     """Return the first line of the message of a library's error, or its type if there is no message."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def format_place(function: Any) -> str:
+    """Return `file:line: Class.method` of a user's function, or of the class that inherits it from the runner."""
+    function = inspect.unwrap(function)
+    owner, code = getattr(function, "__self__", None), getattr(function, "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    file, line = (code.co_filename, code.co_firstlineno) if code is not None else (None, 0)
+    if isinstance(owner, type) and (file is None or Path(file).is_relative_to(Path(__file__).parent)):
+        name = f"{owner.__qualname__}.{getattr(function, '__name__', name)}"
+        try:
+            file, line = inspect.getsourcefile(owner), inspect.getsourcelines(owner)[1]
+        except (OSError, TypeError):  # defined in a prompt
+            file = None
+    if file is None:
+        return name
+    shown = os.path.relpath(file)
+    return f"{file if shown.startswith('..') else shown}:{line}: {name}"
 
 
 def suggest_nearest(word: str, choices: Sequence[str], prefix: str = "") -> str:

@@ -18,7 +18,7 @@ import jax
 import optax
 
 from runner.config import ModelConfig, TrainerConfig
-from runner.errors import InvalidError
+from runner.errors import InvalidError, format_place
 from runner.evaluation.builtin import BuiltinEvaluators
 from runner.hook.listing import HookList, load_hooks
 from runner.huggingface.load import identify_adapter_base
@@ -154,7 +154,7 @@ class TrainRecipe(RestoreableJob):
 
         The model is initialised with them. A job whose data are arrays overrides this, and uses it in `forward`.
         """
-        return get_tokens(batch)
+        return get_tokens(batch, format_place(cls.model_inputs))
 
     # True in the class that defines `forward`: its loss is a sum over targets, and is not checked at the first start.
     returns_loss_sum: ClassVar[bool] = True

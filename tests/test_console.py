@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runner import console
-from runner.console import LineFormatter, configure_console, format_duration, say, warn
+from runner.console import LineFormatter, configure_console, format_dollars, format_duration, say, warn
 from tests.support.job_process import ROOT
 from tests.support.lost_streams import STREAM_LOSSES, STREAMS, start_with_lost_streams
 
@@ -142,6 +142,21 @@ def test_secrets_are_hidden_in_every_record(
 )
 def test_durations_are_formatted_in_two_units(seconds: float | None, words: str) -> None:
     assert format_duration(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("value", "is_rate", "shown"),
+    [
+        (0.0, False, "$0.00"),
+        (0.0004, False, "less than $0.01"),
+        (1.2, False, "$1.20"),
+        (1234.5, False, "$1,234"),
+        (1.2, True, "$1.20"),
+        (0.0132, True, "$0.0132"),
+    ],
+)
+def test_dollars_have_cents_and_a_floor(value, is_rate, shown):
+    assert format_dollars(value, is_rate=is_rate) == shown
 
 
 @pytest.mark.parametrize(

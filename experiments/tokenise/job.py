@@ -515,6 +515,13 @@ class Tokenise(TextJob):
             sample, added = self._sample_documents(config.tokenizer), (config.separator, config.begin)
             content = train_bpe(config.tokenizer, added, sample, lambda line: attempt.say(f"{self.spec.name}: {line}"))
             output.write(TOKENIZER_FILES["hf"], content)
+            size, wanted = self.vocabulary.tokenizer.vocabulary_size, config.tokenizer.vocabulary_size
+            if size < wanted:
+                message = (
+                    f"the sample has text for {size:,} tokens only, less than {wanted:,}; use a larger sample or text"
+                )
+                key = ("config", "tokenizer", "vocabulary_size")
+                attempt.say(f"{self.spec.name}: {self.document.format_problem(key, message)}")
         with self.document.errors_at("config.tokenizer"):
             corpus.validate_same_tokenizer(output, self.tokenizer_digest)
         if self.vocabulary.content is not None:

@@ -22,6 +22,7 @@ are Kubernetes' own (apimachinery's `util/validation` and `api/resource`, `core/
 references (distribution's `reference`), which only the kubelet checks: a pod with a bad one waits forever.
 """
 
+import contextlib
 import json
 import re
 import subprocess
@@ -53,7 +54,7 @@ from runner.attempts.environment import ENGINE
 from runner.console import write_text
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, FailedError, InvalidError
 from runner.process import NODE_VARIABLE, format_placement
-from runner.spec import ExecutionSpec, load_document, validate_spec
+from runner.spec import Document, ExecutionSpec, load_document, validate_spec
 from runner.spec.document import TextDumper, dump_yaml
 
 CONTAINER = "runner"
@@ -237,18 +238,21 @@ class _PodAllocation:
     is_tpu: bool = False  # True if the chips are TPUs
 
 
-def render(spec: ExecutionSpec, text: str, arguments: JobSetArguments, submit_time: str | None) -> dict[str, Any]:
-    """Return the manifest of a job.
+def render(document: Document, text: str, arguments: JobSetArguments, submit_time: str | None) -> dict[str, Any]:
+    """Return the manifest of the job of a document.
 
     `text` is the spec as the user wrote it. Without a time of submission, in Unix seconds, pods get none.
 
     Raises:
         InvalidError: the job cannot run on Kubernetes with these options.
     """
+    spec = validate_spec(document)
     arguments.validate_for_kubernetes()
     accelerator = None if spec.topology is None else parse_accelerator(spec.topology.accelerator)
-    pods = _allocate_pods(accelerator, arguments.nodes)
-    name = make_kubernetes_name(arguments.name or spec.name, pods)
+    with document.errors_at("topology.accelerator") if arguments.nodes is None else contextlib.nullcontext():
+        pods = _allocate_pods(accelerator, arguments.nodes)
+    with document.errors_at("name") if arguments.name is None else contextlib.nullcontext():
+        name = make_kubernetes_name(arguments.name or spec.name, pods)
     metadata: dict[str, Any] = {"name": name}
     if arguments.namespace:
         metadata["namespace"] = arguments.namespace
@@ -263,7 +267,7 @@ def render(spec: ExecutionSpec, text: str, arguments: JobSetArguments, submit_ti
         # Each host counts its own restarts, and a fault of one host ends the others too.
         "backoffLimit": min(arguments.max_restarts * pods.hosts_per_slice, MAX_NUMBER),
         "podFailurePolicy": {"rules": POD_FAILURE_RULES},
-        "template": _render_pod(spec, text, arguments, pods, name, submit_time),
+        "template": _render_pod(document, spec, text, arguments, pods, name, submit_time),
     }
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -285,7 +289,7 @@ def _allocate_pods(accelerator: Accelerator | None, num_nodes: int | None) -> _P
     """
     if accelerator is None or accelerator.name == "cpu":
         if num_nodes is None:
-            raise InvalidError("topology.accelerator names no chips to request; give --nodes N for N pods on CPUs")
+            raise InvalidError("names no chips to request; give --nodes N for N pods on CPUs")
         if num_nodes > MAX_PODS:
             raise InvalidError(f"--nodes {num_nodes}: a Job has at most {MAX_PODS} pods")
         return _PodAllocation(num_nodes)
@@ -293,12 +297,12 @@ def _allocate_pods(accelerator: Accelerator | None, num_nodes: int | None) -> _P
     if num_nodes is not None:
         raise InvalidError(f"--nodes {num_nodes} is for pods on CPUs, but topology.accelerator is {name}; leave it out")
     if accelerator.num_chips is None or accelerator.num_chips_per_host is None:
-        raise InvalidError(f"topology.accelerator is {name}; needs the number of chips too, such as {name}-16")
+        raise InvalidError(f"is {name}; needs the number of chips too, such as {name}-16")
     if chip.gke_accelerator is None:
-        raise InvalidError(f"topology.accelerator is {name}, which GKE does not have")
+        raise InvalidError(f"is {name}, which GKE does not have")
     hosts, num_chips_per_host = accelerator.hosts_per_slice, accelerator.num_chips_per_host
     if hosts * accelerator.num_slices > MAX_PODS:
-        raise InvalidError(f"topology.accelerator is {accelerator}; a JobSet has at most {MAX_PODS} pods")
+        raise InvalidError(f"is {accelerator}; a JobSet has at most {MAX_PODS} pods")
     if chip.is_tpu:
         labels = {
             "cloud.google.com/gke-tpu-accelerator": chip.gke_accelerator,
@@ -336,15 +340,22 @@ def make_kubernetes_name(name: str, pods: _PodAllocation) -> str:
 
 
 def _render_pod(
-    spec: ExecutionSpec, text: str, arguments: JobSetArguments, pods: _PodAllocation, name: str, submit_time: str | None
+    document: Document,
+    spec: ExecutionSpec,
+    text: str,
+    arguments: JobSetArguments,
+    pods: _PodAllocation,
+    name: str,
+    submit_time: str | None,
 ) -> dict[str, Any]:
     """Return the template of every pod of the JobSet `name`. The other arguments are those of `render`."""
     # A relative directory is relative to the working directory of the container.
     path = PurePosixPath(arguments.workdir or "", spec.directory)
     if "://" not in spec.directory and not any(path.is_relative_to(mount) for _, mount in arguments.mounts):
-        raise InvalidError(
-            f"directory is {spec.directory}, on the pods' own disks, which are deleted with them; needs gs://, s3:// "
-            "or az://, or a path in a shared volume that --volume-claim CLAIM=PATH mounts"
+        raise document.error(
+            "directory",
+            f"is {spec.directory}, on the pods' own disks, which are deleted with them; needs gs://, s3:// or az://, "
+            "or a path in a shared volume that --volume-claim CLAIM=PATH mounts",
         )
     annotations = dict(_split_pairs(arguments.annotation)) | {SPEC_ANNOTATION: text}
     # Kueue admits the JobSet as a whole: a queue of the pods' own would make it wait for each pod.
@@ -361,7 +372,7 @@ def _render_pod(
     fast = spec.checkpoint.local_directory
     if fast is not None:
         if not PurePosixPath(fast).is_absolute():
-            raise InvalidError(f"checkpoint.local_directory is {fast}; needs an absolute path, on the node")
+            raise document.error("checkpoint.local_directory", f"is {fast}; needs an absolute path, on the node")
         # A directory of the node: an emptyDir is deleted with its pod, and a replaced pod may come back to this node.
         volumes.append(("fast-tier", fast, {"hostPath": {"path": fast, "type": "DirectoryOrCreate"}}))
     if pods.chips and not pods.is_tpu:  # NCCL needs more shared memory than the usual 64 MiB
@@ -496,15 +507,16 @@ def dump(manifest: dict[str, Any]) -> str:
 
 def run(arguments: JobSetArguments) -> int:
     """Submit the job, or print what would be submitted."""
-    spec = validate_spec(load_document(arguments.spec, arguments.overrides))
+    document = load_document(arguments.spec, arguments.overrides)
+    validate_spec(document)  # a wrong spec is reported before a text that cannot be read
     text = Path(arguments.spec).read_text(encoding="utf-8-sig")
     # First rendered without a time, so that every option is checked before the cluster is contacted.
-    manifest = render(spec, text, arguments, None)
+    manifest = render(document, text, arguments, None)
     if not arguments.is_skip_checks:
         check_job(arguments, has_shared_files=False)
     if not arguments.dry_run:
         metadata = manifest["metadata"]
-        manifest = render(spec, text, arguments, _find_submit_time(metadata["name"], metadata.get("namespace")))
+        manifest = render(document, text, arguments, _find_submit_time(metadata["name"], metadata.get("namespace")))
     validate_size(manifest, len(text.encode()))
     if arguments.dry_run:
         write_text(dump(manifest), is_program=True)

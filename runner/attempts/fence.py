@@ -8,6 +8,7 @@ own claim missing ends too: the directory was removed or unmounted, and another 
 
 import collections
 import os
+import re
 import socket
 import sys
 import time
@@ -20,10 +21,12 @@ from runner.attempts.ended import NUM_RECENT
 from runner.attempts.layout import ATTEMPTS, Owner, read_owner, read_result, validate_entry_kinds
 from runner.errors import EXIT_INVALID, FencedError, InvalidError, RemovedError, ResumeError, StorageError
 from runner.spec import Document, JobConfig, Trajectory, fill_in_defaults, is_one_of, list_value_changes
+from runner.spec.changes import format_yaml, list_stages
 from runner.spec.document import dump_yaml
 from runner.storage import Store, create_file, encode_json, parse_number, probe_store, read_json, read_log
 
 _MAX_KEYS = 3  # of one section in the list of changes to paste; if there are more, the section is named instead
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _RENAMED_HINT = "; if only its name changed, list the former path in its class attribute former_paths"
 
 
@@ -212,7 +215,7 @@ class RunIdentity:
         lines = [
             self.document.format_problem(
                 tuple(key.split(".")),
-                f"{owner} has {_format_value(saved, key)}, the spec {_format_value(present, key)}"
+                f"{_format_difference(owner, saved, present, key)}"
                 f"{_RENAMED_HINT if key in self.former_values else ''}{self.config.explain_digest(key, keys)}",
             )
             for key in keys
@@ -230,6 +233,14 @@ class RunIdentity:
         """Yield the changes of the spec that may let the job go on at `step`, the least change first."""
         if not step:
             return
+        if begun := [stage for stage in list_stages(saved.get("config.stages") or []) if stage["from_step"] < step]:
+            later = [
+                stage for stage in list_stages(self.identity.get("config.stages") or []) if stage["from_step"] >= step
+            ]
+            others = tuple(key for key in keys if key != "config.stages")
+            first = " leave the former values of other keys and" if others else ""
+            purpose = f"to go on,{first} keep the stages that have begun in your spec:"
+            yield Advice("config.stages", [*begun, *later], purpose, others)
         given = (self.document.data.get("config") or {}).get("stages") or []
         if (stages := self.config.list_advised_stages(keys, saved, step, given)) is not None:
             purpose = f"to change this from step {step} on, leave the former values and"
@@ -277,6 +288,17 @@ def _is_later(first: int | None, step: int) -> bool:
     """Return True if a change from step `first` on (None: no change) does not affect a run that has reached `step`."""
     # A change from step 0 on is another trajectory even if nothing is saved yet, because the directory may be mistyped.
     return first is None or first >= max(step, 1)
+
+
+def _format_difference(owner: str, saved: Trajectory, present: Trajectory, key: str) -> str:
+    """Return the values of a key in both trajectories; of digests only that they differ."""
+    values = [saved.get(key), present.get(key)]
+    if all(isinstance(value, str) and _DIGEST.fullmatch(value) for value in values):
+        return f"{owner} has other content than the spec now names"
+    former, now = (format_yaml(each[key]) if key in each else "nothing" for each in (saved, present))
+    if former == now:
+        return f"{owner} has other content of the data that its stages name; put them back"
+    return f"{owner} has {former}, the spec {now}"
 
 
 def _format_value(identity: Trajectory, key: str) -> str:

@@ -1,6 +1,7 @@
 """Commands on the checkpoints of a run that need jax: checkpoints, copy, sample, evaluate, export, profile."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -63,6 +64,7 @@ from runner.storage import (
 )
 from runner.storage.store import translate_errors
 from runner.train.profiler import FOLDER, POLL_BUCKET_SECONDS, request_profile
+from runner.train.text_first import is_tokenised_like, tokenise_like
 from runner.trainer import BaseTrainer
 
 _HARNESS = "runner.inference.harness"  # needs the extra lm-eval, and is therefore imported on demand
@@ -103,11 +105,19 @@ def print_evaluation(arguments: EvaluateArguments) -> int:
         )
         run.prepare_process()  # before `join_job` uses the first device
         hosts = join_job(placement, deadlines)
+        has_text = request.data is not None and is_tokenised_like(run.job.texts, request.data)
         if hosts.num_processes == 1:
-            _print_records(run, request, hosts, arguments)
+            with tempfile.TemporaryDirectory(prefix="runner-evaluate-") as scratch:
+                if request.data is not None and has_text:
+                    request = dataclasses.replace(request, data=tokenise_like(run.job.texts, request.data, scratch))
+                _print_records(run, request, hosts, arguments)
             return EXIT_DONE
         code = EXIT_DONE
         try:
+            if has_text:
+                raise InvalidError(
+                    f"--data {arguments.data}: is text, which one process can tokenise; evaluate with one"
+                )
             _print_records(run, request, hosts, arguments)
             # Process 0 still writes its last record when the others are done; all leave together.
             hosts.barrier()

@@ -171,9 +171,19 @@ class Dataset:
             except DataError as error:
                 raise DataError(f"{label}: {error}") from error
 
-    def list_warnings(self) -> list[str]:
-        """Return a line for each doubtful source or validation set. Reads a sample of the data."""
-        return [*self._find_validation_tails(), *self.find_missing_targets()]
+    def list_warnings(self, batch_examples: int) -> list[str]:
+        """Return a line for each doubtful source or validation set, and for a batch that exceeds the data.
+
+        Reads a sample of the data.
+        """
+        lines = [*self._find_validation_tails(), *self.find_missing_targets()]
+        if batch_examples > self.num_train_examples:
+            lines.append(
+                f"train.global_batch_examples={batch_examples:,} is more than the {self.num_train_examples:,} training "
+                f"examples of {self.source}, so every step takes some of them several times; use a smaller batch, or "
+                "more data"
+            )
+        return lines
 
     def _find_validation_tails(self) -> list[str]:
         """Return a line for each folder of text whose validation split is made of the last files by name.

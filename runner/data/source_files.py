@@ -376,12 +376,22 @@ def _split_glob(path: str) -> tuple[str, str]:
 
 
 def suggest_path(name: str) -> str:
-    """Return a hint for a path that matched nothing: '; did you mean ...?', or '' if there is none."""
-    if _split_glob(os.path.abspath(os.path.expanduser(name)))[1]:
-        return ""
+    """Return a hint for a path or a glob that matched nothing, with the nearest path that exists; '' without one."""
     if difflib.get_close_matches(name, [PYTHON_STDLIB]):
         return f"; did you mean {PYTHON_STDLIB}?"
-    missing = Path(os.path.abspath(os.path.expanduser(name)))
+    path = os.path.abspath(os.path.expanduser(name))
+    directory, pattern = _split_glob(path)
+    missing = Path(directory if pattern else path)
+    if pattern and missing.is_dir():
+        try:
+            names = sorted(os.listdir(missing))
+        except OSError:
+            return ""
+        return (
+            f"; {directory} holds {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+            if names
+            else f"; {directory} is empty"
+        )
     while not missing.parent.exists():
         missing = missing.parent
     try:

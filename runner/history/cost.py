@@ -7,6 +7,7 @@ import datetime
 from dataclasses import dataclass
 
 from runner.accelerator import parse_accelerator
+from runner.console import format_dollars
 from runner.distributed.clock import TimeCategory
 from runner.errors import InvalidError
 from runner.history.ledger import get_float
@@ -55,10 +56,10 @@ def compute_cost(history: History) -> Cost | None:
 def format_cost(cost: Cost) -> str:
     """Return the line of a cost."""
     dated = "" if cost.as_of is None else f", prices of {cost.as_of}"
-    left = "" if cost.left_dollars is None else f", about ${cost.left_dollars:,.2f} to the end"
+    left = "" if cost.left_dollars is None else f", expected {format_dollars(cost.left_dollars)} to the end"
     return (
-        f"cost ${cost.dollars:,.2f}, ${cost.steps_dollars:,.2f} of it for steps that count{left} "
-        f"(${cost.dollars_per_chip_hour:,.4g} per chip and hour{dated})"
+        f"cost {format_dollars(cost.dollars)}, {format_dollars(cost.steps_dollars)} of it for steps that count{left} "
+        f"({format_dollars(cost.dollars_per_chip_hour, is_rate=True)} per chip and hour{dated})"
     )
 
 

@@ -23,7 +23,7 @@ from runner.attempts.ended import unpack
 from runner.attempts.environment import ENVIRONMENT_KEYS
 from runner.attempts.layout import ATTEMPTS, TEXT_FOLDER, read_owner, read_result
 from runner.checkpoint.manifest import CHECKPOINTS, NotCommittedError, read_manifest
-from runner.config import SOURCE_NAME, StageConfig, locate_stages
+from runner.config import SOURCE_NAME, TOTAL_KEYS, StageConfig, locate_stages
 from runner.console import format_duration
 from runner.distributed.clock import MIN_STEP_DEADLINE_SECONDS, STEP_DEADLINE_FACTOR, TimeCategory
 from runner.errors import (
@@ -403,10 +403,19 @@ def read_fork(event: JsonObject) -> ForkRecord | None:
 
 
 def format_changes(fork: ForkRecord) -> list[str]:
-    """Return a line for each key in which a fork differs from its parent."""
+    """Return a line for each key in which a fork differs from its parent.
+
+    Totals on which the learning rates of only one of the two depend are left out: the other has recorded none.
+    """
     lines: list[str] = []
-    for key, values in fork.changes.items():
-        theirs, ours = values if isinstance(values, list) and len(values) == 2 else ("?", "?")
+    pairs = {
+        key: values if isinstance(values, list) and len(values) == 2 else ["?", "?"]
+        for key, values in fork.changes.items()
+    }
+    totals = {key: pair for key, pair in pairs.items() if key.removeprefix("config.") in TOTAL_KEYS}
+    if any(all(pair[side] is None for pair in totals.values()) for side in (0, 1)):
+        pairs = {key: pair for key, pair in pairs.items() if key not in totals}
+    for key, (theirs, ours) in pairs.items():
         lines += map(to_single_line, list_value_changes(to_single_line(key), theirs, ours))
     return lines
 

@@ -28,6 +28,7 @@ The watchdog also prints the name of a hook that hangs.
 
 import contextlib
 import copy
+import inspect
 import json
 import statistics
 import time
@@ -43,7 +44,15 @@ from runner.attempts.attempt import Attempt
 from runner.attempts.layout import read_owner
 from runner.console import warn
 from runner.distributed.clock import LocalFailure, Phase, TimeCategory
-from runner.errors import FencedError, HookError, InvalidError, PreemptedError, RetryableError, format_error
+from runner.errors import (
+    FencedError,
+    HookError,
+    InvalidError,
+    PreemptedError,
+    RetryableError,
+    format_error,
+    format_place,
+)
 from runner.hook.hooks import Act, Moment, Verdict
 from runner.hook.listing import (
     STATE_NAME,
@@ -62,6 +71,7 @@ from runner.train.state import TrainState
 
 _SLOW_SECONDS, _SLOW_STEPS = 1.0, 10.0  # a call that takes longer than both is warned of, once per hook and method
 _INT_MAX_DIGITS = 300
+_OWN_FILES = (__file__, inspect.getfile(Moment))
 _VERDICT_METHODS = ("on_row", "on_evaluation")
 _RESULT_KEYS = (
     *("step", "tokens", "examples", "train_loss", "val_loss", "fingerprint"),
@@ -86,10 +96,11 @@ def call_hook(listed: ListedHook, method: str, moment: Moment) -> tuple[JsonObje
     except BaseException as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and moment.hosts.num_processes > 1:
             raise  # a collective broken by a lost peer, which the watchdog reports
-        # The last frame is in the hook's own code, which is what its author needs.
-        frame = traceback.extract_tb(error.__traceback__)[-1]
+        # The last frame in the hook's own code is what its author needs; `Moment.log` and the checks here are not.
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if each.filename not in _OWN_FILES]
+        place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else format_place(getattr(listed.hook, method))
         neutral = {"act": Act.GO_ON.value, "counters": None, "reason": ""}
-        return neutral, f"{format_error(error)} (at {frame.filename}:{frame.lineno})"
+        return neutral, f"{format_error(error)} (at {place})"
 
 
 def _encode_returned(listed: ListedHook, method: str, returned: Any) -> JsonObject:

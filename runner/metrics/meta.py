@@ -50,6 +50,8 @@ _RESERVED_PREFIXES = ("train/", "perf/", "data/")
 LEARNING_RATE = "learning_rate"
 RESERVED_NAMES = ("loss", "loss_mean", LEARNING_RATE, "tokens")  # the runner's own names below `train/`
 _REQUIREMENT = f"a row needs a scalar, such as a mean, an array of one axis of 1 to {LIST_MAX} numbers, or a histogram"
+_SUM_REQUIREMENT = "needs a sum over the targets of the micro-batch, or a pair (sum, weight), of numbers"
+_NUMBERS = bool | int | float | np.generic | np.ndarray | jax.Array | jax.ShapeDtypeStruct
 
 Meta = Mapping[str, Any]
 RowValue = float | int | str | list[float | None] | dict[str, list[float]] | None
@@ -123,6 +125,23 @@ def replace_sums_by_means(meta: Mapping[str, Any], token_count: Any) -> Meta:
 # While the step is traced.
 
 
+def validate_forward(returned: Any) -> None:
+    """Raise `InvalidError` unless `forward` returns a loss and a dictionary of numbers and arrays."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise InvalidError(f"returns {_describe(returned)}; return the summed loss and a dictionary: loss_sum, {{}}")
+    _, meta = returned
+    if not isinstance(meta, Mapping):
+        raise InvalidError(f"returns {_describe(meta)} as meta; return a dictionary of scalars by name")
+    for name, value in meta[SUMS].items() if isinstance(meta.get(SUMS), Mapping) else ():
+        terms = value if isinstance(value, tuple) and len(value) == 2 else (value,)
+        if not all(map(_is_numeric, terms)):
+            given = next(_describe(term) for term in terms if not _is_numeric(term))
+            raise InvalidError(f"returns {name!r} among its {SUMS}, {given}; {_SUM_REQUIREMENT}")
+    for name, value in meta.items():
+        if not all(_is_numeric(leaf) for leaf in jax.tree.leaves(value, is_leaf=lambda leaf: leaf is None)):
+            raise InvalidError(f"returns {name!r} as meta, {_describe(value)}; {_REQUIREMENT}")
+
+
 def validate_meta(meta: Any, reserved: tuple[str, ...] = RESERVED_NAMES) -> None:
     """Raise `InvalidError` if the meta of a step has a reserved name, or a value that a row does not hold.
 
@@ -134,7 +153,7 @@ def validate_meta(meta: Any, reserved: tuple[str, ...] = RESERVED_NAMES) -> None
         if name in reserved:
             raise InvalidError(f"a step returns {name!r} as meta, which is a reserved name; use another")
         fits = isinstance(value, Histogram)
-        if isinstance(value, bool | int | float | np.generic | np.ndarray | jax.Array | jax.ShapeDtypeStruct):
+        if _is_numeric(value):
             # Checked on shapes and types only, since the value may be a tracer.
             shape = value.shape if isinstance(value, jax.ShapeDtypeStruct) else jnp.shape(value)
             is_small = len(shape) == 0 or (len(shape) == 1 and 0 < shape[0] <= LIST_MAX)
@@ -142,6 +161,12 @@ def validate_meta(meta: Any, reserved: tuple[str, ...] = RESERVED_NAMES) -> None
             fits = is_small and any(jnp.issubdtype(dtype, kind) for kind in kinds)
         if not fits:
             raise InvalidError(f"a step returns {name!r} as meta, {_describe(value)}; {_REQUIREMENT}")
+
+
+def _is_numeric(value: Any) -> bool:
+    """Return True for a number, an array or the shape of one, whose type is neither text nor an object."""
+    kind = getattr(getattr(value, "dtype", None), "kind", "f")
+    return isinstance(value, _NUMBERS) and kind not in "USOMm"
 
 
 def _describe(value: Any) -> str:

@@ -32,7 +32,7 @@ class Findings:
     """Problems that keep the job from running, and warnings, as one line each."""
 
     problems: list[str] = field(default_factory=list)
-    # Those of `problems` that another machine may not have: with its files, and with its network or credentials.
+    # Those of `problems` that another machine may not have: with its files and packages, its network or credentials.
     local_problems: list[str] = field(default_factory=list)
     service_problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -47,8 +47,19 @@ class Findings:
             self.problems += lines
             if isinstance(error, StorageError) or isinstance(error.__cause__, PermissionError):
                 self.service_problems += lines
-            elif is_local:
+            elif is_local or _is_package_missing(error):
                 self.local_problems += lines
+
+
+def _is_package_missing(error: BaseException | None) -> bool:
+    """Return True if an error was caused by a package that this machine lacks, and hosts may have."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:  # an error that was raised from itself is its own cause
+        if isinstance(error, ModuleNotFoundError):
+            return True
+        seen.append(error)
+        error = error.__cause__
+    return False
 
 
 def open_job(document: Document, findings: Findings) -> RestoreableJob | None:
@@ -236,7 +247,7 @@ def check_data(job: BaseTrainer, findings: Findings, num_hosts: int) -> DataChec
         # A host reads only its part of the global batch.
         dataset.read("train", 0, -(-batch // num_hosts))
         is_read = True
-        findings.warnings += dataset.list_warnings()
+        findings.warnings += dataset.list_warnings(batch)
     seconds = time.perf_counter() - began
 
     section.add("fingerprint", dataset.fingerprint, "text", "counted")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from runner.console import warn
+from runner.console import format_dollars, warn
 
 # counted: arithmetic on the spec, the shapes and the data. compiled: reported by the compiled program. assumed: rests
 # on a manufacturer's peak figure, or on what the note says. measured: done on this machine, and timed.
@@ -58,7 +58,7 @@ def format_amount(value: float, unit: Unit) -> str:
     if unit == "share":
         return f"{100 * value:.1f}%"
     if unit == "dollars":
-        return f"${value:,.{0 if value >= 100 else 2}f}"
+        return format_dollars(value)
     # The first scale that gives a value of at least one.
     for scale, name in _SCALES.get(unit, ()):
         if abs(value) >= scale:

@@ -19,6 +19,7 @@ from runner.checkpoint.policy import (
     estimate_hours_between_failures,
 )
 from runner.config import TrainerConfig
+from runner.console import format_dollars
 from runner.parallel.mesh import STATE_AXES, count_batch_shards, format_batch_axes, format_mesh, resolve_mesh_sizes
 from runner.plan.figures import Basis, Section, format_amount, report_progress
 from runner.plan.mesh import (
@@ -547,7 +548,7 @@ def make_cost_section(spec: ExecutionSpec, machine: TargetMachine, sections: Seq
         num_chips //= machine.accelerator.chip.devices_per_chip
     per_second = num_chips * price.dollars_per_chip_hour / 3600
     dated = "" if price.as_of is None else f", prices of {price.as_of}"
-    note = f"{num_chips:,} chips at ${price.dollars_per_chip_hour:,.4g} an hour{dated}"
+    note = f"{num_chips:,} chips at {format_dollars(price.dollars_per_chip_hour, is_rate=True)} an hour{dated}"
     section.add("lowest cost", run_seconds * per_second, "dollars", "assumed", f"at the lowest step time; {note}")
     goodput = figures.get("expected goodput", figures.get("goodput at best interval"))
     note = f"{TYPICAL_SHARE:.0%} of that speed" + (", and the expected goodput" if goodput is not None else "")

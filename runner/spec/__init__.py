@@ -12,8 +12,8 @@ A spec is read in three steps, each of which reports all of its problems at once
 Later stages report a problem of a key in the same form through `Document.error`.
 
 - `model`: models of the sections, and policies of keys, which say what may change during a run
-- `changes`: changes of values as text
 - `document`: YAML with locations, overrides, messages; modules that a run's directory may name
+- `changes`: changes of values as text
 - `imports`: classes by name, packages that are extras
 - `validation`: documents against models; keys on which the bits of a run depend; specs as YAML and JSON Schema
 """

@@ -27,6 +27,7 @@ from runner.spec.model import CLASS_PATH, ExecutionSpec, Section
 KeyPath = tuple[str, ...]
 _OWN_PACKAGES = ("experiments", "runner")
 _HOME = Path(__file__).resolve().parents[2]  # directory of the installed packages of this project
+_NAMED_KEY = re.compile(r"(?<![\w.])([a-z]\w*(?:\.\w+)*)=|^([a-z]\w*(?:\.\w+)*): ")  # in messages
 _MAX_SUGGESTED = 1000  # files that are considered for a suggestion
 _MAX_SHOWN_CHARACTERS = 100  # of a `--set` in messages
 # PyYAML takes these for line breaks, as YAML 1.1 does, and drops a byte order mark at the beginning. In YAML 1.2 they
@@ -44,8 +45,19 @@ class SpecLocation:
     key: str = ""  # dotted key that `text` already contains, for a `--set`
 
     def format_problem(self, path: KeyPath, message: str) -> str:
-        """Return `location: key: message` as one line, without a key that the location already contains."""
+        """Return `location: key: message` as one line, without a key that the location or the message contains."""
         key = ".".join(path)
+        # A message may begin with its key, or the end of it: `data.source=x.txt: no file matches`.
+        ends = (".".join(path[n:]) for n in range(len(path)))
+        named = next((end for end in ends if message.startswith((f"{end}=", f"{end}.", f"{end}: "))), None)
+        if named is not None and message[len(named)] in ".:":
+            message = message[len(named) + 1 :].lstrip()
+        elif named is not None and key != self.key:
+            key, message = "", f"{key}{message[len(named) :]}"
+        elif named is not None:
+            given = f"{named}={self.text.partition('=')[2]}"
+            rest = message.removeprefix(given)
+            message = rest.lstrip(": ") if message.startswith(given) and rest[:1] in (":", " ") else message
         # A message is one line even if a key or value of the spec holds a line break or a control sequence.
         return escape_unprintable(
             ": ".join([self.text, message] if key in ("", self.key) else [self.text, key, message])
@@ -281,6 +293,8 @@ class Document:
     # messages have the paths that the user has written.
     written: Mapping[KeyPath, KeyPath] = field(default_factory=dict)
     trust: Trust | None = None  # modules that the document may name, if it is not the user's own; None: any module
+    # Value in the file of each key that a `--set` gives; the list is empty if the file does not have the key.
+    overridden: dict[KeyPath, list[Any]] = field(default_factory=dict)
 
     def validate_trust(self, path: str) -> None:
         """Raise `InvalidError` if the document may not name the class path `module:Class`."""
@@ -293,6 +307,24 @@ class Document:
         given = self.data if self.unfilled is None else self.unfilled
         return hashlib.sha256(json.dumps(given, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
+    def iterate_without_overrides(self, section: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+        """Yield the path of each `--set` below a section, and the data of the section without it."""
+        for path, former in self.overridden.items():
+            if path[: len(section)] != section or path == section:
+                continue
+            data = copy.deepcopy(self.data)
+            parent: Any = data
+            with contextlib.suppress(KeyError, IndexError, TypeError):  # a later `--set` replaced a section around it
+                for part in path[:-1]:
+                    parent = parent[int(part) if isinstance(parent, list) else part]
+                if former:
+                    parent[int(path[-1]) if isinstance(parent, list) else path[-1]] = former[0]
+                else:
+                    del parent[path[-1]]
+                for part in section:
+                    data = data[part]
+                yield path, data
+
     def find_written(self, path: KeyPath) -> KeyPath:
         """Return the path under which the user has written a key of `data`."""
         number = next((n for n in range(len(path), 0, -1) if path[:n] in self.written), 0)
@@ -304,8 +336,28 @@ class Document:
         # The empty path is always known, so this finds something.
         return next(self.locations[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.locations)
 
+    def find_named_key(self, path: KeyPath, message: str) -> KeyPath:
+        """Return the written key below a section that a message names as `key=value`, first of all one of a `--set`.
+
+        A key at the beginning of the message, as in `data.mixture.a: no file`, outranks the others.
+        """
+        found = []
+        for value_key, first_key in _NAMED_KEY.findall(message):
+            parts = tuple((value_key or first_key).split("."))
+            # The name may repeat the end of the path of the section.
+            number = next((n for n in range(len(parts) - 1, 0, -1) if path[-n:] == parts[:n]), 0)
+            key = (*path, *parts[number:])
+            # The name of a source of a mixture is no key.
+            lengths = range(len(key), len(path), -1) if first_key else (len(key),)
+            located = [key[:n] for n in lengths if self.find_written(key[:n]) in self.locations]
+            if first_key and located:
+                return located[0]
+            found += located
+        return next((key for key in found if self.locate(key).key), found[0] if found else path)
+
     def format_problem(self, path: KeyPath, message: str) -> str:
         """Return `location: key: message` as one line."""
+        path = self.find_named_key(path, message)
         return self.locate(path).format_problem(self.find_written(path), message)
 
     def format_problems(self, problems: Sequence[tuple[KeyPath, str]]) -> str:
@@ -315,7 +367,7 @@ class Document:
         """
         by_path: dict[KeyPath, list[str]] = {}
         for path, message in problems:
-            by_path.setdefault(path, []).append(message)
+            by_path.setdefault(self.find_named_key(path, message), []).append(message)
         lines, previous = [], None
         for path, messages in by_path.items():
             location, message = self.locate(path), "; ".join(messages)
@@ -465,10 +517,12 @@ def _apply(override: str, document: Document) -> None:
         raise SpecError(location.format_problem((), "needs the form dotted.key=value"))
     # The value is YAML, so `--set a.b=[1, 2]` and `null` mean what they mean in the file.
     value, _ = parse_yaml(text, lambda line: location)
-    _set_value(document, path, value, location)
+    former = _set_value(document, path, value, location)
+    document.overridden.setdefault(path, former)
 
 
-def _set_value(document: Document, path: KeyPath, value: Any, location: SpecLocation) -> None:
+def _set_value(document: Document, path: KeyPath, value: Any, location: SpecLocation) -> list[Any]:
+    """Set a value in place, and return a list of the one before, which is empty if there was none."""
     # Sections on the way are created; the override is then the location of each.
     parent = document.data
     for n in range(1, len(path)):
@@ -485,8 +539,12 @@ def _set_value(document: Document, path: KeyPath, value: Any, location: SpecLoca
     # The keys of a section that is replaced are no longer where the file has them.
     for stale in [known for known in document.locations if known[: len(path)] == path]:
         del document.locations[stale]
-    parent[_parse_key(parent, path, location)] = value
+    key = _parse_key(parent, path, location)
+    is_there = isinstance(parent, list) or key in parent
+    former = [copy.deepcopy(parent[key])] if is_there else []
+    parent[key] = value
     document.locations[path] = location
+    return former
 
 
 def _parse_key(parent: dict[str, Any] | list[Any], path: KeyPath, location: SpecLocation) -> Any:

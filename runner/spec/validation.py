@@ -41,6 +41,7 @@ _NEEDS = {
     "less_than": "a number below {lt}",
     "less_than_equal": "a number of at most {le}",
 }
+_EMPTY = {"a mapping": "{}", "a list": "[]"}  # by what is needed
 _PATTERN_NEEDS = {
     NAME_PATTERN: "a file name of letters, digits, '.', '_' and '-'",
     HOOK_PATTERN: "a letter, and then letters, digits, '_' and '-'",
@@ -83,10 +84,29 @@ def _validate(document: Document, model: type[SpecModel], data: Any, section: Ke
         # From JSON, pydantic's strict mode still accepts a list for a tuple and a mapping for a model.
         return model.model_validate_json(json.dumps(data), context=document)
     except ValidationError as error:
-        problems = list(_explain(document, model, data, section, error.errors(include_url=False)))
+        details = error.errors(include_url=False)
+        problems = [
+            (_find_cause(document, model, section, path, message), message)
+            for path, message in _explain(document, model, data, section, details)
+        ]
     # In the order of the file; pydantic's order is that of the model.
     problems.sort(key=lambda problem: document.locate(problem[0]).line)
     raise SpecError(document.format_problems(problems))
+
+
+def _find_cause(document: Document, model: type[BaseModel], section: KeyPath, path: KeyPath, message: str) -> KeyPath:
+    """Return the path of the `--set` without which there is no such problem of `path`, or `path` if there is none."""
+    if document.locate(document.find_named_key(path, message)).key:
+        return path
+    for override, data in document.iterate_without_overrides(section):
+        try:
+            model.model_validate_json(json.dumps(data), context=document)
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+            if any(message == other for _, other in _explain(document, model, data, section, details)):
+                continue
+        return override
+    return path
 
 
 def _explain(
@@ -129,7 +149,9 @@ def _explain(
             continue
         needs = " or ".join(dict.fromkeys(_describe_need(detail) for detail in branches))
         choices = [choice for detail in branches for choice in _list_choices(detail)]
-        yield path, f"got {describe_value(value)}, needs {needs}{suggest_nearest(str(value), choices)}"
+        empty = _EMPTY.get(needs) if value is None else None
+        advice = f"; write {empty}, or leave the key out" if empty else suggest_nearest(str(value), choices)
+        yield path, f"got {describe_value(value)}, needs {needs}{advice}"
 
 
 def _locate(loc: tuple[int | str, ...], data: Any) -> tuple[KeyPath, Any]:

@@ -460,6 +460,13 @@ def make_directory(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
         raise WrongKindError(f"{error.filename} is {find_kind(Path(error.filename))}, needs a directory") from error
+    except FileNotFoundError as error:
+        first = Path(error.filename)
+        if not first.parent.is_dir() or first.is_symlink():
+            raise
+        # The entries of /proc are made by the kernel alone.
+        reason = f"{first.parent} takes no new directories; name a directory on a disk"
+        raise WrongKindError(f"{path} cannot be created: {reason}") from error
     for each in missing:
         # A directory that may be entered but not listed cannot be opened, and so not be flushed.
         with contextlib.suppress(PermissionError):

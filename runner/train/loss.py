@@ -25,7 +25,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from runner.errors import InvalidError
+from runner.errors import InvalidError, format_place
 from runner.train.state import get_bound_module
 
 _DOCUMENT_FIELDS = {"segments": "segment", "positions": "position"}  # fields by the name of a model's argument
@@ -97,8 +97,8 @@ def validate_fields_read(
     inputs = dict(zip(sorted(micro), jaxpr.invars, strict=False))
     if unread := [name for name in declared if id(inputs[name]) not in read]:
         raise InvalidError(
-            f"the data's batches hold {', '.join(unread)}, which forward never reads; read it there, or use data "
-            "without it"
+            f"{format_place(forward)}: the data's batches hold {', '.join(unread)}, which forward never reads; read it "
+            "there, or use data without it"
         )
 
 

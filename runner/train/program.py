@@ -353,6 +353,7 @@ class Programs:
 
         first = self[0]
         first.build(lambda: share(first))
+        warned = set[str]()  # the stages may have the same data
         for program in self:
             if program is not first:
                 share(program)
@@ -364,8 +365,11 @@ class Programs:
                 program.validate(first.train_setup.abstract_state, jax.devices())
             dataset.validate_vocabulary(first.builder.vocabulary_size)
             validate_same_on_all_hosts(dataset.fingerprint, "data", hosts, f"{dataset.source}: ")
-            for line in [*dataset.list_warnings(), *program.find_restarts(dataset)] if hosts.is_main else []:
-                warn(line)
+            warnings = dataset.list_warnings(program.plan.config.train.global_batch_examples) if hosts.is_main else []
+            for line in [*warnings, *program.find_restarts(dataset)] if hosts.is_main else []:
+                if line not in warned:
+                    warn(line)
+                warned.add(line)
         for line in format_rounded_starts(self.recipe.config, self.plans) if hosts.is_main else []:
             say(line)
 

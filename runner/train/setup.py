@@ -163,12 +163,16 @@ class TrainSetup:
         return compile_lowered(lowered, layout)[0]
 
 
-def get_tokens(batch: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
-    """Return the inputs of a model of tokens: `x`. Raises `InvalidError` if the data have no such field."""
+def get_tokens(batch: Mapping[str, jax.Array], place: str = "model_inputs") -> tuple[jax.Array, ...]:
+    """Return the inputs of a model of tokens: `x`. Raises `InvalidError` if the data have no such field.
+
+    `place` names the code that asks for them.
+    """
     if "x" not in batch:
         names = ", ".join(sorted(batch))
         raise InvalidError(
-            f"the data's batches hold {names} and no x; override model_inputs to return the arguments of the model"
+            f"{place}: the data's batches hold {names} and no x; override model_inputs to return the arguments of the "
+            "model"
         )
     return (batch["x"],)
 

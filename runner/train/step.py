@@ -41,7 +41,7 @@ import optax
 from jax import lax
 
 from runner.checkpoint.leaves import find_form_problems, make_strongly_typed
-from runner.errors import InvalidError, StateError
+from runner.errors import InvalidError, StateError, format_place
 from runner.metrics.meta import (
     GRAD_NORM,
     LEARNING_RATE,
@@ -52,6 +52,7 @@ from runner.metrics.meta import (
     Meta,
     accumulate_sums,
     replace_sums_by_means,
+    validate_forward,
 )
 from runner.optim.groups import fill_frozen_gradients, split_frozen
 from runner.optim.library import find_injected_rate
@@ -466,7 +467,7 @@ def _make_gradient_function(
         if TOKEN_COUNT in meta:
             return loss_sum, meta
         if num_tokens is None:
-            raise make_uncounted_error(batch)
+            raise InvalidError(f"{format_place(forward)}: {make_uncounted_error(batch)}")
         return loss_sum / num_tokens, meta
 
     # Cast before accumulation: bfloat16 sums over many micro-batches would lose small gradients.
@@ -490,11 +491,19 @@ def _replace_arrays(state: TrainState, params: Any, variables: Any) -> TrainStat
 
 
 def _rename_target_count(forward: Forward) -> Forward:
-    """Return `forward` with the `target_count` of its meta, if there is one, as `token_count`."""
+    """Return `forward` with the `target_count` of its meta, if there is one, as `token_count`.
+
+    Its errors name file, line and class of a user's own `forward`.
+    """
 
     @functools.wraps(forward)
     def renamed(*arguments: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
-        loss_sum, meta = forward(*arguments)
+        try:
+            returned = forward(*arguments)
+            validate_forward(returned)
+        except InvalidError as error:
+            raise InvalidError(f"{format_place(forward)}: {error}") from error
+        loss_sum, meta = returned
         return loss_sum, {TOKEN_COUNT if name == TARGET_COUNT else name: value for name, value in meta.items()}
 
     return renamed

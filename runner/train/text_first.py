@@ -1,5 +1,6 @@
 """Texts that are tokenised before the run, each by a job of its own (`config.data.tokenise`)."""
 
+import copy
 from collections.abc import Iterator
 
 import jax
@@ -7,16 +8,26 @@ import jax
 from runner.attempts.attempt import IncidentRecorder
 from runner.attempts.layout import read_owner
 from runner.attempts.logs import begin_next_log_file
-from runner.config import DataConfig
-from runner.console import say
+from runner.config import DataConfig, TokenSource
+from runner.console import say, silence, warn
 from runner.data.open_source import RawText, restore_text, split_text
+from runner.data.source_files import find_corpus, find_source
+from runner.data.tokenizers import TOKENIZER_FILES
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Clock
 from runner.distributed.preemption import StopNotice
 from runner.distributed.watchdog import Watchdog
-from runner.errors import PreemptedError
+from runner.errors import DataError, PreemptedError
 from runner.job import RestoreableJob, TextJob
-from runner.spec import Document, ExecutionSpec, compute_trajectory, load_job_class, validate_spec
+from runner.spec import (
+    Document,
+    ExecutionSpec,
+    SpecLocation,
+    compute_trajectory,
+    is_class_path,
+    load_job_class,
+    validate_spec,
+)
 from runner.storage import JsonObject, Store
 from runner.train.program import Programs
 from runner.train.setup import TrainSetupBuilder
@@ -113,6 +124,39 @@ class TextsFirst:
         if stop.poll():
             raise PreemptedError("stopped as asked; the text is tokenised; run the same command again to train on it")
         stop.begin_next_job()
+
+
+def is_tokenised_like(texts: TextsFirst, source: TokenSource) -> bool:
+    """Return True if a source is text that must be tokenised as the texts of a run were."""
+    if not texts or is_class_path(source.source) or find_corpus(source.source) is not None:
+        return False
+    try:
+        return not find_source(source.source).holds_tokens
+    except DataError:  # text that is only read by the job that tokenises
+        return True
+
+
+def tokenise_like(texts: TextsFirst, source: TokenSource, directory: str) -> TokenSource:
+    """Tokenise a source in `directory` with the tokenizer and the keys of a run's first text, and return the corpus.
+
+    Called in a single process.
+    """
+    first = next(iter(texts))[0]
+    data = copy.deepcopy(first.document.data)
+    config = data["config"]
+    config |= {"source": source.source, **source.options}
+    kind = config.get("tokenizer", {}).get("kind")
+    if (trained := {"bpe": "hf"}.get(kind, kind)) in TOKENIZER_FILES:
+        # The corpus of the run has a copy of the tokenizer, which is there even if the file of the spec is not.
+        kept = {} if kind == "bpe" else config["tokenizer"]
+        config["tokenizer"] = kept | {"kind": trained, "file": f"{first.corpus}/{TOKENIZER_FILES[trained]}"}
+    place = SpecLocation(f"--data {source.source}", key="config.source")
+    document = Document(data | {"directory": directory}, {(): place})
+    job: TextJob = load_job_class(document, TextJob)(validate_spec(document), document)
+    warn(f"tokenises {source.source} as the run has tokenised {first.source}")
+    with silence():
+        job()
+    return source.model_copy(update={"source": f"{directory}/corpus", "options": {}})
 
 
 def validate_vocabulary(builder: TrainSetupBuilder, job: TextJob) -> None:

@@ -97,6 +97,8 @@ REFUSALS: dict[str, tuple[str, Any, str]] = {
         STAGE,
     ),
     "beside a stage": ("stages", {"config.optimizer.clip_norm": 0.5}, STAGE),
+    "without a stage": ("stages", {"config.stages": []}, STAGE),
+    "another stage": ("stages", {"config.stages": [{"from_step": 1, "set": {"optimizer.weight_decay": 0.3}}]}, STAGE),
     "number of experts": ("experts", {"config.model.moe.experts": 8}, NOTHING),
 }
 SOAK_REFUSALS: dict[str, tuple[str, Any, str]] = {
@@ -162,7 +164,7 @@ def start(document: dict[str, Any], name: str) -> None:
 
 
 # One of each kind of advice daily.
-DAILY = ("a rate", "mixture for source", "seed")
+DAILY = ("a rate", "mixture for source", "seed", "without a stage")
 
 
 @pytest.mark.daily(2)
@@ -179,6 +181,7 @@ def test_a_refusal_advises_what_is_accepted(case: str, stopped: Any) -> None:
     assert (found[1] if found else NOTHING) == advised, str(caught.value)
     if found is None:
         return
+    assert not re.search(r"\{'|None|[0-9a-f]{64}", str(caught.value)), "internal notation"
     value, section = yaml.safe_load(found[2]), found[1].partition(".")[0]
     # A stage leaves the former values.
     document = former if section == "config" else changed

@@ -25,7 +25,7 @@ VALUES = {
     "fraction for a number": ("config.train.total_steps=1.5", r"total_steps=1\.5: got 1\.5, needs a whole number"),
     "negative number": ("config.train.total_steps=-1", r"total_steps=-1: got -1, needs a number above 0"),
     "number with a unit": ("config.train.total_tokens=10B", r"config\.train\.total_tokens"),
-    "interval in steps": ("checkpoint.every=50", r"checkpoint: every: got 50.*every_steps"),
+    "interval in steps": ("checkpoint.every=50", r"^--set checkpoint\.every=50: got 50, needs auto; .*every_steps"),
     "unknown optimizer": ("config.optimizer.name=adamm", r"config\.optimizer\.name.*did you mean adam"),
     "unknown schedule": ("config.schedule.name=cosin", r"config\.schedule\.name.*cosine"),
     "unknown accelerator": ("topology.accelerator=v5-16", r"topology\.accelerator.*v5"),
@@ -34,7 +34,15 @@ VALUES = {
     "two automatic axes": ("topology.mesh={data: auto, fsdp: auto}", r"topology\.mesh.*only one"),
     "batch that does not divide": ("config.train.micro_batch_examples=5", r"micro_batch_examples=5.*does not divide"),
     "warm-up longer than the run": ("config.schedule.warmup_steps=9999", r"warmup_steps"),
-    "missing data": ("config.data.source=data/*.bin", r"config\.data\.source.*data/\*\.bin.*no file matches"),
+    "null for a mapping": ("config.data.options=null", r"got null, needs a mapping; write {}, or leave the key out"),
+    "null for a list": ("hooks=null", r"^--set hooks=null: got null, needs a list; write \[\], or leave the key out"),
+    "missing data": ("config.data.source=data/*.bin", r"^--set config\.data\.source=data/\*\.bin: no file matches"),
+    "glob below no directory": ("config.data.source=HEER/*.txt", r"no file matches; .* holds no HEER"),
+    "glob that matches nothing": ("config.data.source=HERE/*.bin", r"no file matches; \S* holds file, own\.py, "),
+    "missing source of a mixture": (
+        "config.data.mixture=[{name: a, source: a.txt}, {name: b, source: HERE/text.txt}]",
+        r"^--set config\.data\.mixture=.*: a: data\.source=a\.txt: no file matches",
+    ),
     "data set of the Hub": ("config.data.source=hf://datasets/a/b", r"hf://.*config\.data\.tokenise"),
     "compressed text": ("config.data.source=HERE/x.jsonl.gz", r"x\.jsonl\.gz.*config\.data\.tokenise"),
     "compressed plain text": ("config.data.source=HERE/x.txt.gz", r"x\.txt\.gz.*; decompress it first"),
@@ -92,6 +100,12 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "missing spec": (["specs/gpt_nan.yaml"], r"did you mean specs/gpt_nano\.yaml\?"),
     "misspelt command": (["stauts", "runs/a"], r"'stauts' is neither a command nor a file.*status"),
     "misspelt option": (["plan", "specs/gpt_nano.yaml", "--topolgy", "v5e-4"], r"--topolgy.*--topology"),
+    "unfit key of the file": (
+        ["plan", "specs/gpt_nano.yaml", "--quick", "--set", "config.train.total_steps=3"],
+        r"^--set config\.train\.total_steps=3: schedule\.warmup_steps=20 is not below the total of 3 steps",
+    ),
+    "key as an option": (["specs/gpt_nano.yaml", "--config.x=3"], r"did you mean --set config\.x=3\?"),
+    "key and value as words": (["plan", "specs/gpt_nano.yaml", "--seed.x", "3"], r"did you mean --set seed\.x=3\?"),
     "--set without a value": (["plan", "specs/gpt_nano.yaml", "--set", "seed"], r"--set seed: needs the form"),
     "status of nothing": (["status", "runs/none"], r"runs/none: no run is here"),
 }
@@ -115,6 +129,8 @@ def test_a_wrong_value_is_named(
     override, pattern = VALUES[mistake]
     spec: dict[str, Any] = yaml.safe_load((ROOT / "specs/gpt_nano.yaml").read_text())
     spec["directory"], spec["config"]["data"]["source"] = str(tmp_path / "run"), str(tmp_path / "text.txt")
+    if "mixture" in override:
+        del spec["config"]["data"]["source"]
     (tmp_path / "text.txt").write_text("some words " * 20_000)
     (tmp_path / "x.jsonl.gz").write_bytes(b"")
     for name in ("file", "x.txt.gz", "x.npz"):

@@ -249,7 +249,7 @@ def test_a_validation_split_of_the_last_files_of_a_folder_is_reported(
         {"source": str(tmp_path / "text" / "*.txt"), "tokenizer": "bytes", "sequence_length": 8, **changes}
     )
     dataset = load_dataset(config, seed=0, batch_examples=4, cache_directory=tmp_path / "cache")
-    lines = dataset.list_warnings()
+    lines = dataset.list_warnings(4)
     assert len(lines) == (named is not None)
     assert all(named in line and "config.data.validation" in line for line in lines)
 
@@ -257,4 +257,14 @@ def test_a_validation_split_of_the_last_files_of_a_folder_is_reported(
 def test_the_last_files_of_the_standard_library_are_not_reported(tmp_path: Path) -> None:
     config = DataConfig.model_validate({"source": "python-stdlib", "tokenizer": "bytes", "sequence_length": 8})
     dataset = load_dataset(config, seed=0, batch_examples=4)
-    assert dataset.list_warnings() == []
+    assert dataset.list_warnings(4) == []
+
+
+def test_a_batch_larger_than_the_data_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 40)
+    config = DataConfig.model_validate({"source": str(tmp_path / "a.txt"), "tokenizer": "bytes", "sequence_length": 8})
+    dataset = load_dataset(config, seed=0, batch_examples=64, cache_directory=tmp_path / "cache")
+    number = dataset.num_train_examples
+    assert dataset.list_warnings(number) == []
+    (line,) = dataset.list_warnings(number + 1)
+    assert line.startswith(f"train.global_batch_examples={number + 1} is more than the {number} training examples of")

@@ -65,7 +65,7 @@ def test_a_link_to_nothing_is_named_as_such(tmp_path: Path) -> None:
 
 
 def test_a_glob_that_matches_nothing_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"/\*\.txt: no file matches$"):
+    with pytest.raises(DataError, match=r"/\*\.txt: no file matches; .* is empty$"):
         find_source(f"{tmp_path}/*.txt")
 
 

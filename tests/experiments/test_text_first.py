@@ -143,6 +143,25 @@ def test_bad_input_is_one_line_with_the_key_of_the_spec(tmp_path: Path, data: di
     assert not list(tmp_path.rglob("index.json"))
 
 
+def test_text_is_evaluated_with_the_tokenizer_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = write_texts(tmp_path / "texts")
+    make_gpt(tmp_path / "run", BigramTrainer, **make_single(texts, job="tests.support.bigram:BigramTrainer"))()
+    capsys.readouterr()
+
+    def evaluate(source: str) -> dict[str, Any]:
+        words = ["evaluate", str(tmp_path / "run"), "--trust", "tests.support.bigram", "--json", "--data", source]
+        assert run_command(words) == 0
+        return dict(json.loads(capsys.readouterr().out))
+
+    text = str(texts / "web.jsonl")
+    assert evaluate(text) == evaluate(str(tmp_path / "run/tokenise/train/corpus"))
+    assert evaluate(f"{{source: {text}, options: {{field: code}}}}") != evaluate(text)
+    with pytest.raises(
+        InvalidError, match=r"^--data \S*/wed\.jsonl: no file matches .*; did you mean \S*/web\.jsonl\?"
+    ):
+        evaluate(str(texts / "wed.jsonl"))
+
+
 def test_a_small_vocabulary_and_a_strange_directory_are_refused_before_work(tmp_path: Path) -> None:
     changes = make_single(write_texts(tmp_path / "texts"))
     with pytest.raises(InvalidError, match=r"config\.model\.vocabulary_size: is 200, and .* has 280 ids"):

@@ -141,6 +141,15 @@ def test_training_a_vocabulary_is_deterministic(tmp_path):
     assert vocabulary[SEPARATOR] == 0
 
 
+def test_a_vocabulary_smaller_than_asked_is_reported(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("ab ab ab")
+    bpe = {"kind": "bpe", "vocabulary_size": 1000}
+    make_tokenise_job(tmp_path / "run", **{"config.source": str(tmp_path / "a.txt"), "config.tokenizer": bpe})()
+    found = re.search(r"tokenizer\.vocabulary_size: the sample has text for (\d+) tokens only", caplog.text)
+    assert found is not None
+    assert int(found[1]) == read_index(tmp_path / "run/corpus").vocabulary_size < 1000
+
+
 def test_a_vocabulary_is_trained_on_several_sources(tmp_path):
     write_text_files(tmp_path / "in", ["aaaa bbbb " * 50] * 5)
     (tmp_path / "x.jsonl").write_bytes(tokenise_inputs.make_jsonl(["wxyz " * 60] * 5, "content"))

@@ -91,5 +91,5 @@ def test_the_line_has_all_parts(as_of: Any, shown: str) -> None:
     cost = compute_cost(history)
     assert cost is not None
     line = format_cost(cost)
-    assert line.startswith("cost $8.00, $4.00 of it for steps that count, about $8.00 to the end ($2 per chip and hour")
+    assert line.startswith("cost $8.00, $4.00 of it for steps that count, expected $8.00 to the end ($2.00 per")
     assert line.endswith(shown)

@@ -10,6 +10,7 @@ import pytest
 from runner.cli.app import run_command
 from runner.errors import EXIT_DONE, InvalidError
 from runner.history.lineage import ParentState, RunLineage, build_tree, parse_ancestors
+from runner.history.reader import format_changes
 from runner.history.records import ForkRecord
 from tests.support.tiny_jobs import make_counter
 
@@ -145,6 +146,23 @@ def test_runs_that_name_each_other_as_parents_are_listed_once() -> None:
     # A chain of any length is no recursion.
     chain = [make(f"{number:05}", f"{number - 1:05}") for number in range(3000)]
     assert [node.depth for node in build_tree(chain)][-1] == 3000
+
+
+@pytest.mark.parametrize(
+    ("changes", "lines"),
+    [
+        ({"seed": [0, 1], "config.train.total_steps": [None, 60]}, ["seed: 0 -> 1"]),
+        ({"config.train.total_steps": [60, None]}, []),
+        ({"config.train.total_steps": [60, 80]}, ["config.train.total_steps: 60 -> 80"]),
+        (
+            {"config.train.total_steps": [60, None], "config.train.total_tokens": [None, 99]},
+            ["config.train.total_steps: 60 -> null", "config.train.total_tokens: null -> 99"],
+        ),
+        ({"config.data": ["x" * 300 + "1", "x" * 300 + "2"]}, [f"config.data: ...{'x' * 30}1 -> ...{'x' * 30}2"]),
+    ],
+)
+def test_a_change_shows_what_differs(changes: dict[str, Any], lines: list[str]) -> None:
+    assert format_changes(ForkRecord("run", "id", 1, "0", changes)) == lines
 
 
 @pytest.mark.parametrize("damage", [{}, {"step": "x"}, {"step": -1}, {"ancestors": 3}, {"ancestors": [3, {}]}])

@@ -119,7 +119,7 @@ def test_a_hook_that_needs_evaluations_is_rejected_without_them(tmp_path) -> Non
 def call_once(listed: ListedHook, method: str, step: int = 4) -> str | None:
     """Return the reason why the run cannot continue after this call, or None."""
     hosts = Hosts.single_process()
-    return call_hook(listed, method, Moment(step, {"step": step}, {}, listed.counters, hosts, 0.0))[1]
+    return call_hook(listed, method, Moment(step, {"step": step}, {}, listed.counters, hosts, 0.0, logged={}))[1]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,12 @@ def call_once(listed: ListedHook, method: str, step: int = 4) -> str | None:
         ("on_row", "base", "GeneratorExit: an end"),
         ("on_end", "digits", "ValueError: returned an integer of 401 digits"),
         ("on_end", "circle", "ValueError: Circular reference detected"),
-        ("on_row", "number", "TypeError: returned a int, needs a Verdict or None"),
+        (
+            "on_row",
+            "number",
+            r"TypeError: returned a int, needs a Verdict or None \(at tests/support/hooks\.py:\d+: \S*on_row",
+        ),
+        ("on_row", "text", r"TypeError: log: note is 'text', needs a number \(at .*tests/support/hooks\.py:\d+\)$"),
         ("on_row", "tree", "ValueError: returned counters of .*, init of"),
         ("on_row", "shape", r"ValueError: returned counters with int32 of shape \(2,\), where init has int32 of shape"),
         ("on_row", "type", r"ValueError: returned counters with float32 of shape \(\), where init has int32"),

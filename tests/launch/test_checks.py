@@ -1,5 +1,6 @@
 """Launchers refuse what `plan` refuses, and say what only the hosts of the job can tell."""
 
+import re
 import socket
 import subprocess
 from pathlib import Path
@@ -72,6 +73,22 @@ def test_data_that_no_commit_has_are_named(source: str, is_named: bool, reposito
     assert [line.startswith(f"config.data.source={source}: files of this machine") for line in lines] == [
         True
     ] * is_named
+
+
+@pytest.mark.parametrize("engine", ["slurm", "jobset"])
+def test_a_package_that_this_machine_lacks_is_told_and_hosts_may_have_it(
+    engine: str, repository: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    package = repository / "packages" / "google"
+    package.mkdir(parents=True)
+    reason = 'raise ModuleNotFoundError("No module named google.cloud", name="google.cloud")'
+    (package / "__init__.py").write_text(reason)
+    monkeypatch.setenv("PYTHONPATH", f"{package.parent}:{Path(__file__).parents[2]}")
+    spec = {"slurm": ["gpus.yaml", "--set", "directory=gs://bucket/run"], "jobset": ["tpus.yaml"]}[engine]
+    code = main([engine, *spec, *ENGINES[engine], "--dry-run"])
+    errors = capfd.readouterr().err
+    assert code == (EXIT_INVALID if engine == "slurm" else EXIT_DONE), errors
+    assert re.search(r"needs the package google\.cloud; install it with pip install .*gcs", errors)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -1,7 +1,7 @@
 """Meta returned by `forward`: valid values, and means that do not depend on the split of the batch."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -153,10 +153,42 @@ class InvalidTrainingMetaGPT(BigramTrainer):
         return loss_sum, meta | {"grad_norm/table": 1.0}
 
 
+class TextMetaGPT(BigramTrainer):
+    """A job that returns text in place of numbers."""
+
+    meta: ClassVar[Any] = {"note": "text"}
+
+    @classmethod
+    def forward(cls, apply_fn: Any, params: Any, batch: Any, key: jax.Array | None) -> Any:
+        loss_sum, _ = super().forward(apply_fn, params, batch, key)
+        return loss_sum if cls.meta is None else (loss_sum, cls.meta)
+
+
+class TextSumGPT(TextMetaGPT):
+    meta: ClassVar[Any] = {"sums": {"note": "text"}}
+
+
+class TextWeightGPT(TextMetaGPT):
+    meta: ClassVar[Any] = {"sums": {"note": (1.0, "text")}}
+
+
+class TextGPT(TextMetaGPT):
+    meta: ClassVar[Any] = "text"
+
+
+class LossGPT(TextMetaGPT):
+    meta: ClassVar[Any] = None
+
+
 @pytest.mark.parametrize(
     ("job_class", "changes", "line"),
     [
         (InvalidMetaGPT, {}, "'x' as meta, int32 of shape"),
+        (TextMetaGPT, {}, r"^\S*test_meta\.py:\d+: TextMetaGPT\.forward: returns 'note' as meta, a str; a row needs"),
+        (TextSumGPT, {}, r"TextMetaGPT\.forward: returns 'note' among its sums, a str; needs a sum"),
+        (TextWeightGPT, {}, "returns 'note' among its sums, a str; needs a sum"),
+        (TextGPT, {}, "returns a str as meta; return a dictionary"),
+        (LossGPT, {}, "returns float32 of shape .*; return the summed loss and a dictionary"),
         (
             InvalidTrainingMetaGPT,
             {"config.metrics.norms": "groups"},

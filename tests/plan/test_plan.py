@@ -76,7 +76,7 @@ def test_a_quick_plan_prints_the_first_estimate_with_its_costs(
     output = run_plan_in_process(capsys, NANO, "--quick", "--topology", "v5e-4", *words)
     assert "first estimate" in output
     assert re.search(r"time of the run +\d", output)
-    assert ("4 chips at $1.2 an hour" in output) == (price is not None)
+    assert ("4 chips at $1.20 an hour" in output) == (price is not None)
     assert "goodput" not in output
 
 

@@ -24,6 +24,12 @@ MIXTURE = [{"name": "a", "weight": 1.0}, {"name": "b"}]
         ([[3, {}, {}]], [[1, 2]], ["key: from step 3: {} -> [[1, 2]]"]),
         ([[3, {"a": 9**9999}, {}]], 1, ["key: ? -> 1"]),
         pytest.param(9**9999, 1, ["key: ? -> 1"], id="many digits"),
+        (
+            ["x" * 300, 1],
+            ["x" * 300, 2],
+            [f'key: ...{"x" * 27}", 1] -> ...{"x" * 27}", 2]'],
+        ),
+        (["x" * 300], "y", [f'key: ["{"x" * 118}... -> y']),
         (float("nan"), float("inf"), ["key: NaN -> Infinity"]),
         ("a\nFORGED line", "\x1b[2J", ["key: a\\nFORGED line -> \\x1b[2J"]),
         ({"a\nb": 1}, {"a\nb": 2}, ["key.a\\nb: 1 -> 2"]),

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from runner.attempts.environment import FileSystem, probe_file_system
 from runner.data.readers import publish_once
-from runner.storage import ABSENT, DiskError, LocalStore, append_line, create_file, local, read_log
+from runner.storage import ABSENT, DiskError, LocalStore, WrongKindError, append_line, create_file, local, read_log
 from runner.storage.local import take_turns
 from runner.storage.store import fsync, retry_stale
 from tests.support.missing_calls import ERRORS, make_variables, take_calls_away
@@ -78,6 +79,12 @@ def test_a_file_system_without_a_needed_call_is_refused(call, what, tmp_path):
     output = subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout
     assert output.startswith(f"InvalidError {tmp_path}/run: its file system cannot {what}")
     assert os.listdir(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("name", ["run", "group/run"])
+def test_a_directory_that_no_start_can_make_is_invalid(name):
+    with pytest.raises(WrongKindError, match="/proc takes no new directories"):
+        probe_file_system(Path("/proc", name))
 
 
 def test_a_failed_disk_is_not_taken_for_one_that_lacks_a_call(tmp_path, monkeypatch):

@@ -194,6 +194,8 @@ class FaultyHook(Hook):
                 return Verdict(counters={"n": np.float32(0.5)})
             case "array":
                 return {"mine": np.zeros(2)}
+            case "text":
+                moment.log({"note": "text"})
             case "taken":
                 return {"step": 3}
         return None

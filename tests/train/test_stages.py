@@ -789,3 +789,14 @@ def test_an_export_names_the_stage_of_a_checkpoint(rotated: Path, step: int, tmp
     assert run_command(["export", str(rotated), "--step", str(step), "-o", str(tmp_path / "out")]) == EXIT_DONE
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config.get("rope_theta", config.get("rope_parameters", {}).get("rope_theta")) == THETAS[step]
+
+
+def test_a_warning_about_data_is_printed_once_for_all_stages(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "text").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "text" / f"{name}.txt").write_text(f"text of {name} " * 400)
+    data = {"source": str(tmp_path / "text" / "*.txt"), "sequence_length": 16, "validation_fraction": 0.1}
+    stages = [{"from_step": step, "set": {"optimizer.weight_decay": 0.3}} for step in (4, 8)]
+    settings = SETTINGS | {"config.data": data, "config.stages": stages}
+    stop_after(make_gpt(tmp_path / "run", TrainLookup, **settings), 1)
+    assert capsys.readouterr().err.count("validation takes the last 1 of 2 files by name") == 1

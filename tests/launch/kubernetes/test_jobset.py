@@ -403,19 +403,25 @@ def test_the_number_of_replaced_pods_fits_into_its_field(render):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "give --nodes N"),
+        ([], f"{SPEC}:6: topology.accelerator: names no chips to request; give --nodes N"),
         (["--set", "topology.accelerator=cpu"], "give --nodes N"),
-        (["--set", "topology.accelerator=v5e"], "needs the number of chips too, such as v5e-16"),
+        (
+            ["--set", "topology.accelerator=v5e"],
+            "--set topology.accelerator=v5e: is v5e; needs the number of chips too, such as v5e-16",
+        ),
         (["--set", "topology.accelerator=h100"], "needs the number of chips too, such as h100-16"),
         (["--set", "topology.accelerator=v5e-12"], "v5e has no slice of 12 chips"),
         (["--set", "topology.accelerator=v9-16"], "got 'v9-16', needs any, or"),
         (["--set", "topology.accelerator=2xv5e-4"], "GKE joins only slices that have several hosts"),
         (["--set", "topology.accelerator=h100-9"], "h100-9 does not divide into 2 nodes"),
         (["--set", "topology.accelerator=v5e-16", "--nodes", "4"], "--nodes 4 is for pods on CPUs"),
-        (["--nodes", "2", "--set", "directory=runs/tiny"], "directory is runs/tiny, on the pods' own disks"),
+        (
+            ["--nodes", "2", "--set", "directory=runs/tiny"],
+            "--set directory=runs/tiny: is runs/tiny, on the pods' own disks",
+        ),
         (
             ["--nodes", "2", "--set", "directory=/runs2", "--volume-claim", "a=/runs"],
-            "directory is /runs2, on the pods'",
+            "--set directory=/runs2: is /runs2, on the pods'",
         ),
         (["--nodes", "2", "--env", "WANDB_API_KEY=1234"], "--env WANDB_API_KEY would be visible"),
         (["--nodes", "2", "--env", "HF_TOKEN=1234"], "--env HF_TOKEN would be visible"),
@@ -424,11 +430,11 @@ def test_the_number_of_replaced_pods_fits_into_its_field(render):
         (["--nodes", "2", "--annotation", "runner/spec=x"], "--annotation runner/spec: is set by"),
         (["--nodes", "2", "--annotation", "a b=x"], "--annotation 'a b': needs [DOMAIN/]NAME"),
         (["--nodes", "2", "--label", "a=b c"], "--label a 'b c': needs at most 63"),
-        (["--nodes", "2", "--set", "name=3b"], "3b cannot name a JobSet: needs a letter"),
+        (["--nodes", "2", "--set", "name=3b"], "--set name=3b: 3b cannot name a JobSet: needs a letter"),
         (["--nodes", "2", "--set", "name=gpt-"], "gpt- cannot name a JobSet: needs a letter"),
         (
             ["--nodes", "1", "--set", "checkpoint.local_directory=fast", "--set", "checkpoint.local_every_steps=5"],
-            "checkpoint.local_directory is fast; needs an absolute path",
+            "--set checkpoint.local_directory=fast: is fast; needs an absolute path",
         ),
     ],
 )

@@ -329,7 +329,7 @@ def test_uncommitted_changes_are_reported_as_not_shipped(repository, tmp_path, m
     assert "new.yaml is not in commit" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     assert launch("--dry-run") == 2
-    assert "has no git commit" in capsys.readouterr().err
+    assert re.search("has no git commit.*; run git init, git add", capsys.readouterr().err)
 
 
 def replace_digests(text):
