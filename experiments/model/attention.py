@@ -309,8 +309,11 @@ def xla_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Arr
 
 
 def cudnn_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array:
-    """Attend by cuDNN's fused kernel."""
-    return _dot_product_attention("cudnn", inputs, options)
+    """Attend by cuDNN's fused kernel.
+
+    JAX can split it over devices, but not inside of a `jax.shard_map` over some axes of the mesh.
+    """
+    return _attend_on_each_device(lambda inputs: _dot_product_attention("cudnn", inputs, options), inputs)
 
 
 def _dot_product_attention(
@@ -404,8 +407,7 @@ def _attend_on_tpu(
     With `packed_head`, the width of a head, the kernel takes and returns packed heads (B, T, N H) instead. Cosines and
     sines come to it as (B or 1, T, lanes of a block), the same for both halves of a head.
 
-    T is padded to whole blocks at the end, where no real position attends. The partitioner cannot split a kernel, so
-    under a mesh each device runs it on its own sequences and heads.
+    T is padded to whole blocks at the end, where no real position attends.
     """
     T, rotation = inputs.q.shape[1], inputs.rotation
     if rotation is not None:
@@ -428,13 +430,23 @@ def _attend_on_tpu(
         out = with_row_major_layout(kernel(padded._replace(q=q, k=k, v=v, sinks=inputs.sinks)))
         return (out.transpose(0, 2, 1, 3) if packed_head is None else out.reshape(padded.q.shape))[:, :T]
 
-    if not jax.sharding.get_abstract_mesh().empty:
-        heads, ids = _partition_spec(WHOLE_SEQUENCE_AXES), _partition_spec(WHOLE_SEQUENCE_AXES[:2])
-        # Angles that all sequences share have a batch axis of 1, which is not sharded.
-        angle = ids if rotation is not None and rotation.cos.shape[0] > 1 else jax.sharding.PartitionSpec()
-        specs = AttentionInputs._make([heads, heads, heads, ids, angle, jax.sharding.PartitionSpec(*heads[2:3])])
-        attend = jax.shard_map(attend, in_specs=(specs,), out_specs=heads, check_vma=False)
-    return attend(inputs)
+    return _attend_on_each_device(attend, inputs)
+
+
+def _attend_on_each_device(attend: Callable[[AttentionInputs], jax.Array], inputs: AttentionInputs) -> jax.Array:
+    """Call `attend` on each device, under a mesh, with its own sequences and heads: the partitioner splits no kernel.
+
+    Cosines and sines have the axes of ids.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        return attend(inputs)
+    heads, ids = _partition_spec(WHOLE_SEQUENCE_AXES), _partition_spec(WHOLE_SEQUENCE_AXES[:2])
+    # Angles that all sequences share have a batch axis of 1, which is not sharded.
+    is_angle_sharded = inputs.rotation is not None and inputs.rotation.cos.shape[0] > 1
+    angle = ids if is_angle_sharded else jax.sharding.PartitionSpec()
+    specs = AttentionInputs._make([heads, heads, heads, ids, angle, jax.sharding.PartitionSpec(*heads[2:3])])
+    out: jax.Array = jax.shard_map(attend, in_specs=(specs,), out_specs=heads, check_vma=False)(inputs)
+    return out
 
 
 def _splash_block_tokens(length: int, window: int | None, *heads: jax.Array) -> BlockSizes:
@@ -514,7 +526,12 @@ XLA = _AttentionImplementation(xla_attention, softcap=False, sinks=False, wide_v
 # cuDNN would take segments as a bias of all T x T scores. JAX then asks it for the gradient of that bias too, and with
 # it not every GPU has an algorithm that gives the same bits twice.
 CUDNN = XLA._replace(
-    attend=cudnn_attention, dtypes=(jnp.bfloat16, jnp.float16), segments=False, fits=_supports_cudnn, owner="library"
+    attend=cudnn_attention,
+    dtypes=(jnp.bfloat16, jnp.float16),
+    segments=False,
+    fits=_supports_cudnn,
+    owner="library",
+    needs_even_sharding=True,
 )
 SPLASH = _AttentionImplementation(splash_attention, length_multiple=LANES, needs_even_sharding=True, owner="library")
 FUSED = SPLASH._replace(

@@ -92,9 +92,11 @@ def test_devices_stand_for_gpus_of_each_kind() -> None:
 
 
 def test_a_plan_for_gpus_uses_their_compiler_and_their_attention() -> None:
-    found = plan("--topology", "h200-1", "--profile", options=CUDNN_OPTIONS)
+    # The step computes by itself along `data`, where JAX cannot split the kernel of cuDNN over `fsdp`.
+    found = plan("--topology", "h200-8", "--profile", options=(*CUDNN_OPTIONS, "topology.mesh={data: 2, fsdp: 4}"))
     assert get_value(found, "job", "compiler").startswith("XLA for GPU of jax ")
-    assert get_value(found, "job", "devices") == "h200-1: 1 x NVIDIA H200 on 1 host"
+    assert get_value(found, "job", "devices") == "h200-8: 8 x NVIDIA H200 on 1 host"
+    assert any("over fsdp" in name for name in found["collectives of a step"])
     assert get_value(found, "kernels", "attention").startswith("library")
     low = get_value(found, "forecast of a step", "at the rooflines of its ops")
     high = get_value(found, "forecast of a step", "at typical shares of the peaks")
@@ -103,11 +105,10 @@ def test_a_plan_for_gpus_uses_their_compiler_and_their_attention() -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("topology", [f"{name}-{number}" for name in GPUS for number in (1, 16)])
-@pytest.mark.parametrize("mesh", ["{data: auto}", "{data: auto, tensor: 2}", "{fsdp: auto}"])
+@pytest.mark.parametrize("mesh", ["{data: auto}", "{data: auto, tensor: 2}", "{data: auto, fsdp: 2}"])
 def test_each_gpu_is_planned_for(topology: str, mesh: str) -> None:
     number = int(topology.rpartition("-")[2])
-    if number == 1 and "2" in mesh:
-        mesh = "{data: auto, tensor: 1}"
+    mesh = mesh if number > 1 else "{data: auto}"
     options = (*CUDNN_OPTIONS, f"topology.mesh={mesh}", "config.train.global_batch_examples=32")
     found = plan("--topology", topology, "--profile", options=options)
     assert get_value(found, "job", "compiler").startswith("XLA for GPU of jax ")
