@@ -46,7 +46,7 @@ def test_questions_need_a_tokenizer_and_prompts_can_be_ids(tmp_path: Path) -> No
     np.arange(5000, dtype="<u2").__mod__(250).astype("<u2").tofile(tmp_path / "tokens.bin")
     tokens = BIGRAM_OPTIONS | {"config.data.source": str(tmp_path / "tokens.bin"), "config.train.total_steps": 3}
     asked = {"config.eval.multiple_choice": [make_task(write_questions(tmp_path / "q.jsonl"))]}
-    with pytest.raises(InvalidError, match=r"eval.multiple_choice needs the tokenizer of the data"):
+    with pytest.raises(InvalidError, match=r"config\.eval: multiple_choice needs the tokenizer of the data"):
         make_gpt(tmp_path / "run", BigramTrainer, **tokens, **asked)()
     job = make_gpt(
         tmp_path / "run", BigramTrainer, **tokens, **{"config.eval.samples": {"prompts": ["7 8 9", ""], "tokens": 2}}

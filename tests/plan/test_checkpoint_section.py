@@ -88,7 +88,7 @@ def test_a_cost_is_that_of_all_chips_at_typical_speed_and_goodput(accelerator: s
     section = make_cost(accelerator, price, ("time to the end", 7200.0), ("expected goodput", 0.8))
     assert section["lowest cost"] == pytest.approx(2 * 1.5 * chips)
     assert section["expected cost"] == pytest.approx(2 * 1.5 * chips / 0.5 / 0.8)
-    assert f"{chips} chips at $1.5 an hour, prices of 2026-11-30" in section.figures[0].note
+    assert f"{chips} chips at $1.50 an hour, prices of 2026-11-30" in section.figures[0].note
 
 
 def test_the_time_of_the_whole_run_counts_and_not_that_before_its_stages() -> None:

@@ -52,7 +52,7 @@ def test_a_source_with_too_many_epochs_is_a_problem(tmp_path: Path) -> None:
     found = run_check(tmp_path, findings, mixture=mixture(tmp_path, max_epochs=0.5))
     assert not found.is_found
     (problem,) = findings.problems
-    assert "data.mixture.code=" in problem
+    assert "config.data.mixture: code=" in problem
     assert "max_epochs=0.5" in problem
 
 

@@ -1,6 +1,6 @@
-"""Golden plans of the shipped specs, compiled by libtpu.
+"""Golden plans of the shipped specs, compiled by libtpu, and for GPUs by XLA for GPU.
 
-    python -m tests.plan.test_libtpu     writes the golden plans
+    python -m tests.plan.test_libtpu [SPEC...] [TOPOLOGY...]     writes the golden plans
 
 Sections that differ between machines are removed: data, directory and compile times. Figures of the compiler are
 compared only if the golden plan names the same compiler.
@@ -40,6 +40,8 @@ SOAK_CASES = [
     ("llama3_8b_128k", "v5p-256"),
     ("qwen3_30b_a3b", "v5p-256"),
     ("llama3_70b", "v5p-2048"),
+    ("gpt2_124m", "h200-1"),
+    ("llama3_8b", "h100-128"),
 ]
 MESHES = {
     "gpt_nano": "{data: auto, fsdp: 4}",
@@ -175,7 +177,7 @@ def test_a_libtpu_in_use_is_shared_without_a_tpu_or_reported_in_one_line(is_allo
 
 if __name__ == "__main__":
     for names in (*DAILY, *SOAK_CASES):
-        if not sys.argv[1:] or names[0] in sys.argv[1:]:
+        if not sys.argv[1:] or {*names} & {*sys.argv[1:]}:
             lines = run_plan(*names, Path("runs/plan"))
             get_plan_path(*names).write_text("\n".join(lines) + "\n")
             print(get_plan_path(*names).name)
