@@ -110,7 +110,9 @@ def test_a_layer_that_a_former_commit_computes_differently_is_named(root, tmp_pa
         ):
             subprocess.run(["git", *words], cwd=repository, check=True)
     before = hash_tree(repository)
-    code, found, problems = compare(root, repository, "--against-commit", "HEAD~1", TMPDIR=str(tmp_path))
+    # Python itself would write compiled modules beside those of the repository.
+    variables = {"TMPDIR": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    code, found, problems = compare(root, repository, "--against-commit", "HEAD~1", **variables)
     assert (code, found["verdict"], found["first_step"], found["from_steps"]) == (1, "different", 4, [3, 3]), problems
     assert is_planted(found)
     kinds = {each["kind"]: each for each in found["arrays"]}
