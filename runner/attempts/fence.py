@@ -233,10 +233,12 @@ class RunIdentity:
         """Yield the changes of the spec that may let the job go on at `step`, the least change first."""
         if not step:
             return
-        if begun := [stage for stage in list_stages(saved.get("config.stages") or []) if stage["from_step"] < step]:
-            later = [
-                stage for stage in list_stages(self.identity.get("config.stages") or []) if stage["from_step"] >= step
-            ]
+        begun, present = (
+            list_stages(stages or []) for stages in (saved.get("config.stages"), self.identity.get("config.stages"))
+        )
+        begun = [stage for stage in begun if stage["from_step"] < step]
+        if begun != [stage for stage in present if stage["from_step"] < step]:
+            later = [stage for stage in present if stage["from_step"] >= step]
             others = tuple(key for key in keys if key != "config.stages")
             first = " leave the former values of other keys and" if others else ""
             purpose = f"to go on,{first} keep the stages that have begun in your spec:"
