@@ -249,6 +249,7 @@ def test_a_run_without_its_data_says_so(tmp_path):
         run_command(["explain", str(tmp_path / "run"), "--step", "3", "--data-only"])
 
 
+@pytest.mark.soak
 def test_without_checkpoints_the_steps_are_repeated_from_the_beginning(tmp_path):
     make_gpt(tmp_path / "run", **SAVES)()
     whole = explain_step(tmp_path / "run", 5)

@@ -115,6 +115,7 @@ def test_each_row_of_a_fork_is_read_once(tmp_path, monkeypatch):
     assert [row["step"] for row in fork.read_rows()] == [START + 1]
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("kind", CHANGES)
 def test_the_verdict_is_right(kind, finished_run, tmp_path, in_process):
     before = hash_tree(finished_run)
@@ -304,6 +305,7 @@ def test_a_stage_that_makes_the_change_is_advised_where_one_can(change, advice, 
         assert read_rows(tmp_path / "run")[-1]["train/learning_rate"] == pytest.approx(1.0e-2)
 
 
+@pytest.mark.soak
 def test_another_trial_needs_another_directory(finished_run, tmp_path, in_process):
     def run(*overrides: str) -> TrialResult:
         return run_trial(
@@ -318,6 +320,7 @@ def test_another_trial_needs_another_directory(finished_run, tmp_path, in_proces
         run(f"{RATE}=4.0e-3")
 
 
+@pytest.mark.soak
 def test_a_checkpoint_that_is_deleted_before_it_was_forked_is_replaced(tmp_path, monkeypatch, in_process):
     run = make_run(tmp_path / "run", **{"config.train.total_steps": 200})
     in_order, begun = Fork._run, []
