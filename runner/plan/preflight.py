@@ -280,7 +280,7 @@ def make_stage_sections(
         report.add_courses(whole, job.programs.plans, job.programs.schedules if uses_config_rates else None)
     unit = job.config.data.unit
     whole.add(unit, job.config.count_units(job.config.total_steps), "", "counted", label=f"{unit} of the run")
-    for line in format_rounded_starts(job.config, job.programs.plans):
+    for line in [*format_rounded_starts(job.config, job.programs.plans), *job.programs.list_idle_rates()]:
         findings.warnings.append(line)
     sections = [whole]
     run_seconds = None if step_seconds is None else step_seconds * job.programs.plans[0].stop

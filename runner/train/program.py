@@ -49,6 +49,7 @@ from runner.train.stages import (
     CONTINUES,
     StagePlan,
     find_first_change,
+    format_idle_rates,
     format_rounded_starts,
     list_restarts,
     make_schedules,
@@ -372,6 +373,13 @@ class Programs:
                 warned.add(line)
         for line in format_rounded_starts(self.recipe.config, self.plans) if hosts.is_main else []:
             say(line)
+        for line in self.list_idle_rates() if hosts.is_main else []:
+            warn(line)
+
+    def list_idle_rates(self) -> list[str]:
+        """Return a warning for each stage whose learning rate changes no step."""
+        uses_config_rates = self.recipe.setup_builder.optimizer_choice.uses_config_rates(self.plans[0].config)
+        return format_idle_rates(self.plans) if uses_config_rates else []
 
     def prepare(self, attempt: Attempt, known_micro_batch: int | None) -> CompiledStep:
         """Test the kernels and compile the train step of the current stage with the largest micro-batch that fits."""

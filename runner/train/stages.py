@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import optax
 
 from runner.attempts.fence import RunIdentity
@@ -39,6 +40,7 @@ from runner.train.optimizer import (
 _STAGES = "config.stages"
 CONTINUES = "continues"  # fourth item of a stage in a trajectory: its data continue those of the stage before it
 _SECOND_SOURCE = "config.data.mixture.1"
+_COMPARED_STEPS = 1000  # of a stage, whose learning rates are compared
 _RATE_KEYS = ("schedule", "optimizer.learning_rate", *TOTAL_KEYS)
 
 
@@ -194,6 +196,28 @@ def list_schedule_stages(stages: Sequence[StagePlan]) -> list[ScheduleStage]:
         )
         for stage in stages
     ]
+
+
+def format_idle_rates(stages: Sequence[StagePlan]) -> list[str]:
+    """Return a line for each stage that sets a peak learning rate with no effect, as after the end of a schedule.
+
+    Only for an optimizer whose learning rates are those of the config.
+    """
+    listed, lines = list_schedule_stages(stages), []
+    for number, stage in enumerate(stages[1:], 1):
+        if not stage.sets("optimizer.learning_rate"):
+            continue
+        stop = stages[number + 1].start if number + 1 < len(stages) else stage.config.total_steps
+        steps = np.unique(np.linspace(stage.start, max(stop - 1, stage.start), _COMPARED_STEPS, dtype=np.int64))
+        without = [dataclasses.replace(each, peak=None) if each is listed[number] else each for each in listed]
+        given, former = (make_stage_schedules(each)[number](steps) for each in (listed, without))
+        # The end of a schedule is computed from its peak, so it is rounded.
+        if np.allclose(given, former, rtol=1e-4, atol=0.0):
+            lines.append(
+                f"{stage.key}: optimizer.learning_rate changes the rate of no step, since the schedule has reached its "
+                "end; set schedule in the stage too, for example schedule: {name: constant}"
+            )
+    return lines
 
 
 def make_schedules(stages: Sequence[StagePlan]) -> list[optax.Schedule]:

@@ -681,6 +681,29 @@ def test_tokens_of_a_run_are_the_sum_over_its_stages(tmp_path: Path) -> None:
     ]
 
 
+RATE = {"optimizer.learning_rate": 5.0e-3}
+
+
+@pytest.mark.parametrize(
+    ("start", "keys", "is_idle"),
+    [
+        (20, {"train.total_steps": 30} | RATE, True),
+        (20, {"train.total_steps": 30, "schedule": {"name": "constant"}} | RATE, False),
+        (10, RATE, False),
+    ],
+    ids=["after the end", "with a schedule", "before the end"],
+)
+def test_a_rate_that_changes_no_step_is_named(start: int, keys: dict[str, Any], is_idle: bool, tmp_path: Path) -> None:
+    changes = {
+        "config.train": {"global_batch_examples": 8, "total_steps": 20},
+        "config.schedule": {"name": "cosine", "warmup_steps": 2, "final_learning_rate": 1.0e-4},
+    }
+    run = job(tmp_path / "run", [{"from_step": start, "set": keys}], **changes)
+    lines = run.programs.list_idle_rates()
+    assert [line.partition(":")[0] for line in lines] == ["config.stages.0"] * is_idle
+    assert all("set schedule in the stage too" in line for line in lines)
+
+
 def test_a_batch_ramp_is_a_run_of_stages(tmp_path: Path) -> None:
     ramp = {"from_examples": 8, "over_steps": 5, "increments": 2}
     train = {"global_batch_examples": 24, "total_steps": STEPS, "batch_ramp": ramp}
