@@ -179,6 +179,11 @@ class TextJob(RestoreableJob):
         """Vocabulary size of the corpus, or an upper bound of it."""
         raise NotImplementedError
 
+    @property
+    def least_vocabulary_size(self) -> int:
+        """Lower bound of the vocabulary size; below `vocabulary_size` if the text decides."""
+        raise NotImplementedError
+
     def find_text(self) -> None:
         """Raise `InvalidError` if there is no such text. Needs neither the tokenizer nor other hosts."""
         raise NotImplementedError

@@ -322,6 +322,11 @@ class Tokenise(TextJob):
         config = self.config.tokenizer
         return config.vocabulary_size if isinstance(config, BpeConfig) else self.vocabulary.tokenizer.vocabulary_size
 
+    @property
+    def least_vocabulary_size(self) -> int:
+        """Number of token ids; for a tokenizer that the job trains, which begins with all bytes, its lower bound."""
+        return 256 if isinstance(self.config.tokenizer, BpeConfig) else self.vocabulary_size
+
     @functools.cached_property
     def separator(self) -> int | None:
         """Id of the token that ends every document."""

@@ -160,10 +160,19 @@ def tokenise_like(texts: TextsFirst, source: TokenSource, directory: str) -> Tok
 
 
 def validate_vocabulary(builder: TrainSetupBuilder, job: TextJob) -> None:
-    """Raise `SpecError` if the tokenizer of a text has more ids than the model."""
-    if builder.has_vocabulary_size and job.vocabulary_size > builder.vocabulary_size:
-        raise builder.document.error(
-            "config.model.vocabulary_size",
-            f"is {builder.vocabulary_size:,}, and data.tokenise.tokenizer has {job.vocabulary_size:,} ids; use a "
-            "vocabulary of at least that, or auto",
-        )
+    """Raise `SpecError` if the tokenizer of a text has more ids than the model.
+
+    One that is trained may yield fewer ids than it asks for, as it has in a run whose resolved spec this may be. Then
+    the ids of the corpus are checked.
+    """
+    if not builder.has_vocabulary_size or job.vocabulary_size <= builder.vocabulary_size:
+        return
+    asked, vocabulary = job.vocabulary_size, builder.vocabulary_size
+    advice = "use a vocabulary of at least that, or auto"
+    if vocabulary < job.least_vocabulary_size:
+        message = f"is {vocabulary:,}, and data.tokenise.tokenizer has {asked:,} ids; {advice}"
+        raise builder.document.error("config.model.vocabulary_size", message)
+    warn(
+        f"config.model.vocabulary_size: is {vocabulary:,}, and data.tokenise.tokenizer may have up to {asked:,} ids; "
+        f"if the text yields more than {vocabulary:,}, the run ends before its first step: {advice}"
+    )

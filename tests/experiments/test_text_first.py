@@ -17,7 +17,7 @@ from runner.distributed.preemption import StopNotice
 from runner.errors import InvalidError, PreemptedError, StorageError
 from runner.plan.checks import Findings, check_data
 from runner.spec import make_document, read_spec
-from runner.storage import bucket, read_log
+from runner.storage import LocalStore, bucket, read_log
 from tests.support.bigram import BigramTrainer
 from tests.support.hub import start_hub
 from tests.support.job_process import WHOLE_RUN_DEADLINE_SECONDS, Job, kill_all_when
@@ -160,6 +160,25 @@ def test_text_is_evaluated_with_the_tokenizer_of_the_run(tmp_path: Path, capsys:
         InvalidError, match=r"^--data \S*/wed\.jsonl: no file matches .*; did you mean \S*/web\.jsonl\?"
     ):
         evaluate(str(texts / "wed.jsonl"))
+
+
+def test_a_resolved_spec_of_a_run_with_a_small_text_makes_the_run_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The text yields fewer ids than the tokenizer asks for, and the resolved spec has their number."""
+    changes = make_single(write_texts(tmp_path / "texts"))
+    tokenise = {"tokenizer": BPE | {"vocabulary_size": 20_000}, "separator": SEPARATOR}
+    changes["config.data"] = changes["config.data"] | {"tokenise": tokenise}
+    make_gpt(tmp_path / "run", **changes, **{"config.model.vocabulary_size": "auto"})()
+    size = read_newest_manifest(LocalStore(tmp_path / "run")).identity["config.model.vocabulary_size"]
+    assert 256 < size < 20_000
+    run = make_gpt(tmp_path / "again", **changes, **{"config.model.vocabulary_size": size})
+    run()
+    assert "the run ends before its first step: use a vocabulary of at least that, or auto" in caplog.text
+    assert run.step == run.total_steps
+    too_small = make_gpt(tmp_path / "small", **changes, **{"config.model.vocabulary_size": size - 1})
+    with pytest.raises(InvalidError, match=rf"{size - 1}"):
+        too_small()
 
 
 def test_a_small_vocabulary_and_a_strange_directory_are_refused_before_work(tmp_path: Path) -> None:
