@@ -179,9 +179,26 @@ def format_place(function: Any) -> str:
     return f"{file if shown.startswith('..') else shown}:{line}: {name}"
 
 
+# Names that other trainers give to keys of a spec. Their spelling is near that of other keys.
+_OTHER_NAMES = {
+    **dict.fromkeys(("steps", "max_steps", "num_steps", "train_steps"), "total_steps"),
+    **dict.fromkeys(("epochs", "num_epochs", "max_epochs", "num_train_epochs"), "total_epochs"),
+    **dict.fromkeys(("tokens", "max_tokens"), "total_tokens"),
+    **dict.fromkeys(("batch_size", "global_batch_size", "train_batch_size"), "global_batch_examples"),
+    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "micro_batch_examples"),
+    **dict.fromkeys(("lr", "max_lr", "rate"), "learning_rate"),
+    **dict.fromkeys(("seq_len", "seq_length", "block_size", "max_length", "context_length"), "sequence_length"),
+    **dict.fromkeys(("num_layers", "n_layer", "n_layers", "depth"), "layers"),
+    **dict.fromkeys(("num_heads", "n_head", "n_heads"), "heads"),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embed_dim"), "width"),
+    **dict.fromkeys(("vocab_size", "n_vocab"), "vocabulary_size"),
+}
+
+
 def suggest_nearest(word: str, choices: Sequence[str], prefix: str = "") -> str:
     """Return `; did you mean ...?` with the choice nearest to a mistyped word, or nothing if none is near."""
-    nearest = difflib.get_close_matches(word, choices, n=1)
+    other = _OTHER_NAMES.get(word)
+    nearest = [other] if other in choices else difflib.get_close_matches(word, choices, n=1)
     return f"; did you mean {prefix}{nearest[0]}?" if nearest else ""
 
 

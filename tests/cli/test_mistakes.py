@@ -15,6 +15,10 @@ ROOT = Path(__file__).parents[2]
 # Overrides of a small spec, and a pattern of the line that the user gets.
 VALUES = {
     "misspelt key": ("config.train.total_stepz=5", r"config\.train.*total_stepz.*did you mean .*total_steps"),
+    "another trainer's steps": ("config.train.steps=5", r"did you mean config\.train\.total_steps\?"),
+    "another trainer's batch": ("config.train.batch_size=5", r"did you mean config\.train\.global_batch_examples\?"),
+    "another trainer's rate": ("config.optimizer.lr=1.0", r"did you mean config\.optimizer\.learning_rate\?"),
+    "another trainer's width": ("config.model.d_model=64", r"did you mean config\.model\.width\?"),
     "misspelt section": ("config.trian={}", r"config.*trian.*did you mean .*train"),
     "key at another level": ("total_steps=5", r"total_steps=5: unknown key.*are keys of config"),
     "key of another section": ("config.learning_rate=1.0", r"did you mean config\.optimizer\.learning_rate\?"),
