@@ -179,8 +179,9 @@ def _validate_changes(
     """
     changes = run_identity.compare_values(manifest.identity)
     unlisted = {key: values for key, values in changes.items() if not is_listed(key, fork.changes)}
-    # An extension, say, that alters no step up to this one is no change of what is taken over.
-    if unlisted and not run_identity.keeps_past(manifest.identity, list(unlisted), manifest.step):
+    # An extension or a later stage, say, alters no step up to this one. Keys that may change are taken as unchanged.
+    saved = manifest.identity | {key: ours for key, (_, ours) in changes.items() if key not in unlisted}
+    if unlisted and not run_identity.keeps_past(saved, list(unlisted), manifest.step):
         lines = [f"  {key}: the parent has {theirs!r}, this spec {ours!r}" for key, (theirs, ours) in unlisted.items()]
         wanted = ", ".join([*fork.changes, *shorten_keys(unlisted)])
         first = f"{where} has other values for keys that changes does not list; to allow them, use the last line"

@@ -642,6 +642,22 @@ def test_a_stage_that_changes_nothing_comes_and_goes_behind_the_newest_step(tmp_
     assert read_outcome(tmp_path / "run") == read_outcome(tmp_path / "whole")
 
 
+def test_a_fork_from_before_a_stage_lists_its_own_changes_alone(tmp_path: Path) -> None:
+    changes = SHORT | {"checkpoint.every_steps": 4, "checkpoint.keep_last": 9}
+    stop_after(job(tmp_path / "run", **changes), 8)
+    stages = [{"from_step": 8, "set": {"optimizer.weight_decay": 0.3}}]
+    job(tmp_path / "run", stages, **changes)()
+    fork = {"run": str(tmp_path / "run"), "step": 4, "changes": ["config.optimizer.b2"]}
+    fork_changes = changes | {"checkpoint.fork_from": fork, "config.optimizer.b2": 0.9}
+    forked = job(tmp_path / "fork", stages, **fork_changes)
+    forked()
+    assert forked.step == forked.total_steps
+    # A stage that would have begun before the fork changes what is taken over.
+    stages = [{"from_step": 2, "set": {"optimizer.weight_decay": 0.3}}]
+    with pytest.raises(InvalidError, match=r"changes: \[config\.optimizer\.b2, config\.stages\]"):
+        job(tmp_path / "other", stages, **fork_changes)()
+
+
 @pytest.mark.soak
 def test_a_run_whose_data_have_restarted_at_a_border_keeps_its_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
