@@ -8,6 +8,8 @@ import jax
 from runner.attempts.attempt import IncidentRecorder
 from runner.attempts.layout import read_owner
 from runner.attempts.logs import begin_next_log_file
+from runner.checkpoint.fork import read_parent_manifest
+from runner.checkpoint.manifest import read_newest_manifest
 from runner.config import DataConfig, TokenSource
 from runner.console import say, silence, warn
 from runner.data.open_source import RawText, restore_text, split_text
@@ -91,7 +93,13 @@ class TextsFirst:
                 }
             )
         # A run that is done needs no data.
-        return [] if names and run.lifecycle.validate_directory() else names
+        if names and run.lifecycle.validate_directory():
+            return []
+        fork = run.spec.checkpoint.fork_from
+        if fork is not None and read_newest_manifest(run.store) is None:
+            with run.document.errors_at("checkpoint.fork_from"):
+                read_parent_manifest(fork)
+        return names
 
     def run(self, run: RestoreableJob, programs: Programs, hosts: Hosts, stop: StopNotice, clock: Clock) -> None:
         """Tokenise the texts that are not tokenised yet, for `run`, which must be able to start. Called on every host.

@@ -181,6 +181,15 @@ def test_a_resolved_spec_of_a_run_with_a_small_text_makes_the_run_again(
         too_small()
 
 
+def test_a_fork_of_a_step_that_was_never_saved_is_refused_before_work(tmp_path: Path) -> None:
+    changes = make_single(write_texts(tmp_path / "texts"))
+    make_gpt(tmp_path / "parent", **changes)()
+    fork = {"run": str(tmp_path / "parent"), "step": 2000}
+    with pytest.raises(InvalidError, match=r"checkpoint\.fork_from: .* step 2000 was never saved"):
+        make_gpt(tmp_path / "run", **changes, **{"checkpoint.fork_from": fork})()
+    assert not (tmp_path / "run" / "tokenise").exists()
+
+
 def test_a_small_vocabulary_and_a_strange_directory_are_refused_before_work(tmp_path: Path) -> None:
     changes = make_single(write_texts(tmp_path / "texts"))
     with pytest.raises(InvalidError, match=r"config\.model\.vocabulary_size: is 200, and .* has 280 ids"):
