@@ -135,6 +135,13 @@ def _kill_remaining_processes() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
+def _restore_hangup_signal() -> None:
+    """Undo that libtpu ignores the signal once it has been loaded, which child processes inherit."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True, scope="module")
 def _restore_environment_of_file() -> Iterator[None]:
     """Restore the environment: `plan` and imports of libraries set variables, which children would inherit."""
     with mock.patch.dict(os.environ):

@@ -378,8 +378,9 @@ class Programs:
 
     def list_idle_rates(self) -> list[str]:
         """Return a warning for each stage whose learning rate changes no step."""
-        uses_config_rates = self.recipe.setup_builder.optimizer_choice.uses_config_rates(self.plans[0].config)
-        return format_idle_rates(self.plans) if uses_config_rates else []
+        choice = self.recipe.setup_builder.optimizer_choice
+        has_rates = self.has_stages and choice.uses_config_rates(self.plans[0].config)
+        return format_idle_rates(self.plans) if has_rates else []
 
     def prepare(self, attempt: Attempt, known_micro_batch: int | None) -> CompiledStep:
         """Test the kernels and compile the train step of the current stage with the largest micro-batch that fits."""
