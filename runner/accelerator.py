@@ -8,9 +8,9 @@ Rates are those of the makers, per chip: the pages of the Google Cloud documenta
 and B200. The makers publish the bandwidth of interconnects for both directions together; the catalogue has one
 direction, half of that. Rates in 8 bits are from the same pages, without sparsity: "Int8" of v5e, v5p and v6e, "fp8" of
 tpu7x; v4 multiplies int8 as fast as bfloat16, so it has none here. Names are those of "Plan TPUs in GKE", "TPU software
-versions" (same documentation) and libtpu. The makers' figures of a GPU's processors are those that its driver reports,
-as OpenXLA publishes them (openxla/xla, xla/backends/gpu/target_config/specs); those of L40S are from NVIDIA's white
-paper on the Ada architecture.
+versions" (same documentation) and libtpu. Figures of the processors of a GPU are those that its driver reports, as
+OpenXLA publishes them (openxla/xla, xla/backends/gpu/target_config/specs); those of L40S are from NVIDIA's white paper
+on the Ada architecture, and its memory is assumed.
 """
 
 import contextlib

@@ -161,8 +161,8 @@ def saves_attention(config: TrainerConfig[Any], topology: Topology, mesh: Mesh |
     accelerator = parse_accelerator(topology.accelerator)
     if accelerator is not None:
         return accelerator.chip.is_tpu or (accelerator.chip.processors is not None and uses_cudnn)
-    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
-    return platform == "tpu" or (platform == "gpu" and uses_cudnn)
+    target = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
+    return target == "tpu" or (target == "gpu" and uses_cudnn)
 
 
 def _save_dots(primitive: Any, *operands: Any, **params: Any) -> bool:

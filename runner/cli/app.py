@@ -327,9 +327,11 @@ def _run_job(arguments: declared.JobArguments, stop: StopNotice, clock: Clock) -
 def _import(module: str) -> Any:
     """Import a module, which may import jax. Raises InvalidError if an environment variable keeps jax from working."""
     try:
-        with _discard_messages() if _has_idle_gpu_plugin() else contextlib.nullcontext():
+        # JAX's plugin for GPUs, installed where there is none.
+        is_plugin_idle = not has_device(GPU_DEVICES) and any(map(find_spec, GPU_PLUGINS))
+        with _discard_messages() if is_plugin_idle else contextlib.nullcontext():
             found = importlib.import_module(module)
-            if _has_idle_gpu_plugin() and "runner.jax_internals" in sys.modules:
+            if is_plugin_idle and "runner.jax_internals" in sys.modules:
                 sys.modules["runner.jax_internals"].discover_plugins()
     except ValueError as error:
         # JAX checks its variables when it is imported, and its message names the wrong one.
@@ -352,11 +354,6 @@ def _import(module: str) -> Any:
             named = ", ".join(f"{name.upper()}={os.environ[name.upper()]}" for name in changed)
             warn(f"environment: {named}: not applied, because JAX's own libraries do not pass such a check; unset it")
     return found
-
-
-def _has_idle_gpu_plugin() -> bool:
-    """Return True if JAX's plugin for GPUs is installed where there is none."""
-    return not has_device(GPU_DEVICES) and any(find_spec(package) for package in GPU_PLUGINS)
 
 
 @contextlib.contextmanager

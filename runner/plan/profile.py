@@ -46,12 +46,8 @@ def get_device_rates(machine: TargetMachine, mesh_sizes: Mapping[str, int]) -> D
         chip.matrix_units[1] if chip.matrix_units else 1,
         None if speeds.int8_per_second is None else speeds.int8_per_second * share,
         None if speeds.float8_per_second is None else speeds.float8_per_second * share,
-        _GPU_SHARES if _is_compiled_for_gpus(machine) else None,
+        _GPU_SHARES if machine.is_compiled_for_gpus else None,
     )
-
-
-def _is_compiled_for_gpus(machine: TargetMachine) -> bool:
-    return not machine.is_faked and machine.accelerator is not None and machine.accelerator.chip.processors is not None
 
 
 def forecast_program(program: CompiledProgram, machine: TargetMachine) -> Forecast | None:
@@ -70,7 +66,7 @@ def make_profile_sections(
     """
     basis: Basis = "compiled" if forecast.has_estimates else "assumed"
 
-    has_range = forecast.has_estimates or _is_compiled_for_gpus(machine)
+    has_range = forecast.has_estimates or machine.is_compiled_for_gpus
 
     def format_roofline(low: float) -> str:
         return f"{format_amount(low, 'seconds')} at the roofline" if has_range else ""
@@ -115,7 +111,7 @@ def _make_range_section(forecast: Forecast, machine: TargetMachine, model_flops:
         assert chip.clock_hertz is not None, "estimates are in cycles"
         cycles = f"cycles estimated by {machine.compiler}, at {chip.clock_hertz / 1e9:.2f} GHz"
         section.add("by the compiler's estimates", forecast.high, "seconds", "compiled", cycles)
-    elif _is_compiled_for_gpus(machine):
+    elif machine.is_compiled_for_gpus:
         shares = f"{_GPU_SHARES.matmul:.0%} in matmuls, {_GPU_SHARES.attention:.0%} in attention"
         note = f"{shares}, {_GPU_SHARES.hbm:.0%} of the memory bandwidth"
         section.add("at typical shares of the peaks", forecast.high, "seconds", "assumed", note)
@@ -130,7 +126,7 @@ def _make_range_section(forecast: Forecast, machine: TargetMachine, model_flops:
         section.add("MFU at most", model_flops / (low * peak), "share", "assumed", "if every op is at its roofline")
         if forecast.has_estimates:
             section.add("MFU by the estimates", model_flops / (high * peak), "share", "compiled")
-        elif _is_compiled_for_gpus(machine):
+        elif machine.is_compiled_for_gpus:
             section.add("MFU at typical shares", model_flops / (high * peak), "share", "assumed")
     note = "of matmuls and kernels, as compiled"
     section.add("FLOPs of a device", forecast.flops, "FLOP", "compiled", note, label="FLOPs per device")

@@ -111,9 +111,14 @@ class TargetMachine:
         return self.hbm_bytes * MEMORY_SHARE
 
     @property
+    def is_compiled_for_gpus(self) -> bool:
+        """True if XLA for GPU compiles for these devices."""
+        return not self.is_faked and self.accelerator is not None and self.accelerator.chip.processors is not None
+
+    @property
     def spans_domains(self) -> bool:
-        """True if one program runs on all devices. libtpu compiles the program of a slice."""
-        return self.is_faked or (self.accelerator is not None and not self.accelerator.chip.is_tpu)
+        """True if one program runs on the devices of all domains. libtpu compiles the program of a slice."""
+        return self.is_faked or self.is_compiled_for_gpus
 
     @property
     def devices_per_domain(self) -> int:

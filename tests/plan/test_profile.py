@@ -44,6 +44,20 @@ def make_machine(name: str, *, is_faked: bool = False) -> TargetMachine:
     return TargetMachine(devices, devices, parse_accelerator(name), "libtpu 1.2", is_faked, 2**34)
 
 
+@pytest.mark.parametrize(
+    ("name", "is_faked", "spans"),
+    [
+        ("v5e-4", False, False),
+        ("v5e-4", True, True),
+        ("h100-4", False, True),
+        ("h100-4", True, True),
+        ("cpu-4", False, False),
+    ],
+)
+def test_one_program_spans_the_domains_unless_libtpu_compiles_it(name: str, is_faked: bool, spans: bool) -> None:
+    assert make_machine(name, is_faked=is_faked).spans_domains == spans
+
+
 def sections(*lines: str, machine: TargetMachine, model_flops: float | None = 1e6) -> dict[str, Section]:
     found = forecast_program(make_program(*lines), machine)
     assert found is not None
