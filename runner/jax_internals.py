@@ -8,8 +8,13 @@
 - `xla_bridge`: plugins are loaded before a backend starts
 """
 
+import contextlib
+import contextvars
+import functools
+from collections.abc import Iterator
 from importlib import metadata
 from types import ModuleType
+from typing import Any
 
 from runner.errors import InvalidError
 
@@ -49,3 +54,29 @@ for _module, _name in NEEDED:
 def discover_plugins() -> None:
     """Load the plugins of JAX for hardware, which their first use would do otherwise."""
     getattr(xla_bridge, _DISCOVER)()
+
+
+_omits_mask_gradients = contextvars.ContextVar("omits_mask_gradients", default=False)
+_HAS_MASK_GRADIENT = "should_export_dbias"
+
+
+@contextlib.contextmanager
+def omit_mask_gradients() -> Iterator[None]:
+    """Have cuDNN's attention, traced in this context, compute no gradient of its mask.
+
+    JAX before 0.11 asks for the gradient of every mask. It costs time, and with it not every GPU has an algorithm that
+    gives the same bits twice.
+    """
+    ask = getattr(fused_attention_stablehlo, _HAS_MASK_GRADIENT, None)
+    if ask is not None and not hasattr(ask, "__wrapped__"):
+
+        @functools.wraps(ask)
+        def has_gradient(*args: Any) -> bool:
+            return not _omits_mask_gradients.get() and ask(*args)
+
+        setattr(fused_attention_stablehlo, _HAS_MASK_GRADIENT, has_gradient)
+    token = _omits_mask_gradients.set(True)
+    try:
+        yield
+    finally:
+        _omits_mask_gradients.reset(token)

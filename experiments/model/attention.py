@@ -41,6 +41,7 @@ from experiments.model.platform import (
     SPLASH_BLOCK_TOKENS,
     compute_capability,
     import_for_tpu,
+    is_cudnn_forward,
     platform,
     uses_long_blocks,
     vmem_limit_bytes,
@@ -50,6 +51,7 @@ from experiments.model.ring_attention import sharded_attention
 from experiments.model.rotary import Pairs, Rotation, rotate, rotate_halves
 from runner.config import ContextParallelMethod
 from runner.errors import InvalidError
+from runner.jax_internals import omit_mask_gradients
 from runner.storage import JsonObject
 from runner.train.kernel_check import KernelCase, KernelTrial, Owner, get_kernel_use
 from runner.train.observation import observe
@@ -58,6 +60,7 @@ KEY_AXES = ("batch", "sequence", "heads", "head_dim")
 # Axes of arrays in kernels that need every position of a sequence. No rule shards an axis that is named "row".
 WHOLE_SEQUENCE_AXES = ("batch", "row", "heads", "head_dim")
 MAX_BLOCKS = 8
+MASK_BYTES_MAX = 2**30  # of the mask that cuDNN gets for the documents of a device's sequences
 MIN_BLOCK_TOKENS = 64
 
 
@@ -146,6 +149,8 @@ def causal_attention(
         name = "cuda" if target == "gpu" else target
         if (one := selected.get(name, selected["default"])).owner is not None:
             use.record(_make_case(one, inputs, options))
+        elif (fastest := IMPLEMENTATIONS.get(name, IMPLEMENTATIONS["default"])[0]).owner is not None:
+            use.slow_forms["attention"] = f"{one.attend.__name__}: {find_obstacle(fastest, inputs, options)}"
         return implementations.get(name, implementations["default"])(inputs)
     return jax.lax.platform_dependent(inputs, **implementations)
 
@@ -311,9 +316,19 @@ def xla_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Arr
 def cudnn_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array:
     """Attend by cuDNN's fused kernel.
 
-    JAX can split it over devices, but not inside of a `jax.shard_map` over some axes of the mesh.
+    JAX can split it over devices, but not inside of a `jax.shard_map` over some axes of the mesh. Segments become a
+    mask of T x T positions, which all heads and layers share and which has no gradient.
+
+    cuDNN can also be told where the documents of a sequence begin, and then skips the rest of the square. That form is
+    not used: on Hopper its deterministic gradient needs memory for the square of all tokens of a batch before cuDNN
+    9.25 (NVIDIA/cudnn-frontend, pull request 398), a sequence may hold only so many documents, and JAX before 0.11
+    takes the wrong keys for grouped heads (jax-ml/jax, pull request 39521).
     """
-    return _attend_on_each_device(lambda inputs: _dot_product_attention("cudnn", inputs, options), inputs)
+    attend: Callable[[AttentionInputs], jax.Array] = functools.partial(_dot_product_attention, "cudnn", options=options)
+    if inputs.segments is not None:
+        attend = jax.checkpoint(attend, policy=is_cudnn_forward)  # a backward pass makes the mask again
+    with omit_mask_gradients():
+        return _attend_on_each_device(attend, inputs)
 
 
 def _dot_product_attention(
@@ -336,12 +351,13 @@ def _dot_product_attention(
     return out_BxTxNxH[..., :width] if missing else out_BxTxNxH
 
 
-def _supports_cudnn(q_BxTxNxH: jax.Array, _: jax.Array) -> bool:
-    """Return True if the GPU that the program is compiled for supports these heads."""
-    capability, head_width = compute_capability(), q_BxTxNxH.shape[3]
-    if capability is None:
+def _supports_cudnn(inputs: AttentionInputs) -> bool:
+    """Return True if the GPU that the program is compiled for supports these heads, and has room for a mask."""
+    capability, (B, T, _, H) = compute_capability(), inputs.q.shape
+    if capability is None or H % 8 or (256 if capability >= (9, 0) else 128) < H:
         return False
-    return head_width % 8 == 0 and head_width <= (256 if capability >= (9, 0) else 128)
+    sequences = B // num_devices(next(iter(_partition_spec(WHOLE_SEQUENCE_AXES)), None))
+    return inputs.segments is None or (T % 2 == 0 and 2 * sequences * T * T <= MASK_BYTES_MAX)
 
 
 # TPU kernels.
@@ -511,10 +527,9 @@ class _AttentionImplementation(NamedTuple):
     attend: Callable[..., jax.Array]  # of inputs and options
     dtypes: tuple[DTypeLike, ...] = ()  # empty: all
     softcap: bool = True
-    segments: bool = True
     sinks: bool = True
     wide_values: bool = True  # values that are wider than keys; all support narrower ones
-    fits: Callable[[jax.Array, jax.Array], bool] = lambda *_: True  # condition on queries and values
+    fits: Callable[[AttentionInputs], bool] = lambda _: True  # condition on shapes
     length_multiple: int = 1  # sequences are padded to it, by at most an eighth
     applies_rotation: bool = False
     owner: Owner | None = None  # of its kernel, which is tested before it is used; None: it has no kernel
@@ -523,12 +538,9 @@ class _AttentionImplementation(NamedTuple):
 
 BLOCKED = _AttentionImplementation(blocked_attention)
 XLA = _AttentionImplementation(xla_attention, softcap=False, sinks=False, wide_values=False)
-# cuDNN would take segments as a bias of all T x T scores. JAX then asks it for the gradient of that bias too, and with
-# it not every GPU has an algorithm that gives the same bits twice.
 CUDNN = XLA._replace(
     attend=cudnn_attention,
     dtypes=(jnp.bfloat16, jnp.float16),
-    segments=False,
     fits=_supports_cudnn,
     owner="library",
     needs_even_sharding=True,
@@ -537,7 +549,7 @@ SPLASH = _AttentionImplementation(splash_attention, length_multiple=LANES, needs
 FUSED = SPLASH._replace(
     attend=fused_attention,
     dtypes=(jnp.bfloat16, jnp.float32),
-    fits=lambda q, v: _fused_block_tokens(q, v) > 0,
+    fits=lambda inputs: _fused_block_tokens(inputs.q, inputs.v) > 0,
     applies_rotation=True,
     owner="ours",
 )
@@ -557,29 +569,38 @@ def select_implementation(
 
     Implementations that `memory.attention` excludes, and kernels that have failed their test, are left out.
     """
+    return next(one for one in IMPLEMENTATIONS[platform] if not find_obstacle(one, inputs, options))
+
+
+def find_obstacle(one: _AttentionImplementation, inputs: AttentionInputs, options: AttentionOptions) -> str:
+    """Return why an implementation cannot be used for these inputs, in a few words; empty if it can."""
     q_BxTxNxH, k_BxTxKxH, v_BxTxKxW = inputs[:3]
-    use = get_kernel_use()
+    use, name = get_kernel_use(), one.attend.__name__
     # cuDNN is the one kernel of a library for which there is another choice on its platform.
     excluded = {"auto": (), "ours": (CUDNN.attend,), "library": (FUSED.attend,)}[use.attention]
-
-    def divides_over_mesh() -> bool:
-        spec = _partition_spec(WHOLE_SEQUENCE_AXES)
-        return all(size % num_devices(entry) == 0 for size, entry in zip(q_BxTxNxH.shape, spec, strict=False))
-
-    return next(
-        one
-        for one in IMPLEMENTATIONS[platform]
-        if one.attend not in excluded
-        and use.is_allowed(one.attend.__name__)
-        and (not one.dtypes or q_BxTxNxH.dtype in one.dtypes)
-        and (one.softcap or options.softcap is None)
-        and (one.segments or inputs.segments is None)
-        and (one.sinks or inputs.sinks is None)
-        and (one.wide_values or v_BxTxKxW.shape[3] <= k_BxTxKxH.shape[3])
-        and one.fits(q_BxTxNxH, v_BxTxKxW)
-        and _is_worth_padding(q_BxTxNxH.shape[1], one.length_multiple)
-        and (not one.needs_even_sharding or divides_over_mesh())
-    )
+    if one.attend in excluded:
+        return f"memory.attention={use.attention} excludes {name}"
+    if not use.is_allowed(name):
+        return f"{name} has failed its test"
+    if one.dtypes and q_BxTxNxH.dtype not in one.dtypes:
+        return f"{name} needs {' or '.join(jnp.dtype(dtype).name for dtype in one.dtypes)}, not {q_BxTxNxH.dtype.name}"
+    if options.softcap is not None and not one.softcap:
+        return f"{name} has no soft-cap"
+    if inputs.sinks is not None and not one.sinks:
+        return f"{name} has no sinks"
+    if v_BxTxKxW.shape[3] > k_BxTxKxH.shape[3] and not one.wide_values:
+        return f"{name} needs values that are not wider than keys"
+    if not one.fits(inputs):
+        kind = "" if inputs.segments is None else ", with documents"
+        return f"{name} does not fit {q_BxTxNxH.shape[1]} positions and heads of {q_BxTxNxH.shape[3]}{kind}"
+    if not _is_worth_padding(q_BxTxNxH.shape[1], one.length_multiple):
+        return f"{name} would pad {q_BxTxNxH.shape[1]} positions to a multiple of {one.length_multiple}"
+    spec = _partition_spec(WHOLE_SEQUENCE_AXES)
+    if one.needs_even_sharding and any(
+        size % num_devices(entry) for size, entry in zip(q_BxTxNxH.shape, spec, strict=False)
+    ):
+        return f"{name} needs sequences and heads that divide over the mesh"
+    return ""
 
 
 # Tests of kernels.

@@ -153,16 +153,20 @@ def mark_saved(x: jax.Array) -> jax.Array:
 def saves_attention(config: TrainerConfig[Any], topology: Topology, mesh: Mesh | AbstractMesh) -> bool:
     """Return True if `remat: dots` saves the results of attention in the program of a job with this topology.
 
-    On a GPU it does those of cuDNN, which is taken for the kernel of documents that attend to all before them, in 16
-    bits. A job may be planned on another machine than its own, and on a mesh without devices. The topology then names
-    its accelerator.
+    On a GPU it does those of cuDNN, which is taken for the kernel in 16 bits. A job may be planned on another machine
+    than its own, and on a mesh without devices. The topology then names its accelerator.
     """
-    uses_cudnn = config.data.packing == "concatenate" and config.precision.compute != "float32"
+    uses_cudnn = config.precision.compute != "float32"
     accelerator = parse_accelerator(topology.accelerator)
     if accelerator is not None:
         return accelerator.chip.is_tpu or (accelerator.chip.processors is not None and uses_cudnn)
     target = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
     return target == "tpu" or (target == "gpu" and uses_cudnn)
+
+
+def is_cudnn_forward(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Return True for the forward pass of cuDNN's attention: a checkpoint policy."""
+    return bool(primitive.name.startswith(_CUDNN_FORWARD))
 
 
 def _save_dots(primitive: Any, *operands: Any, **params: Any) -> bool:
@@ -172,9 +176,11 @@ def _save_dots(primitive: Any, *operands: Any, **params: Any) -> bool:
     results of cuDNN's attention are saved too.
     """
     is_dot: bool = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *operands, **params)
-    if primitive.name.startswith(_CUDNN_FORWARD):
-        return True
-    return (is_dot and operands[0].dtype.itemsize > 1) or _save_quantised(primitive, *operands, **params)
+    return (
+        (is_dot and operands[0].dtype.itemsize > 1)
+        or _save_quantised(primitive, *operands, **params)
+        or is_cudnn_forward(primitive)
+    )
 
 
 def dots_policy() -> Callable[..., bool]:

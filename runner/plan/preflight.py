@@ -255,7 +255,8 @@ def _make_trainer_sections(
                     planned_bytes = first.needed_bytes if machine.is_faked and first else program.step.memory.needed
                     sections.append(make_comparison_section(forecast, planned_bytes, rows))
     checkpoint = _make_checkpoint_section(job, abstract_state, machine, step_seconds, findings)
-    if kernels := report.make_kernels_section(job.kernel_cases(train_setup)).figures:
+    slow_forms = train_setup.kernels.slow_forms
+    if kernels := report.make_kernels_section(job.kernel_cases(train_setup), slow_forms).figures:
         sections.append(Section("kernels", kernels))
     sections += [checkpoint, report.make_compilation_section(program)]
     if job.programs.has_stages and data.is_found:

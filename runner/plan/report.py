@@ -4,7 +4,7 @@ The first estimate of a job on a mesh, the warnings about that mesh and the bett
 abstract state and take seconds. Only the search for a better mesh uses the compiler, for one matmul at a time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -583,8 +583,11 @@ def make_compilation_section(program: CompiledProgram) -> Section:
     return section
 
 
-def make_kernels_section(cases: Sequence[KernelCase]) -> Section:
-    """Return the section of the kernels that a step uses, and what replaces them if they fail their test."""
+def make_kernels_section(cases: Sequence[KernelCase], slow_forms: Mapping[str, str]) -> Section:
+    """Return the section of the kernels that a step uses, what replaces them if they fail their test, and what is slow.
+
+    `slow_forms` are operations without a kernel, with the reason.
+    """
     section = Section("kernels")
     for role in sorted({case.role for case in cases}):
         own = [case for case in cases if case.role == role]
@@ -594,4 +597,6 @@ def make_kernels_section(cases: Sequence[KernelCase]) -> Section:
             for kernel, fallback in sorted({(case.kernel, case.fallback) for case in own})
         ]
         section.add(role, f"{owners} (tested at start)", "text", "counted", "; ".join(parts))
+    for role, reason in sorted(slow_forms.items()):
+        section.add(f"{role}, slow form", "plain XLA ops", "text", "counted", reason)
     return section

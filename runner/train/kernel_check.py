@@ -106,6 +106,7 @@ class KernelUse:
         self.attention = attention
         self.avoided: frozenset[str] = frozenset()
         self.cases: dict[str, KernelCase] = {}
+        self.slow_forms: dict[str, str] = {}  # by role: the plain XLA ops in place of a kernel, and the reason
 
     def is_allowed(self, kernel: str) -> bool:
         """Return True unless a kernel must be avoided."""

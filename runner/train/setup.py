@@ -575,6 +575,7 @@ class TrainSetupBuilder:
     def trace_again(self, train_setup: TrainSetup, micro_batch: int | None = None) -> None:
         """Trace the train step once more, because the choice of kernels has changed."""
         train_setup.kernels.cases.clear()
+        train_setup.kernels.slow_forms.clear()
         train_setup.traced.clear()
         train_setup.traced_val.clear()
         self.trace(train_setup, micro_batch)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 
 from experiments.model import attention, embedding, grouped_matmul, platform, rotary, tpu_attention
 from experiments.model.attention import (
@@ -18,6 +19,8 @@ from experiments.model.attention import (
     IMPLEMENTATIONS,
     SPLASH,
     XLA,
+    cudnn_attention,
+    find_obstacle,
     fused_attention,
     make_attention_trial,
     select_implementation,
@@ -180,7 +183,7 @@ def test_the_choice_follows_the_spec_and_the_tests(
     platform_name: str, attention: Any, avoided: tuple[str, ...], selected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(
-        IMPLEMENTATIONS, "cuda", tuple(one._replace(fits=lambda *_: True) for one in IMPLEMENTATIONS["cuda"])
+        IMPLEMENTATIONS, "cuda", tuple(one._replace(fits=lambda _: True) for one in IMPLEMENTATIONS["cuda"])
     )
     use = KernelUse(attention)
     use.avoided = frozenset(avoided)
@@ -190,6 +193,75 @@ def test_the_choice_follows_the_spec_and_the_tests(
             select_implementation(platform_name, AttentionInputs(*[array] * 3), AttentionOptions()).attend
             is selected.attend
         )
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ({}, ""),
+        ({"segments": True}, ""),
+        ({"segments": True, "positions": 255}, "does not fit 255 positions and heads of 64, with documents"),
+        ({"segments": True, "positions": 2**15}, "does not fit 32768 positions and heads of 64, with documents"),
+        ({"positions": 2**15}, ""),
+        ({"head": 100}, "does not fit 256 positions and heads of 100"),
+        ({"head": 512}, "does not fit 256 positions and heads of 512"),
+        ({"dtype": jnp.float32}, "needs bfloat16 or float16, not float32"),
+        ({"softcap": 30.0}, "has no soft-cap"),
+        ({"sinks": True}, "has no sinks"),
+        ({"value": 128}, "needs values that are not wider than keys"),
+        ({"avoided": True}, "has failed its test"),
+        ({"attention": "ours"}, "memory.attention=ours excludes cudnn_attention"),
+    ],
+)
+def test_what_keeps_attention_from_cudnn_is_named(
+    case: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("experiments.model.attention.compute_capability", lambda: (9, 0))
+    use = KernelUse(case.get("attention", "auto"))
+    use.avoided = frozenset({"cudnn_attention"} if "avoided" in case else ())
+    T, H, dtype = case.get("positions", 256), case.get("head", 64), case.get("dtype", jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((1, T, 4, H), dtype)
+    v = jax.ShapeDtypeStruct((1, T, 4, case.get("value", H)), dtype)
+    segments = jax.ShapeDtypeStruct((1, T), jnp.int32) if "segments" in case else None
+    sinks = jax.ShapeDtypeStruct((4,), dtype) if "sinks" in case else None
+    inputs = AttentionInputs(q, q, v, segments, None, sinks)
+    with use_kernels(use):
+        obstacle = find_obstacle(CUDNN, inputs, AttentionOptions(softcap=case.get("softcap")))
+        selected = select_implementation("cuda", inputs, AttentionOptions(softcap=case.get("softcap")))
+    assert (reason in obstacle) if reason else not obstacle
+    assert (selected.attend is CUDNN.attend) == (not reason)
+
+
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_documents_reach_cudnn_as_a_mask_without_a_gradient(key_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    T = 128
+    arrays = [jax.ShapeDtypeStruct((2, T, heads, 64), jnp.bfloat16) for heads in (2, key_heads, key_heads)]
+
+    def get_results(attend: Any, *leaves: Any) -> list[str]:
+        """Return the types of what the call of cuDNN's backward pass takes and returns."""
+        traced = jax.jit(jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2))).trace(*leaves)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "__cudnn$fmhaScaleBiasSoftmax(" in text
+        (line,) = [line for line in text.splitlines() if "@__cudnn$fmhaScaleBiasSoftmaxBackward" in line]
+        return line.rpartition("->")[2].split("tensor<")[1:]
+
+    def attend(q: Any, k: Any, v: Any, segments: Any) -> jax.Array:
+        return cudnn_attention(AttentionInputs(q, k, v, segments, None, None), AttentionOptions())
+
+    found = get_results(attend, *arrays, jax.ShapeDtypeStruct((2, T), jnp.int32))
+    assert [name.split(">")[0] for name in found] == [
+        "2x2x128x64xbf16",
+        *[f"2x{key_heads}x128x64xbf16"] * 2,
+        "0xui8",
+    ]  # no gradient of the mask
+
+    def attend_with_bias(q: Any, k: Any, v: Any, bias: Any) -> jax.Array:
+        return jax.nn.dot_product_attention(q, k, v, bias, is_causal=True, implementation="cudnn")
+
+    # A bias of someone else keeps its gradient.
+    found = get_results(attend_with_bias, *arrays, jax.ShapeDtypeStruct((2, 2, T, T), jnp.bfloat16))
+    assert "2x2x128x128xbf16" in [name.split(">")[0] for name in found]
 
 
 # Cases of each kernel, and kernels made wrong.
