@@ -42,6 +42,7 @@ from experiments.model.platform import (
     compute_capability,
     import_for_tpu,
     is_cudnn_forward,
+    mark_saved,
     platform,
     uses_long_blocks,
     vmem_limit_bytes,
@@ -324,6 +325,8 @@ def cudnn_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.A
     9.25 (NVIDIA/cudnn-frontend, pull request 398), a sequence may hold only so many documents, and JAX before 0.11
     takes the wrong keys for grouped heads (jax-ml/jax, pull request 39521).
     """
+    # What the kernel's gradient reads is kept, in place of the results of matmuls before biases and rotation.
+    inputs = inputs._replace(q=mark_saved(inputs.q), k=mark_saved(inputs.k), v=mark_saved(inputs.v))
     attend: Callable[[AttentionInputs], jax.Array] = functools.partial(_dot_product_attention, "cudnn", options=options)
     if inputs.segments is not None:
         attend = jax.checkpoint(attend, policy=is_cudnn_forward)  # a backward pass makes the mask again

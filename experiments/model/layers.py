@@ -10,10 +10,10 @@ the stream is all-gathered before the first matmul of a block and reduce-scatter
 replicated everywhere and all-reduced.
 
 Norms. They are computed in float32 over the last axis. A separate reduction over the width reads the whole residual
-stream once more. So on a TPU the statistics, one or two numbers per token, are saved for the backward pass
-(`mark_saved`), and a layer norm computes mean and mean square in one pass, which the compiler can fuse into the matmul
-before it. The gradients are written out: the derived gradient of a layer norm also sums differences from the mean,
-which add up to 0. On other platforms only the input is saved, and everything is recomputed.
+stream once more. So on TPUs and GPUs the statistics, one or two numbers per token, are saved for the backward pass
+(`mark_saved`), and a layer norm computes mean and mean square in one pass, which libtpu can fuse into the matmul before
+it. The gradients are written out: the derived gradient of a layer norm also sums differences from the mean, which add
+up to 0. On CPUs only the input is saved, and everything is recomputed.
 
 Gradients of matrices with sharded columns. libtpu makes a reduce-scatter of a sum whose rows are sharded. If the
 columns are sharded, which are contiguous in memory, it makes an all-reduce, which sends twice as much. So on a TPU the
@@ -40,13 +40,16 @@ from jax.typing import DTypeLike
 from experiments.model.platform import (
     LANES,
     dots_policy,
+    keeps_residuals,
     mark_saved,
+    mark_weight,
     platform,
     reduce_scatters_only_rows,
     sums_tokens_by_matmul,
     uses_head_major_layout,
     with_row_major_gradient,
     with_row_major_layout,
+    writes_gelu_gradient,
 )
 from experiments.model.quantised import get_matmul_type, multiply
 from runner.errors import InvalidError
@@ -68,7 +71,7 @@ _recompute = functools.partial(jax.checkpoint, prevent_cse=False, static_argnums
 
 def rms_norm(epsilon: float, x: jax.Array, scale_D: jax.Array) -> jax.Array:
     """Return x / rms(x) times `scale_D`, in float32."""
-    return (_rms_norm_saved if uses_head_major_layout() else _rms_norm_recomputed)(epsilon, x, scale_D)
+    return (_rms_norm_saved if keeps_residuals() else _rms_norm_recomputed)(epsilon, x, scale_D)
 
 
 @_recompute
@@ -101,7 +104,7 @@ _rms_norm_saved.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 def layer_norm(epsilon: float, x: jax.Array, scale_D: jax.Array, bias_D: jax.Array) -> jax.Array:
     """Return x minus its mean, divided by its standard deviation, times `scale_D`, plus `bias_D`, in float32."""
-    return (_layer_norm_saved if uses_head_major_layout() else _layer_norm_recomputed)(epsilon, x, scale_D, bias_D)
+    return (_layer_norm_saved if keeps_residuals() else _layer_norm_recomputed)(epsilon, x, scale_D, bias_D)
 
 
 @_recompute
@@ -298,7 +301,7 @@ class Projection(nn.Module):
         kernel_init = with_axes(nn.initializers.normal(self.stddev), *self.axes)
         kernel_IxO = self.param("kernel", kernel_init, (num_inputs, self.features), self.param_dtype)
         spec = make_partition_spec(kernel_IxO.shape, *self.axes)
-        return with_scattered_gradient(kernel_IxO.astype(self.compute_dtype), spec)
+        return with_scattered_gradient(mark_weight(kernel_IxO.astype(self.compute_dtype)), spec)
 
     def add_bias(self, y: jax.Array, *shape: int) -> jax.Array:
         """Return `y` plus the bias, if there is one, reshaped to `shape`: the last axes of `y`, one axis by default."""
@@ -398,7 +401,7 @@ class Matrix(nn.Module):
     def __call__(self) -> jax.Array:
         """Return the kernel in the compute dtype."""
         init = with_axes(nn.initializers.normal(INIT_STDDEV), *self.axes)
-        return self.param("kernel", init, self.shape, self.param_dtype).astype(self.compute_dtype)
+        return mark_weight(self.param("kernel", init, self.shape, self.param_dtype).astype(self.compute_dtype))
 
 
 class RMSNorm(nn.Module):
@@ -488,7 +491,24 @@ def apply_gate(activation: Callable[[jax.Array], jax.Array], x: jax.Array, gate:
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def gelu(x: jax.Array) -> jax.Array:
     """Return tanh-approximated GELU; only `x` is kept for the backward pass."""
+    return _gelu_with_gradient(x) if writes_gelu_gradient() else nn.gelu(x, approximate=True)
+
+
+@jax.custom_vjp
+def _gelu_with_gradient(x: jax.Array) -> jax.Array:
     return nn.gelu(x, approximate=True)
+
+
+def _gelu_backward(x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
+    # The approximation is x sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3).
+    wide, factor = x.astype(jnp.float32), 2 * math.sqrt(2 / math.pi)
+    square = wide * wide
+    gate = nn.sigmoid(factor * wide * (1 + 0.044715 * square))
+    slope = gate + wide * gate * (1 - gate) * factor * (1 + 3 * 0.044715 * square)
+    return ((dy.astype(jnp.float32) * slope).astype(x.dtype),)
+
+
+_gelu_with_gradient.defvjp(lambda x: (_gelu_with_gradient(x), x), _gelu_backward)
 
 
 def with_axes(init: Initializer, *axes: str) -> Callable[..., jax.Array]:
@@ -509,4 +529,6 @@ def rematerialised(block: type[nn.Module], remat: Remat, *, is_in_line: bool) ->
     """
     if remat == "none":
         return block
-    return nn.remat(block, prevent_cse=is_in_line, policy=dots_policy() if remat == "dots" else None)
+    return nn.remat(
+        block, prevent_cse=is_in_line, policy=dots_policy(is_in_line=is_in_line) if remat == "dots" else None
+    )
