@@ -9,6 +9,7 @@ matmul by Triton. A deterministic job uses cuBLAS, whose results need memory of 
 A job on a GPU asks the GPU which forms of attention cuDNN has for it. Here the description answers.
 """
 
+import re
 from collections.abc import MutableMapping, Sequence
 from importlib.util import find_spec
 
@@ -21,6 +22,11 @@ from runner.jax_internals import fused_attention_stablehlo
 
 _USE_CUBLAS = "--xla_gpu_enable_triton_gemm=false"
 # Those that jax[cuda12] installs with the newest version of JAX that the runner is tested with.
+_ATTENTION_GRADIENT = re.compile(r'custom_call_target="__cudnn\$fmha\w*Backward".*')
+# Of the scores: batch, heads of queries, queries, keys.
+_SCORES = re.compile(r'"intermediate_tensor_shape": ?\{.*?"dimensions": ?\["(\d+)", ?"(\d+)", ?"(\d+)", ?"(\d+)"\]')
+_IS_DETERMINISTIC = re.compile(r'"force_deterministic": ?true')
+_SMALL_WORKSPACE = 256 << 20
 _CUDA_VERSION, _CUDNN_VERSION = (12, 9, 0), (9, 10, 2)
 
 
@@ -82,6 +88,26 @@ def describe_gpu(gpu: GpuProcessors, bytes_per_second: int) -> str:
         f'platform_name: "CUDA" dnn_version_info {{ {cudnn} }} runtime_version {{ {cuda} }} '
         f'device_description_str: "{gpu.name}"'
     )
+
+
+def count_attention_workspace(text: str, accelerator: Accelerator | None) -> int:
+    """Return the bytes that cuDNN needs beside the arrays of a compiled program, at most; XLA asks it only on a GPU.
+
+    On Hopper, up to cuDNN 9.24, the gradient of attention that has the same bits each time writes the gradient of every
+    score: 16 bits for each pair of positions and head of queries, both rounded up to 64. Otherwise cuDNN does so where
+    this takes at most 256 MiB (NVIDIA/cudnn-frontend, pull request 398). Calls of one program run one after another.
+    """
+    gpu = None if accelerator is None else accelerator.chip.processors
+    if gpu is None or gpu.compute_capability != (9, 0):
+        return 0
+    sizes = [0]
+    for call in _ATTENTION_GRADIENT.findall(text):
+        if scores := _SCORES.search(call):
+            batch, heads, queries, keys = map(int, scores.groups())
+            size = 2 * batch * heads * (queries + -queries % 64) * (keys + -keys % 64)
+            if _IS_DETERMINISTIC.search(call) or size <= _SMALL_WORKSPACE:
+                sizes.append(size)
+    return max(sizes)
 
 
 def _answer_for_gpu(compute_capability: tuple[int, int]) -> None:

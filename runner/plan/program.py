@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from runner.parallel.mesh import (
 )
 from runner.plan.figures import format_amount
 from runner.plan.forecast.collectives import Collective, find_collectives
-from runner.plan.gpu import add_gpu_flags, is_gpu_compiler_installed, open_gpu_devices
+from runner.plan.gpu import add_gpu_flags, count_attention_workspace, is_gpu_compiler_installed, open_gpu_devices
 from runner.plan.mesh import MeshSizes
 from runner.spec.imports import format_install, is_extra_installed
 from runner.train.compile import MEMORY_SHARE, CompiledStep, ProgramMemory, StepTooLargeError
@@ -388,10 +388,18 @@ def compile_program(
         train_setup.compile_val(setup_builder.recipe.val_step, train_setup.abstract_state.replace(opt_state=()), layout)
         return time.monotonic() - started
 
+    def compile_train(layout: BatchLayout) -> CompiledStep:
+        step = train_setup.compile_train(setup_builder.train_step, layout)
+        if not machine.is_compiled_for_gpus:
+            return step
+        workspace = count_attention_workspace(step.text, machine.accelerator)
+        return replace(step, memory=replace(step.memory, workspace=workspace))
+
     with ThreadPoolExecutor(1) as executor:
         val = executor.submit(compile_val, first) if with_val else None
         started = time.monotonic()
-        step = setup_builder.compile(train_setup, sys.maxsize if machine.is_faked else limit_bytes, micro_batch)
+        limit = sys.maxsize if machine.is_faked else limit_bytes
+        step = setup_builder.compile_by(compile_train, train_setup, limit, micro_batch)
         compile_seconds = time.monotonic() - started
         val_seconds = None if val is None else val.result()
     if with_val and step.layout != first:

@@ -369,6 +369,10 @@ def make_memory_section(program: CompiledProgram, machine: TargetMachine, first:
     if not machine.is_faked:
         section.add("code", memory.code, "bytes", "compiled")
     needed, note = memory.needed, "arguments + temporaries + outputs + code"
+    if memory.workspace:
+        why = "at most, for the gradient of attention: cuDNN keeps the gradients of all scores of a layer on Hopper"
+        section.add("workspace of cuDNN", memory.workspace, "bytes", "assumed", why)
+        note += " + workspace"
     if machine.is_faked and first is not None:
         least = "at least, since the job states no activations, " if first.is_lower_bound else ""
         needed, note = int(first.needed_bytes), f"{least}by arithmetic: the chip's compiler is not here"

@@ -215,11 +215,12 @@ class ProgramMemory:
     temporaries: int  # as planned: those alive at the same time, and fragmentation
     code: int  # generated
     peak: int = 0  # temporaries that are alive at the same time; 0 where the compiler does not report it
+    workspace: int = 0  # of calls of libraries, as estimated where the compiler cannot ask them
 
     @property
     def needed(self) -> int:
         """Everything that the program holds in the device's memory while it runs, its code included."""
-        return self.arguments + self.outputs + self.temporaries + self.code
+        return self.arguments + self.outputs + self.temporaries + self.code + self.workspace
 
 
 def get_program_memory(compiled: Any) -> ProgramMemory:
@@ -296,7 +297,8 @@ def compile_to_fit(compile_step: Callable[[int], SizedStepT], sizes: list[int], 
             memory = compiled.memory
             if memory.needed <= limit_bytes:
                 return compiled
-            temporaries, resident_bytes = memory.temporaries, memory.needed - memory.temporaries
+            temporaries = memory.temporaries + memory.workspace
+            resident_bytes = memory.needed - temporaries
         if len(sizes) == 1:
             needed = f"needs {(resident_bytes + temporaries) / 2**30:.2f} GiB on each device"
             raise StepTooLargeError(

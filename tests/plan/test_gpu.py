@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from runner.accelerator import CHIPS, parse_accelerator
-from runner.plan.gpu import describe_gpu
+from runner.plan.gpu import count_attention_workspace, describe_gpu
 from tests.support.job_process import ROOT, WHOLE_RUN_DEADLINE_SECONDS, environment, run_runner
 
 NANO = "specs/gpt_nano.yaml"
@@ -73,6 +73,33 @@ def test_the_description_of_each_gpu_has_what_its_driver_reports() -> None:
         assert 0.9 < chip.speeds.hbm_bytes / chip.processors.memory_bytes < 1.02
 
 
+@pytest.mark.parametrize(
+    ("topology", "scores", "is_deterministic", "wanted"),
+    [
+        ("h100-8", (16, 12, 1024, 1024), True, 2 * 16 * 12 * 1024 * 1024),
+        ("h100-8", (16, 12, 1000, 1000), True, 2 * 16 * 12 * 1024 * 1024),  # rounded up
+        ("h200-1", (4, 32, 2048, 2048), True, 2**30),
+        ("h200-1", (4, 32, 2048, 2048), False, 0),  # more than cuDNN takes where it may add in any order
+        ("h200-1", (1, 8, 2048, 2048), False, 2**26),
+        ("a100-8", (4, 32, 2048, 2048), True, 0),
+        ("b200-8", (4, 32, 2048, 2048), True, 0),
+    ],
+)
+def test_the_workspace_of_attention_is_counted_where_cudnn_has_one(
+    topology: str, scores: tuple[int, ...], is_deterministic: bool, wanted: int
+) -> None:
+    dims = ", ".join(f'"{size}"' for size in scores)
+    flag = ', "force_deterministic": true' if is_deterministic else ""
+    config = f'{{"intermediate_tensor_shape": {{"element_type": "BF16", "dimensions": [{dims}]}}{flag}}}'
+    small = config.replace(dims, '"1", "1", "64", "64"')
+    text = "\n".join(
+        f'%y = (bf16[1], u8[0]) custom-call(%x), custom_call_target="__cudnn$fmha{name}", backend_config={each}'
+        for name, each in (("Softmax", config), ("SoftmaxBackward", small), ("ScaleBiasSoftmaxBackward", config))
+    )
+    found = count_attention_workspace(text, parse_accelerator(topology))
+    assert found == (wanted or (8192 if topology == "h200-1" else 0))
+
+
 def test_devices_stand_for_gpus_of_each_kind() -> None:
     names = [f"{name}-{number}" for name in GPUS for number in (1, 16)]
     done = subprocess.run(
@@ -98,6 +125,7 @@ def test_a_plan_for_gpus_uses_their_compiler_and_their_attention() -> None:
     assert get_value(found, "job", "devices") == "h200-8: 8 x NVIDIA H200 on 1 host"
     assert any("over fsdp" in name for name in found["collectives of a step"])
     assert get_value(found, "kernels", "attention").startswith("library")
+    assert get_value(found, "memory of a device", "workspace of cuDNN") > 0
     low = get_value(found, "forecast of a step", "at the rooflines of its ops")
     high = get_value(found, "forecast of a step", "at typical shares of the peaks")
     assert 0 < low < high

@@ -41,7 +41,9 @@ SOAK_CASES = [
     ("qwen3_30b_a3b", "v5p-256"),
     ("llama3_70b", "v5p-2048"),
     ("gpt2_124m", "h200-1"),
+    ("llama_1b", "h200-1"),
     ("llama3_8b", "h100-128"),
+    ("llama3_70b", "h100-512"),
 ]
 MESHES = {
     "gpt_nano": "{data: auto, fsdp: 4}",
