@@ -16,10 +16,10 @@ storage       one interface over local disks and the buckets of three clouds; JS
 distributed   launch environment, rendezvous, agreement, preemption, health
 attempts      one attempt in its run directory: layout, fence, event ledger, compile cache
 checkpoint    save, commit, restore, retention, inspection
+parallel      device mesh, gradient reduction, context parallelism
 optim         optimizers, schedules and parameter groups
 config        public config models of trainers; no jax
 data          from files or buckets to the batch of a step
-parallel      device mesh, gradient reduction, context parallelism
 metrics       rows of metrics.jsonl and where they are written
 history       read-only view of a run directory: attempts, goodput; no jax
 huggingface   import and export of weights in Hugging Face's formats

@@ -4,6 +4,7 @@ The package depends on a model only through the names, shapes and logical axes o
 
 - `config`: config models and the table of optimizers and schedules
 - `groups`: per-parameter optimizer settings and frozen parameters
-- `transforms`: schedule-free averaging, Muon's orthogonalisation and GaLore's projection
+- `muon`: Muon's orthogonalisation, with the matrices dealt out over the devices
+- `transforms`: schedule-free averaging and GaLore's projection
 - `library`: optimizers and schedules by name
 """

@@ -14,7 +14,8 @@ import optax
 from runner.errors import InvalidError
 from runner.optim.config import OptimizerConfig, ScheduleConfig
 from runner.optim.groups import Parameter, ParameterSettings, freeze_parameters, make_parameter_settings, match_patterns
-from runner.optim.transforms import average_schedule_free, orthogonalise, project_low_rank
+from runner.optim.muon import orthogonalise
+from runner.optim.transforms import average_schedule_free, project_low_rank
 
 
 def make_schedule(name: str, config: ScheduleConfig, peak: float, total_steps: int) -> optax.Schedule:
@@ -131,9 +132,11 @@ def _make_sgd(config: OptimizerConfig, settings: ParameterSettings, schedule: op
 def _make_muon(config: OptimizerConfig, settings: ParameterSettings, schedule: optax.Schedule) -> Any:
     """Return Muon for each matrix of a stack by itself; adamw updates embeddings, logits and vectors."""
     is_matrix = _select_matrices(config, settings.parameters)
+    pairs = zip(jax.tree.leaves(settings.parameters), jax.tree.leaves(is_matrix), strict=True)
+    matrices = [parameter for parameter, yes in pairs if yes]
     trace = optax.trace(config.momentum, nesterov=True, accumulator_dtype=_get_moment_dtype(config))
     return optax.chain(
-        optax.masked(optax.chain(trace, orthogonalise()), is_matrix),
+        optax.masked(optax.chain(trace, orthogonalise(matrices)), is_matrix),
         optax.masked(_make_adam_moments(config), jax.tree.map(lambda yes: not yes, is_matrix)),
         settings.add_weight_decay(),
         settings.scale_by_learning_rate(schedule),

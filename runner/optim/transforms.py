@@ -1,8 +1,4 @@
-"""Optax transformations for Muon, GaLore and schedule-free optimizers.
-
-**Muon** (`orthogonalise`): the update of each matrix of a stack is orthogonalised. optax's version has bias-corrected
-momentum, updates the other parameters by Adam with Nesterov momentum and a separate weight decay, and keeps its
-coefficients in the state. This is the published version, with one learning rate for all parameters.
+"""Optax transformations for GaLore and schedule-free optimizers.
 
 **GaLore** (`project_low_rank`): moments of gradients that are projected to a low rank. Each matrix of a stack has its
 own projection. optax's version does not support stacks, and projects the longer side of a matrix where the paper
@@ -17,7 +13,6 @@ Shape legend: M x N a matrix, S its shorter side, R the rank of the projection. 
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -25,42 +20,6 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 from jax import lax
-
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_NUM_ITERATIONS = 5
-_NORM_MIN = 1e-7
-_RMS = 0.2  # root mean square of an adamw update, so that learning rate and weight decay of adamw suit Muon
-
-
-def orthogonalise() -> optax.GradientTransformation:
-    """Return a transformation that makes each matrix nearly orthogonal, with the root mean square of adamw's updates.
-
-    The last two axes of an update are those of matrices. It runs five Newton-Schulz iterations in float32, as
-    published; the singular values of the result are between 0.7 and 1.2. Source: arXiv:2502.16982.
-    """
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return jax.tree.map(_orthogonalise_matrices, updates), state
-
-    return optax.GradientTransformation(optax.init_empty_state, update)
-
-
-def _orthogonalise_matrices(matrices_MxN: jax.Array) -> jax.Array:
-    *_, M, N = matrices_MxN.shape
-    # The iteration multiplies matrices of the size of the first axis, so that is made the shorter one.
-    is_tall = M > N
-    x = jnp.swapaxes(matrices_MxN, -1, -2) if is_tall else matrices_MxN
-    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + _NORM_MIN)
-    # The norm bounds the largest singular value by 1, which the iteration needs to converge.
-    a, b, c = _COEFFICIENTS
-
-    def iterate(_: int, x: jax.Array) -> jax.Array:
-        square = x @ jnp.swapaxes(x, -1, -2)
-        return a * x + (b * square + c * square @ square) @ x
-
-    x = lax.fori_loop(0, _NUM_ITERATIONS, iterate, x)
-    x = jnp.swapaxes(x, -1, -2) if is_tall else x
-    return x * (_RMS * math.sqrt(max(M, N)))
 
 
 @struct.dataclass

@@ -118,6 +118,23 @@ def select_dividing_axes(size: int, entry: str | tuple[str, ...] | None, sizes: 
     return kept
 
 
+def fit_sharding(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> NamedSharding:
+    """Return the sharding nearest to `spec` that divides `shape`, sharded over fsdp too if any axis allows it."""
+    entries = (*spec, *[None] * (len(shape) - len(spec)))
+    # Mesh axes of each dimension by the rules, without those that do not divide it.
+    mesh_axes = [select_dividing_axes(size, entry, mesh.shape) for size, entry in zip(shape, entries, strict=True)]
+    if all("fsdp" not in axes for axes in mesh_axes):
+        num_shards = [math.prod(mesh.shape[axis] for axis in axes) for axes in mesh_axes]
+        sizes = [size // number for size, number in zip(shape, num_shards, strict=True)]
+        # fsdp must divide the shape of a shard along the other mesh axes.
+        fitting = [index for index, size in enumerate(sizes) if size % mesh.shape["fsdp"] == 0]
+        if fitting:
+            # The largest dimension, so that shards stay large and the same rule fits every parameter.
+            largest = max(fitting, key=lambda index: sizes[index])
+            mesh_axes[largest] = (*mesh_axes[largest], "fsdp")
+    return NamedSharding(mesh, PartitionSpec(*mesh_axes))
+
+
 def is_mesh_possible(mesh: MeshSpec, num_devices: int) -> bool:
     """Return True if the mesh can be built from exactly `num_devices` devices."""
     try:

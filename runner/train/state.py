@@ -16,7 +16,6 @@ Nothing here does I/O.
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +30,7 @@ from runner.accelerator import HOST_MEMORY
 from runner.checkpoint.leaves import BASE, AdapterMerge, is_on_host, make_strongly_typed, merge_params
 from runner.errors import InvalidError
 from runner.optim.transforms import is_averaged, restart_average
-from runner.parallel.mesh import LogicalAxisRule, get_active_rules, select_dividing_axes, use_sharding_rules
+from runner.parallel.mesh import LogicalAxisRule, fit_sharding, get_active_rules, use_sharding_rules
 from runner.train.auxiliary import AuxiliaryState, Scalars, init_auxiliary
 
 PARAMS, VARIABLES, OPTIMIZER = "params", "variables", "opt_state"
@@ -152,23 +151,6 @@ def sum_statistics(meta: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
 # Shardings.
 
 
-def _fit_sharding(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> NamedSharding:
-    """Return the sharding nearest to `spec` that divides `shape`, sharded over fsdp too if any axis allows it."""
-    entries = (*spec, *[None] * (len(shape) - len(spec)))
-    # Mesh axes of each dimension by the rules, without those that do not divide it.
-    mesh_axes = [select_dividing_axes(size, entry, mesh.shape) for size, entry in zip(shape, entries, strict=True)]
-    if all("fsdp" not in axes for axes in mesh_axes):
-        num_shards = [math.prod(mesh.shape[axis] for axis in axes) for axes in mesh_axes]
-        sizes = [size // number for size, number in zip(shape, num_shards, strict=True)]
-        # fsdp must divide the shape of a shard along the other mesh axes.
-        fitting = [index for index, size in enumerate(sizes) if size % mesh.shape["fsdp"] == 0]
-        if fitting:
-            # The largest dimension, so that shards stay large and the same rule fits every parameter.
-            largest = max(fitting, key=lambda index: sizes[index])
-            mesh_axes[largest] = (*mesh_axes[largest], "fsdp")
-    return NamedSharding(mesh, PartitionSpec(*mesh_axes))
-
-
 def compute_variable_shardings(boxed: Any, mesh: Mesh, rules: Sequence[LogicalAxisRule] | None = None) -> Any:
     """Return the shardings of a model's abstract variables, with or without boxes (`nn.LogicallyPartitioned`).
 
@@ -176,7 +158,7 @@ def compute_variable_shardings(boxed: Any, mesh: Mesh, rules: Sequence[LogicalAx
     """
     specs = nn.logical_to_mesh(nn.get_partition_spec(boxed), rules or get_active_rules())
     return jax.tree.map(
-        lambda leaf, spec: _fit_sharding(leaf.shape, spec or PartitionSpec(), mesh),
+        lambda leaf, spec: fit_sharding(leaf.shape, spec or PartitionSpec(), mesh),
         nn.unbox(boxed),
         specs,
         is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct),
@@ -225,7 +207,7 @@ def make_abstract_state(
         found = next((known[suffix, leaf.shape] for suffix in suffixes if (suffix, leaf.shape) in known), None)
         is_auxiliary = keys[0] == RIDERS
         other = (
-            NamedSharding(mesh, PartitionSpec()) if is_auxiliary else _fit_sharding(leaf.shape, PartitionSpec(), mesh)
+            NamedSharding(mesh, PartitionSpec()) if is_auxiliary else fit_sharding(leaf.shape, PartitionSpec(), mesh)
         )
         sharding = found or other
         is_offloaded = offload_optimizer and keys[0] == OPTIMIZER and leaf.ndim > 0
@@ -248,7 +230,7 @@ def reshard_abstract_state(abstract: Any, mesh: Mesh) -> Any:
         assert isinstance(leaf.sharding, NamedSharding), "every leaf of an abstract state has a sharding"
         is_replicated = not any(leaf.sharding.spec)
         replicated = NamedSharding(mesh, PartitionSpec())
-        sharding = replicated if is_replicated else _fit_sharding(leaf.shape, leaf.sharding.spec, mesh)
+        sharding = replicated if is_replicated else fit_sharding(leaf.shape, leaf.sharding.spec, mesh)
         return _place(leaf, sharding.with_memory_kind(HOST_MEMORY) if is_on_host(leaf) else sharding)
 
     return jax.tree.map(reshard, abstract)
