@@ -1,4 +1,4 @@
-"""Muon on a mesh: matrices are dealt out, with the updates of one device and no communication inside of the iteration."""
+"""Muon on a mesh: matrices are dealt out, with the updates of one device; the iteration communicates nothing."""
 
 import re
 
