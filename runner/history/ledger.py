@@ -391,7 +391,8 @@ NOTICES: dict[str, Callable[[JsonObject], Any]] = {
     "failed": lambda row: row.get("reason"),
     "stuck": lambda row: row.get("reason"),
     "corruption": lambda row: row.get("reason"),
-    "device_fault": lambda row: (
+    "device_fault": lambda row: row.get("reason")
+    or (
         f"gradients of step {row.get('step')} differ when they are computed again; suspected devices: "
         f"{row.get('devices')}, on {row.get('hosts')}"
     ),
