@@ -47,7 +47,8 @@ _PATTERNS = {
     r"fallen off the bus|GPU is lost|uncorrectable (?:ECC|NVLink) error",
     NETWORK: r"NCCL operation .* failed: (?:unhandled (?:system|cuda) error|remote process exited|internal error)|"
     r"async NCCL error|NcclCommunicator (?:aborted|cancelled)|Clique key .* is stale",
-    OTHER: r"CUDA_ERROR_(?:LAUNCH_FAILED|LAUNCH_TIMEOUT|SYSTEM_NOT_READY|DEVICE_UNAVAILABLE|EXTERNAL_DEVICE|DEINITIALIZED)|"
+    OTHER: r"CUDA_ERROR_(?:LAUNCH_FAILED|LAUNCH_TIMEOUT|SYSTEM_NOT_READY|DEVICE_UNAVAILABLE|EXTERNAL_DEVICE|"
+    r"DEINITIALIZED)|"
     r"Unable to initialize backend 'cuda'|no supported devices found for platform CUDA",
 }
 _ORDINAL = re.compile(r"device ordinal:? (\d+)|\bCUDA:(\d+)|\bGPU (\d+)")
@@ -89,7 +90,7 @@ def explain_gpu_error(error: BaseException) -> RunnerError | None:
     # Without memory for its handle, cuDNN too fails to start.
     if (is_memory or kind in (LIBRARY, OTHER)) and (holders := find_holders()):
         return RetryableError(
-            f"{host}: {'; '.join(holders)}, which this job needs; end it, or run the same command again when it has ended"
+            f"{host}: {'; '.join(holders)}, which this job needs; end it, or run the same command again when it is gone"
         )
     if kind is None:
         return None
@@ -134,7 +135,9 @@ def _find_line(text: str, pattern: str) -> str:
 def read_driver_version() -> tuple[int, ...] | None:
     """Return the version of NVIDIA's driver on this host; None if it has none."""
     try:
-        found = re.search(r"(?:Kernel Module|x86_64|aarch64)\s+(?:for \w+\s+)?(\d+(?:\.\d+)+)", _DRIVER_FILE.read_text())
+        found = re.search(
+            r"(?:Kernel Module|x86_64|aarch64)\s+(?:for \w+\s+)?(\d+(?:\.\d+)+)", _DRIVER_FILE.read_text()
+        )
     except OSError:
         return None
     return None if found is None else tuple(map(int, found[1].split(".")))

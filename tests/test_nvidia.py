@@ -29,7 +29,9 @@ INITIALIZE = (
     "Unable to initialize backend 'cuda': {} (you may need to uninstall the failing plugin package, or set "
     "JAX_PLATFORMS=cpu to skip this backend.)"
 )
-ECC = CUDA.format("Could not synchronize CUDA stream", "CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered")
+ECC = CUDA.format(
+    "Could not synchronize CUDA stream", "CUDA_ERROR_ECC_UNCORRECTABLE: uncorrectable ECC error encountered"
+)
 OLD_DRIVER = CUDA.format("cudaGetDevice", "CUDA driver version is insufficient for CUDA runtime version")
 OUTDATED = (
     "Outdated cuDNN installation found.\nVersion JAX was built against: 90800\nMinimum supported: 908\n"
@@ -82,7 +84,9 @@ TEXTS: dict[str, tuple[str, str, int, tuple[str, ...]]] = {
     ),
     # jax-ml/jax#24866
     "fabric manager": (
-        INITIALIZE.format(CUDA.format("Failed call to cuInit", "CUDA_ERROR_SYSTEM_NOT_READY: system not yet initialized")),
+        INITIALIZE.format(
+            CUDA.format("Failed call to cuInit", "CUDA_ERROR_SYSTEM_NOT_READY: system not yet initialized")
+        ),
         OTHER,
         EXIT_RETRYABLE,
         ("system not yet initialized",),
@@ -96,7 +100,12 @@ TEXTS: dict[str, tuple[str, str, int, tuple[str, ...]]] = {
         (),
     ),
     "no device opens": (INITIALIZE.format("INTERNAL: no supported devices found for platform CUDA"), OTHER, 76, ()),
-    "old driver": (OLD_DRIVER, nvidia.DRIVER, EXIT_INVALID, ("driver is 470.182.03", "CUDA 12 needs 525.60.13 or newer")),
+    "old driver": (
+        OLD_DRIVER,
+        nvidia.DRIVER,
+        EXIT_INVALID,
+        ("driver is 470.182.03", "CUDA 12 needs 525.60.13 or newer"),
+    ),
     # jax-ml/jax#22626 and #19768: the log has "Possibly insufficient driver version: 470.182.3"
     "old driver, by cuDNN": (
         "FAILED_PRECONDITION: DNN library initialization failed. Look at the errors above for more details.",
@@ -121,7 +130,10 @@ TEXTS: dict[str, tuple[str, str, int, tuple[str, ...]]] = {
 PROGRAMS = [
     "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.",
     "RESOURCE_EXHAUSTED: Failed to allocate request for 6.27GiB (6727663616B) on device ordinal 0",
-    "INTERNAL: Failed to retrieve branch_index value: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered",
+    # jax-ml/jax#25002
+    CUDA.format(
+        "Could not synchronize CUDA stream", "CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered"
+    ),
     "INVALID_ARGUMENT: Executable expected parameter 0 of size 4 but got buffer with incompatible size 8",
     NCCL.format("ncclAllReduce", "invalid usage (run with NCCL_DEBUG=WARN for details)", ""),
 ]
@@ -256,7 +268,9 @@ def test_a_host_with_a_gpu_says_why_jax_runs_on_cpus(
                 raise problem
             except (RuntimeError, ImportError):
                 # As `discover_pjrt_plugins` of JAX does.
-                logger.exception("Jax plugin configuration error: Exception when calling %s.initialize()", "jax_plugins.x")
+                logger.exception(
+                    "Jax plugin configuration error: Exception when calling %s.initialize()", "jax_plugins.x"
+                )
         logger.warning("An NVIDIA GPU may be present on this machine, but a CUDA-enabled jaxlib is not installed.")
         logger.warning("something else")
     finally:
@@ -270,9 +284,13 @@ def test_a_host_with_a_gpu_says_why_jax_runs_on_cpus(
 def test_a_job_that_is_sized_for_gpus_never_trains_on_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.setattr(nvidia, "has_nvidia_gpu", lambda: True)
-    monkeypatch.setattr(nvidia, "_problems", SimpleNamespace(errors=[RuntimeError("Unable to load cuDNN. Is it installed?")]))
+    monkeypatch.setattr(
+        nvidia, "_problems", SimpleNamespace(errors=[RuntimeError("Unable to load cuDNN. Is it installed?")])
+    )
     job = make_gpt(tmp_path / "run", **{"topology.accelerator": "h100-8"})
-    with pytest.raises(InvalidError, match="sized for h100-8, here: no GPU that JAX can use: .*driver is 470") as caught:
+    with pytest.raises(
+        InvalidError, match=r"sized for h100-8, here: no GPU that JAX can use: .*driver is 470"
+    ) as caught:
         validate_hardware(job.spec, job.topology, job.config, Hosts.single_process())
     assert "--set" not in str(caught.value)
 
@@ -290,7 +308,11 @@ def test_a_job_for_any_hardware_says_that_it_leaves_the_gpus_idle(
 
 def run_failing(tmp_path: Path, text: str) -> tuple[int, str, list[dict[str, Any]]]:
     """Run a job whose step 10 raises the error, and return its exit code, its output and its ledger."""
-    variables = environment(1) | {"FAULT": text, "SLURMD_NODENAME": "gpu-17", "RUNNER_FAULTY_HOSTS": f"{tmp_path}/faulty"}
+    variables = environment(1) | {
+        "FAULT": text,
+        "SLURMD_NODENAME": "gpu-17",
+        "RUNNER_FAULTY_HOSTS": f"{tmp_path}/faulty",
+    }
     options = ("job=tests.support.faulty_jobs:FailingGpuCounter", f"directory={tmp_path}/run", "config.total_steps=20")
     words = [word for option in options for word in ("--set", option)]
     code, output = run_runner(variables, str(ROOT / "specs/counter.yaml"), *words)

@@ -391,10 +391,12 @@ NOTICES: dict[str, Callable[[JsonObject], Any]] = {
     "failed": lambda row: row.get("reason"),
     "stuck": lambda row: row.get("reason"),
     "corruption": lambda row: row.get("reason"),
-    "device_fault": lambda row: row.get("reason")
-    or (
-        f"gradients of step {row.get('step')} differ when they are computed again; suspected devices: "
-        f"{row.get('devices')}, on {row.get('hosts')}"
+    "device_fault": lambda row: (
+        row.get("reason")
+        or (
+            f"gradients of step {row.get('step')} differ when they are computed again; suspected devices: "
+            f"{row.get('devices')}, on {row.get('hosts')}"
+        )
     ),
     "save_failed": lambda row: f"the save of step {row.get('step')} failed: {row.get('reason')}",
     "fast_tier_off": lambda row: f"continues without the fast tier: {row.get('reason')}",

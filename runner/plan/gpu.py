@@ -54,7 +54,10 @@ class CudaVersions:
         for package in GPU_PLUGINS:
             plugin = None if find_spec(package) is None else importlib.import_module(f"{package}._versions")
             # JAX itself ignores the patch version of cuDNN.
-            if plugin is not None and (built := plugin.cudnn_build_version()) // 100 > 100 * found.cudnn[0] + found.cudnn[1]:
+            if (
+                plugin is not None
+                and (built := plugin.cudnn_build_version()) // 100 > 100 * found.cudnn[0] + found.cudnn[1]
+            ):
                 needed = f"{built // 10_000}.{built // 100 % 100}"
                 raise InvalidError(
                     f"cuDNN {_format_version(found.cudnn)} is installed, and JAX {jax.__version__} needs {needed} or "

@@ -68,7 +68,9 @@ def test_the_description_of_each_gpu_has_what_its_driver_reports() -> None:
         assert chip.speeds is not None
         versions = CudaVersions((12, 8, 1), (9, 11, 0))
         text = describe_gpu(chip.processors, int(chip.speeds.hbm_bytes_per_second), versions)
-        assert "dnn_version_info { major: 9 minor: 11 patch: 0 } runtime_version { major: 12 minor: 8 patch: 1 }" in text
+        assert (
+            "dnn_version_info { major: 9 minor: 11 patch: 0 } runtime_version { major: 12 minor: 8 patch: 1 }" in text
+        )
         major, minor = chip.processors.compute_capability
         assert f"cuda_compute_capability {{ major: {major} minor: {minor} }}" in text
         assert f"core_count: {chip.processors.num_processors} " in text
@@ -87,7 +89,11 @@ def test_the_description_of_each_gpu_has_what_its_driver_reports() -> None:
             ((12, 6, 77), (9, 17, 1)),
             " with CUDA 12.6.77 and cuDNN 9.17.1, as installed",
         ),
-        ({"nvidia-cuda-runtime": "13.0.96"}, ((13, 0, 96), (9, 10, 2)), " with CUDA 13.0.96 and cuDNN 9.10.2, as installed"),
+        (
+            {"nvidia-cuda-runtime": "13.0.96"},
+            ((13, 0, 96), (9, 10, 2)),
+            " with CUDA 13.0.96 and cuDNN 9.10.2, as installed",
+        ),
     ],
     ids=str,
 )
@@ -102,7 +108,9 @@ def test_a_plan_is_for_the_cuda_that_is_installed(
 
 def test_a_plan_names_a_cudnn_that_jax_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_versions(monkeypatch, {"nvidia-cudnn-cu12": "9.1.0.70"})
-    with pytest.raises(InvalidError, match=r"cuDNN 9\.1\.0 is installed, and JAX \S+ needs 9\.\d+ or newer on a GPU; pip"):
+    with pytest.raises(
+        InvalidError, match=r"cuDNN 9\.1\.0 is installed, and JAX \S+ needs 9\.\d+ or newer on a GPU; pip"
+    ):
         CudaVersions.find()
 
 
