@@ -63,6 +63,7 @@ class Lifecycle:
     def __init__(self, job: Recipe, *, is_trial: bool = False):
         """Prepare to run `job`. In a trial it is only checked, to learn whether an advice would be accepted."""
         self.job = job
+        self.is_followed = False  # True if this process goes on with another job, for which this one works
         self._is_trial = is_trial
         self._thread: int | None = None  # on which the job runs
         self._is_claimed = False
@@ -426,6 +427,8 @@ class Lifecycle:
         job.attempt.finish(job.step, result, job.document)
         job.checkpointer.close()
         job.checkpointer.remove_fast_tier()
+        if self.is_followed:
+            return
         job.attempt.say(f"{job.spec.name}: done at step {job.step}, fingerprint {result['fingerprint']}")
         for line in (*format_end_lines(job.store.url, job.step), *job.session.format_next_steps()):
             job.attempt.say(line)

@@ -244,8 +244,8 @@ def choose_start(request: TrialRequest, job: BaseTrainer) -> int:
     steps = sorted(read_committed(store))
     if request.num_steps < MIN_STEPS:
         raise InvalidError(
-            f"--steps {request.num_steps}: the second half of the steps is judged, in {NUM_BLOCKS} blocks of at least two "
-            f"steps; use --steps {MIN_STEPS} or more"
+            f"--steps {request.num_steps}: the second half is judged, in {NUM_BLOCKS} blocks of two steps or more; "
+            f"use --steps {MIN_STEPS} or more"
         )
     fitting = [step for step in steps if step + request.num_steps <= total]
     if request.step is None and fitting:
