@@ -105,7 +105,12 @@ def run(arguments: SlurmArguments) -> int:
     allocation = allocate(document, spec, arguments.nodes, arguments.gpus_per_node)
     script = render(spec, allocation, arguments)
     if not arguments.is_skip_checks:
-        check_job(arguments, has_shared_files=True)
+        accelerator = None if spec.topology is None else parse_accelerator(spec.topology.accelerator)
+        # The options then give the number of devices, over which the batch must divide.
+        name = "cpu" if accelerator is None else accelerator.name
+        is_open = accelerator is None or accelerator.num_chips is None
+        number = allocation.num_nodes * (allocation.gpus_per_node or 1)
+        check_job(arguments, has_shared_files=True, topology=f"{name}-{number}" if is_open else None)
     if arguments.dry_run:
         write_text(script, is_program=True)
         return EXIT_DONE

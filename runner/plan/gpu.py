@@ -9,7 +9,6 @@ matmul by Triton. A deterministic job uses cuBLAS, whose results need memory of 
 A job on a GPU asks the GPU which forms of attention cuDNN has for it. Here the description answers.
 """
 
-import importlib
 import re
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from jax.experimental import topologies
 from runner.accelerator import DETERMINISTIC_FLAGS, GPU_PLUGINS, Accelerator, GpuProcessors, add_flags
 from runner.errors import InvalidError
 from runner.jax_internals import fused_attention_stablehlo
-from runner.spec.imports import format_install
+from runner.spec.imports import format_install, import_extra
 
 _USE_CUBLAS = "--xla_gpu_enable_triton_gemm=false"
 # Those that jax[cuda12] installs with the newest version of JAX that the runner is tested with. Compiling needs none.
@@ -52,7 +51,7 @@ class CudaVersions:
             _find_version(_CUDNN_PACKAGES) or _CUDNN_VERSION,
         )
         for package in GPU_PLUGINS:
-            plugin = None if find_spec(package) is None else importlib.import_module(f"{package}._versions")
+            plugin = None if find_spec(package) is None else import_extra(f"{package}._versions")
             # JAX itself ignores the patch version of cuDNN.
             if (
                 plugin is not None

@@ -25,7 +25,6 @@ def test_each_import_by_string_has_a_reason(structure: Structure) -> None:
         "runner/cli/app.py": "the implementations of commands, most of which import jax",
         "runner/spec/imports.py": "the user's job class, and packages of extras, such as pyarrow",
         "runner/metrics/writers.py": "wandb, whose import takes a second",
-        "runner/plan/gpu.py": "JAX's plugin for GPUs, which may not be installed",
         "runner/data/sampling.py": "grain, whose import takes a fifth of that of a trainer",
     }
     assert {place.rpartition(":")[0] for place in structure.imports_by_string} == set(reasons)
