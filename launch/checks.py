@@ -53,7 +53,7 @@ def check_job(arguments: LaunchArguments, *, has_shared_files: bool, topology: s
     """Refuse a job that `plan` would refuse, and print what only its hosts can tell.
 
     `has_shared_files` is True if the hosts see the files of this machine. `topology` is the accelerator of a job whose
-    spec names no number of chips. Raises `InvalidError` with all problems. If the checks cannot be made, a line says so.
+    spec names no number. Raises `InvalidError` with all problems. If the checks cannot be made, a line says so.
     """
     command = ["-m", "runner", "plan", arguments.spec, "--quick", "--json", *set_arguments(arguments.overrides)]
     if topology is not None:
