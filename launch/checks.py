@@ -49,13 +49,15 @@ def _iterate_sources(value: Any, key: str) -> Iterator[tuple[str, str]]:
         yield from _iterate_sources(each, f"{key}.{name}")
 
 
-def check_job(arguments: LaunchArguments, *, has_shared_files: bool) -> None:
+def check_job(arguments: LaunchArguments, *, has_shared_files: bool, topology: str | None = None) -> None:
     """Refuse a job that `plan` would refuse, and print what only its hosts can tell.
 
-    `has_shared_files` is True if the hosts see the files of this machine. Raises `InvalidError` with all problems. If
-    the checks cannot be made, a line says so.
+    `has_shared_files` is True if the hosts see the files of this machine. `topology` is the accelerator of a job whose
+    spec names no number. Raises `InvalidError` with all problems. If the checks cannot be made, a line says so.
     """
     command = ["-m", "runner", "plan", arguments.spec, "--quick", "--json", *set_arguments(arguments.overrides)]
+    if topology is not None:
+        command += ["--topology", topology]
     try:
         done = subprocess.run(
             [sys.executable, *command], stdin=subprocess.DEVNULL, capture_output=True, timeout=_DEADLINE_SECONDS

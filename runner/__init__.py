@@ -12,6 +12,7 @@ process       processes of one job on this machine, with simulated CPU devices o
 spec          frozen models, strict YAML with positions, overrides, validation; no jax
 accelerator   catalogue of chips; no jax
 jax_internals  parts of JAX that are not public, each with a check
+nvidia        GPUs of NVIDIA on this host: their driver, who holds their memory, and what their errors mean
 storage       one interface over local disks and the buckets of three clouds; JSON files and their keys
 distributed   launch environment, rendezvous, agreement, preemption, health
 attempts      one attempt in its run directory: layout, fence, event ledger, compile cache

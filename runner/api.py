@@ -33,6 +33,7 @@ from runner.inference.open_run import open_run as open_read_only
 from runner.inference.open_run import sample as sample_pieces
 from runner.job import make_job, prepare_process
 from runner.metrics.file import read_rows
+from runner.nvidia import gpu_errors
 from runner.spec import PARAMS, Document, ExecutionSpec, load_document, parse_document, validate_spec
 from runner.spec.document import dump_yaml, format_overrides
 from runner.storage import JsonObject, read_json
@@ -84,7 +85,7 @@ def run(spec: SpecSource, set: Mapping[str, Any] | None = None) -> JsonObject:
     job = make_job(document, validate_spec(document))
     prepare_process(job)
     stop = StopNotice()
-    with platform_errors(), _stop_at_interrupt(stop):
+    with platform_errors(), gpu_errors(), _stop_at_interrupt(stop):
         try:
             job.lifecycle.run(Hosts.single_process(), stop, Clock(), ends_process=False)
         except SystemExit as error:

@@ -1009,6 +1009,9 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         # The first stages may be those of a batch ramp.
         starts = [start.step for start in self.list_starts()[1:]][len(self.stages) - len(given) :]
         entry: JsonObject = {"from_step": step, "set": self.list_stage_values(changed, saved, step)}
+        is_at_end = saved.get("config.train.total_steps") == step
+        if is_at_end and not any(key.startswith("train.total_") for key in entry["set"]):
+            entry["set"] |= {"train.total_steps": 2 * step}  # a stage needs steps; any greater number would do
         before = [stage for stage, start in zip(given, starts, strict=True) if start < step]
         after = [stage for stage, start in zip(given, starts, strict=True) if start > step]
         for stage in (stage for stage, start in zip(given, starts, strict=True) if start == step):

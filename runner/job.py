@@ -25,6 +25,7 @@ from runner.distributed.preemption import StopNotice
 from runner.errors import InvalidError, PhaseError, PreemptedError
 from runner.lifecycle import Lifecycle, validate_step
 from runner.metrics.meta import UnfitMetricsError, parse_metrics
+from runner.nvidia import watch_plugins
 from runner.process import add_cpu_threads
 from runner.recipe import Recipe
 from runner.spec import Document, ExecutionSpec, Topology, load_job_class
@@ -169,6 +170,7 @@ def prepare_process(job: RestoreableJob) -> None:
         add_deterministic_flags(os.environ)
     add_cpu_threads(os.environ, jax.config.values["jax_num_cpu_devices"])
     job.compile_cache.open()
+    watch_plugins()
 
 
 class TextJob(RestoreableJob):

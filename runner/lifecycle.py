@@ -4,12 +4,14 @@ The order of `Lifecycle.run` is that of every job; it knows nothing of training.
 unless its docstring says process 0 only.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -42,7 +44,9 @@ from runner.errors import DivergedError, HookError, MiscountError, PhaseError, R
 from runner.history.hosts import start_naming_suspects
 from runner.huggingface.load import load_init_from, validate_init_from
 from runner.metrics.writers import RowLog
+from runner.nvidia import GpuFaultError, gpu_errors
 from runner.parallel.mesh import read_device_memory_bytes
+from runner.process import read_node_name, report_faulty_host
 from runner.recipe import Recipe
 from runner.spec import Trajectory, compute_trajectory, dump_spec, validate_spec
 
@@ -59,6 +63,7 @@ class Lifecycle:
     def __init__(self, job: Recipe, *, is_trial: bool = False):
         """Prepare to run `job`. In a trial it is only checked, to learn whether an advice would be accepted."""
         self.job = job
+        self.is_followed = False  # True if this process goes on with another job, for which this one works
         self._is_trial = is_trial
         self._thread: int | None = None  # on which the job runs
         self._is_claimed = False
@@ -99,7 +104,7 @@ class Lifecycle:
                 incidents.attempt = self.claim(hosts, stop, progress)
 
             # Record the real cause: if a collective fails because a peer was lost, the error is that of the peer.
-            with job.attempt.record_outcome(), watchdog.explain_errors():
+            with job.attempt.record_outcome(), self._record_gpu_faults(), watchdog.explain_errors():
                 try:
                     self.prepare_and_restore()
                     job.run()
@@ -121,6 +126,28 @@ class Lifecycle:
                         self.row_log.close()
                     clock.enter(TimeCategory.SHUTDOWN)
                     job.compile_cache.close(DRAIN_SECONDS)
+
+    @contextlib.contextmanager
+    def _record_gpu_faults(self) -> Iterator[None]:
+        """Raise the runner's error in place of JAX's on a GPU, and record the GPU if it has failed."""
+        attempt = self.job.attempt
+        try:
+            with gpu_errors():
+                yield
+        except GpuFaultError as error:
+            process = attempt.hosts.process_id
+            devices = [] if error.ordinal is None else [process * jax.local_device_count() + error.ordinal]
+            if attempt.owns_directory():
+                attempt.events.append(
+                    "device_fault",
+                    attempt.progress.step,
+                    devices=devices,
+                    processes=[process],
+                    hosts=[read_node_name()],
+                    reason=str(error),
+                )
+            report_faulty_host()
+            raise
 
     def describe_stop(self) -> str:
         """Return why a finished job ended before its last step, as the end of a line; nothing if it did not."""
@@ -400,6 +427,8 @@ class Lifecycle:
         job.attempt.finish(job.step, result, job.document)
         job.checkpointer.close()
         job.checkpointer.remove_fast_tier()
+        if self.is_followed:
+            return
         job.attempt.say(f"{job.spec.name}: done at step {job.step}, fingerprint {result['fingerprint']}")
         for line in (*format_end_lines(job.store.url, job.step), *job.session.format_next_steps()):
             job.attempt.say(line)

@@ -862,8 +862,10 @@ def test_invalid_configs_are_rejected_with_their_key(tmp_path, changes, message)
 def test_devices_of_several_kinds_are_refused(tmp_path, monkeypatch):
     job = make_gpt(tmp_path / "run")
     kinds = ["NVIDIA H100 80GB HBM3"] * 7 + ["NVIDIA A100-SXM4-80GB"]
-    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(device_kind=kind) for kind in kinds])
-    with pytest.raises(InvalidError, match=r"several kinds \(1 x NVIDIA A100-SXM4-80GB, 7 x NVIDIA H100 80GB HBM3\)"):
+    devices = [SimpleNamespace(device_kind=kind, process_index=place // 4) for place, kind in enumerate(kinds)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    words = r"\(1 x NVIDIA A100-SXM4-80GB on process 1, 7 x NVIDIA H100 80GB HBM3 on processes 0, 1\)"
+    with pytest.raises(InvalidError, match=f"several kinds {words}"):
         validate_hardware(job.spec, job.topology, job.config, Hosts.single_process())
 
 

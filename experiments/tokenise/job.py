@@ -522,11 +522,10 @@ class Tokenise(TextJob):
             output.write(TOKENIZER_FILES["hf"], content)
             size, wanted = self.vocabulary.tokenizer.vocabulary_size, config.tokenizer.vocabulary_size
             if size < wanted:
-                message = (
-                    f"the sample has text for {size:,} tokens only, less than {wanted:,}; use a larger sample or text"
+                attempt.say(
+                    f"{self.spec.name}: goes on with a vocabulary of {size:,} tokens instead of {wanted:,}, since the "
+                    "sample has text for no more; a larger sample or text would give more"
                 )
-                key = ("config", "tokenizer", "vocabulary_size")
-                attempt.say(f"{self.spec.name}: {self.document.format_problem(key, message)}")
         with self.document.errors_at("config.tokenizer"):
             corpus.validate_same_tokenizer(output, self.tokenizer_digest)
         if self.vocabulary.content is not None:

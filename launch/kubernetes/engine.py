@@ -513,7 +513,8 @@ def run(arguments: JobSetArguments) -> int:
     # First rendered without a time, so that every option is checked before the cluster is contacted.
     manifest = render(document, text, arguments, None)
     if not arguments.is_skip_checks:
-        check_job(arguments, has_shared_files=False)
+        topology = None if arguments.nodes is None else f"cpu-{arguments.nodes}"
+        check_job(arguments, has_shared_files=False, topology=topology)
     if not arguments.dry_run:
         metadata = manifest["metadata"]
         manifest = render(document, text, arguments, _find_submit_time(metadata["name"], metadata.get("namespace")))

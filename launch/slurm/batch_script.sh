@@ -13,7 +13,8 @@
 # - While the command runs, a second step waits on the same nodes: the standby. A restart on these nodes takes it.
 #
 # Variables that the lines above this program set: name, command, own_python (the Python of this script), standby_line,
-# step_options, max_restarts, num_nodes (those of the command), num_spare_nodes, standby_seconds.
+# step_options, max_restarts, num_nodes (those of the command), num_tasks (its processes on all of them),
+# num_spare_nodes, standby_seconds.
 
 export PYTHONUNBUFFERED=1
 # The time in the queue counts too: before the first start or, after a requeue, since that.
@@ -141,7 +142,7 @@ choose_nodes() {
 # Let the command run on the first nodes of a list.
 use_nodes() {
   nodes=$(head -n "$num_nodes" <<<"$1" | sort -V)
-  node_options=(--nodes="$num_nodes" --ntasks="$num_nodes" --nodelist="$(paste -sd, <<<"$nodes")")
+  node_options=(--nodes="$num_nodes" --ntasks="$num_tasks" --nodelist="$(paste -sd, <<<"$nodes")")
 }
 
 # Start the standby of the attempt that begins now: after a while, a step whose tasks read one line from a pipe. Only

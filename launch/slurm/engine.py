@@ -1,4 +1,4 @@
-"""Engine `slurm`: the job as a batch job with one task per node, which its script starts again after 75 and 76.
+"""Engine `slurm`: the job as a batch job of one task per node or GPU, which its script starts again after 75 and 76.
 
 Renders a script for sbatch (its options, the variables of `batch_script.sh`, and that program below them) and submits
 it. SLURM itself requeues a job whose node has failed, and a job that it preempts. It does not react to exit codes, so
@@ -56,8 +56,15 @@ class SlurmArguments(LaunchArguments):
         int | None,
         typer.Option(min=1, metavar="N", help="GPUs of each node. Default: those of the accelerator's usual hosts."),
     ] = None
+    tasks_per_node: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Processes of each node: one for all of its GPUs, or as many as it has GPUs."
+        ),
+    ] = 1
     cpus_per_task: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Cores of each node that the job may use.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Cores of each process; by default all where nodes are whole."),
     ] = None
     time: Annotated[str | None, typer.Option(metavar="T", help="Time limit of one start, in sbatch's format.")] = None
     partition: Annotated[str | None, typer.Option(metavar="NAME", help="Partition of the cluster.")] = None
@@ -98,7 +105,12 @@ def run(arguments: SlurmArguments) -> int:
     allocation = allocate(document, spec, arguments.nodes, arguments.gpus_per_node)
     script = render(spec, allocation, arguments)
     if not arguments.is_skip_checks:
-        check_job(arguments, has_shared_files=True)
+        accelerator = None if spec.topology is None else parse_accelerator(spec.topology.accelerator)
+        # The options then give the number of devices, over which the batch must divide.
+        name = "cpu" if accelerator is None else accelerator.name
+        is_open = accelerator is None or accelerator.num_chips is None
+        number = allocation.num_nodes * (allocation.gpus_per_node or 1)
+        check_job(arguments, has_shared_files=True, topology=f"{name}-{number}" if is_open else None)
     if arguments.dry_run:
         write_text(script, is_program=True)
         return EXIT_DONE
@@ -137,7 +149,8 @@ def allocate(document: Document, spec: ExecutionSpec, num_nodes: int | None, gpu
         if gpus_per_node is not None:
             raise document.error(key, f"{name} has no GPUs; leave out --gpus-per-node")
         return _Allocation(num_nodes or 1)
-    per_node = gpus_per_node or accelerator.num_chips_per_host or chip.chips_per_host
+    is_even = accelerator.num_chips is not None and accelerator.num_chips % accelerator.hosts_per_slice == 0
+    per_node = gpus_per_node or (is_even and accelerator.num_chips_per_host) or chip.chips_per_host
     # A job that takes all GPUs of a node may take its cores and memory too; one that takes some must share.
     is_whole_node = per_node == chip.chips_per_host
     if accelerator.num_chips is None:
@@ -146,7 +159,10 @@ def allocate(document: Document, spec: ExecutionSpec, num_nodes: int | None, gpu
     num_gpus = accelerator.num_slices * accelerator.num_chips
     if num_gpus % per_node:
         raise document.error(
-            key, f"{num_gpus} GPUs do not divide into nodes of {per_node}; give another --gpus-per-node"
+            key,
+            f"{num_gpus} GPUs do not divide into nodes of {per_node}; use "
+            f"{accelerator.name}-{max(num_gpus // per_node, 1) * per_node}, or "
+            f"{accelerator.name}-{(num_gpus // per_node + 1) * per_node}, or give another --gpus-per-node",
         )
     if num_nodes not in (None, num_gpus // per_node):
         raise document.error(
@@ -159,6 +175,13 @@ def allocate(document: Document, spec: ExecutionSpec, num_nodes: int | None, gpu
 def render(spec: ExecutionSpec, allocation: _Allocation, arguments: SlurmArguments) -> str:
     """Return the batch script."""
     notice_seconds = find_grace_seconds(arguments.grace_seconds, spec.checkpoint)
+    if arguments.tasks_per_node not in (1, allocation.gpus_per_node):
+        gpus = "no GPUs" if allocation.gpus_per_node is None else f"{allocation.gpus_per_node} GPUs"
+        choice = "1" if allocation.gpus_per_node is None else f"1 or {allocation.gpus_per_node}"
+        raise InvalidError(
+            f"--tasks-per-node {arguments.tasks_per_node}: a node of this job has {gpus}, and a process uses all of "
+            f"them or one; use {choice}"
+        )
     if arguments.time is not None and _parse_time(arguments.time) <= notice_seconds + _EARLY_SECONDS:
         raise InvalidError(
             f"--time {arguments.time} leaves no time to train, since SIGTERM comes {notice_seconds} s before its end, "
@@ -167,7 +190,7 @@ def render(spec: ExecutionSpec, allocation: _Allocation, arguments: SlurmArgumen
     options = [
         f"--job-name={spec.name}",
         f"--nodes={allocation.num_nodes + arguments.spare_nodes}",
-        "--ntasks-per-node=1",
+        f"--ntasks-per-node={arguments.tasks_per_node}",
         "--requeue",
         "--open-mode=append",
         f"--output={arguments.output}",
@@ -212,6 +235,7 @@ def render(spec: ExecutionSpec, allocation: _Allocation, arguments: SlurmArgumen
         f"step_options=({shlex.join(step_options)})",
         f"max_restarts={arguments.max_restarts}",
         f"num_nodes={allocation.num_nodes}",
+        f"num_tasks={allocation.num_nodes * arguments.tasks_per_node}",
         f"num_spare_nodes={arguments.spare_nodes}",
         f"standby_seconds={arguments.standby_seconds}",
     ]

@@ -178,11 +178,12 @@ EVENTS = (
     ),
     EventType(
         "device_fault",
-        "The gradients of `step` differ when they are computed again; the run ends with 76, trainers only.",
+        "A GPU has failed, or the gradients of `step` differ when they are computed again; the run ends with 76.",
         (
             Key("devices", list, "Ids of devices that include the defective one."),
             Key("processes", list, "Processes of these devices."),
             Key("hosts", list, "Host names of these processes."),
+            Key("reason", str, "Error of the GPU, if it has failed."),
             Key("parameters", list, "Names of the parameters whose gradients differ."),
             Key("verified", int, "Last step that was verified before; checkpoints of later ones are quarantined."),
         ),

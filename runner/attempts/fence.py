@@ -224,9 +224,9 @@ class RunIdentity:
         hint = self.config.explain_refusal(keys, saved, step)
         # Only what would be accepted is advised; whether it would be depends on the data and the arrays of the state.
         advice = next(filter(self.is_accepted, self._list_advices(keys, saved, step, url)), None)
-        ending = f"\n{url}: this would be another trajectory{past}; use another directory"
+        ending = f"\n  {url}: this would be another trajectory{past}; use another directory"
         raise ResumeError(
-            "\n".join(lines) + ending + (f"; {hint}" if hint else "") + (f"\n{advice.format()}" if advice else "")
+            "\n".join(lines) + ending + (f"; {hint}" if hint else "") + (f"\n  {advice.format()}" if advice else "")
         )
 
     def _list_advices(self, keys: Sequence[str], saved: Trajectory, step: int, url: str) -> Iterator[Advice]:

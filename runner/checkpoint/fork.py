@@ -17,6 +17,7 @@ would have at that step if the run had had them from its start.
 Every manifest of the fork holds its lineage (`LINEAGE_KEYS`), and with it that of its parent.
 """
 
+import dataclasses
 from typing import Any
 
 from runner.attempts.attempt import Attempt
@@ -149,6 +150,19 @@ def validate_fork(fork: ForkConfig, run_identity: RunIdentity, abstract: Any, to
             "choose an earlier checkpoint"
         )
     return manifest
+
+
+def validate_known_changes(fork: ForkConfig, run_identity: RunIdentity) -> None:
+    """Check the changes of a fork before its data are known, whose keys are left out. Process 0 only.
+
+    Raises the errors of `validate_fork` about them.
+    """
+    store, manifest = read_parent_manifest(fork)
+    known = {key: value for key, value in manifest.identity.items() if key in run_identity.identity}
+    partial = dataclasses.replace(manifest, identity=known)
+    entries = [entry for entry in fork.changes if any(is_listed(key, [entry]) for key in known)]
+    where = f"{store.url}/{CHECKPOINTS}/{manifest.name}"
+    _validate_changes(fork.model_copy(update={"changes": entries}), run_identity, partial, where)
 
 
 def has_weights(manifest: Manifest, abstract: Any) -> bool:

@@ -317,10 +317,17 @@ def _carry_out(arguments: object) -> int:
 
 
 def _run_job(arguments: declared.JobArguments, stop: StopNotice, clock: Clock) -> None:
-    # A wrong spec is reported before jax is imported, which takes seconds.
+    # A spec that cannot be read is reported before jax is imported, which takes seconds.
     spec_package = _import("runner.spec")
     document = spec_package.load_document(arguments.spec, arguments.all_overrides)
-    spec = spec_package.validate_spec(document)
+    try:
+        spec = spec_package.validate_spec(document)
+    except RunnerError as error:
+        # All problems at once. Those of `config` need the class of the job, which imports jax.
+        checks = _import("runner.plan.checks")
+        findings = checks.Findings()
+        checks.open_job(document, findings)
+        raise InvalidError("\n".join(findings.problems)) from error
     _import("runner.cli.run").run(arguments, document, spec, stop, clock)
 
 

@@ -27,6 +27,7 @@ from runner.distributed.preemption import StopNotice, end_process
 from runner.distributed.rendezvous import Placement, detect_placement, join_job
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_RETRYABLE, PeerLostError, RunnerError, error_from_exit
 from runner.job import make_job, prepare_process
+from runner.nvidia import gpu_errors
 from runner.spec import Document, ExecutionSpec
 
 # Libraries whose own log lines would repeat what the runner reports in one line. That of JAX advises to unset the
@@ -75,7 +76,7 @@ def run(arguments: JobArguments, document: Document, spec: ExecutionSpec, stop: 
     # From here on every way out must name a code to the peers, which otherwise wait for this process.
     code = EXIT_DONE
     try:
-        with platform_errors():  # the first use of a device is in the job
+        with platform_errors(), gpu_errors():  # the first use of a device is in the job
             job(hosts, stop, clock)
     except RunnerError as error:
         warn(str(error))

@@ -105,6 +105,11 @@ class TokenWindows:
         self.fields = make_token_fields({**TOKEN_DTYPES, **source.fields}, split.sequence_length)
         self.num_examples = split.num_windows
 
+    @property
+    def num_left_out(self) -> int:
+        """Number of tokens at the end that fill no window."""
+        return max(0, self._split.num_tokens - 1 - self.num_examples * self._split.sequence_length)
+
     def get_spans(self, index: int) -> np.ndarray:
         """Return the inputs of a window as one span, which may hold parts of several documents."""
         T = self._split.sequence_length

@@ -27,7 +27,7 @@ _TOKEN_SUFFIXES = frozenset({".bin", ".npy"})
 # Suffixes of text that a `Tokenise` job reads, and the runner does not.
 _RAW_TEXT = frozenset({".jsonl", ".ndjson", ".json", ".gz", ".zst", ".xz", ".bz2"})
 _COMPRESSED = frozenset({".gz", ".zst", ".xz", ".bz2"})
-_TOKENISE_HINT = (
+TOKENISE_HINT = (
     "; to train on this text, tokenise it before the first step, with the key config.data.tokenise: "
     "{tokenizer: {kind: bpe, vocabulary_size: 32768}, separator: <|endoftext|>}"
 )
@@ -211,7 +211,7 @@ def _validate_source_name(name: str) -> None:
     try:
         validate_url(name)
     except InvalidError as error:
-        hint = _TOKENISE_HINT if name.startswith("hf://") else ""
+        hint = TOKENISE_HINT if name.startswith("hf://") else ""
         raise DataError(f"data.source={name[:60]}: {error}{hint}") from error
 
 
@@ -235,7 +235,7 @@ def _suggest_form(path: PurePath) -> str:
         return "; decompress it first"
     if last == ".npz":
         return "; for arrays of examples, source names a class that reads them (page Your data, Arrays)"
-    return _TOKENISE_HINT if _RAW_TEXT & {inner, last} else ""
+    return TOKENISE_HINT if _RAW_TEXT & {inner, last} else ""
 
 
 def _hold_tokens(name: str, paths: Sequence[PurePath]) -> bool:

@@ -128,7 +128,12 @@ def _detect_with_jax(deadline_seconds: float) -> Placement | None:
 
 
 def _find_local_devices() -> tuple[int, ...] | None:
-    """Return the GPU of this process if its host runs several processes of the job, else None."""
+    """Return the GPU of this process if its host runs several processes of the job, else None.
+
+    A process that sees one GPU, because the engine has bound it, uses that.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "").strip(",") and "," not in os.environ["CUDA_VISIBLE_DEVICES"]:
+        return None
     for size, rank in zip(_LOCAL_SIZES, _LOCAL_RANKS, strict=True):
         number = re.match(r"\d+", os.environ.get(size, ""))  # SLURM writes 4(x2) for two hosts with 4 tasks each.
         if number is not None and int(number[0]) > 1 and rank in os.environ:

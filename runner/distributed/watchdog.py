@@ -47,6 +47,7 @@ from runner.distributed.agreement import Hosts, format_processes
 from runner.distributed.clock import DATA, STEP, Clock, Progress
 from runner.distributed.preemption import end_process
 from runner.errors import EXIT_FAILED, EXIT_RETRYABLE, FencedError, PeerLostError, RunnerError, format_error
+from runner.nvidia import FAULT, classify_gpu_error
 from runner.spec import Deadlines
 
 # Times of a job of at most `_MAX_BEATS_PER_SECOND` processes; `Periods` has those of larger ones.
@@ -422,7 +423,7 @@ class Watchdog:
         """Wait once for the watchdog, which ends this process and names the peer if a lost one is the cause."""
         # JAX raises a failed collective as one of several types.
         is_suspect = isinstance(error, (jax.errors.JaxRuntimeError, PeerLostError)) or "Gloo" in str(error)
-        is_explained = isinstance(error, RunnerError) and not is_suspect
+        is_explained = (isinstance(error, RunnerError) and not is_suspect) or classify_gpu_error(error) == FAULT
         if self._hosts.num_processes == 1 or is_explained or self._has_waited:
             return
         self._has_waited = True

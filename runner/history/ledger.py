@@ -392,8 +392,11 @@ NOTICES: dict[str, Callable[[JsonObject], Any]] = {
     "stuck": lambda row: row.get("reason"),
     "corruption": lambda row: row.get("reason"),
     "device_fault": lambda row: (
-        f"gradients of step {row.get('step')} differ when they are computed again; suspected devices: "
-        f"{row.get('devices')}, on {row.get('hosts')}"
+        row.get("reason")
+        or (
+            f"gradients of step {row.get('step')} differ when they are computed again; suspected devices: "
+            f"{row.get('devices')}, on {row.get('hosts')}"
+        )
     ),
     "save_failed": lambda row: f"the save of step {row.get('step')} failed: {row.get('reason')}",
     "fast_tier_off": lambda row: f"continues without the fast tier: {row.get('reason')}",

@@ -22,6 +22,8 @@ from runner.checkpoint.manifest import read_committed
 from runner.config import TokenSource
 from runner.console import warn
 from runner.data import Dataset, Fields, load_validation_set
+from runner.data.packing import TokenWindows
+from runner.data.source_files import TOKENISE_HINT
 from runner.distributed.agreement import Hosts
 from runner.distributed.preemption import StopNotice
 from runner.errors import DataError, InvalidError, format_error
@@ -84,18 +86,25 @@ def load_evaluation_data(run: ReadOnlyRun, token_source: TokenSource | None) -> 
         if not dataset.validation:
             raise InvalidError(f"{run.store.url}: its spec keeps no validation set; name a source with --data")
         return select_run_data(dataset, job.config)
-    # Losses on ids of another tokenizer would be meaningless.
-    codec = load_codec_or_reason(token_source, data)
     try:
         run_codec: TextCodec | None = load_data_codec(data)
     except DataError:  # the tokenizer of the run is not known, so nothing can be compared
         run_codec = None
+    name = token_source.source
+    # Losses on ids of another tokenizer would be meaningless.
+    codec = load_codec_or_reason(token_source, data)
     if isinstance(codec, TextCodec) and run_codec is not None and codec.kind != run_codec.kind:
         raise DataError(
-            f"--data {token_source.source}: its tokens are of another tokenizer ({codec.kind.get('kind')}) than those "
-            f"of the run ({run_codec.kind.get('kind')}); tokenise it with the run's"
+            f"--data {name}: its tokens are of another tokenizer ({codec.kind.get('kind')}) than those of the run "
+            f"({run_codec.kind.get('kind')}); tokenise it with the run's"
         )
-    dataset = load_validation_set(data, DATA_SET, token_source, vocabulary_size=job.vocabulary_size)
+    try:
+        dataset = load_validation_set(data, DATA_SET, token_source, vocabulary_size=job.vocabulary_size)
+    except DataError as error:
+        reason, hint, _ = str(error).removeprefix(f"data.source={name}: ").partition(TOKENISE_HINT)
+        reads_text = run_codec is not None and run_codec.kind.get("kind") in ("bytes", "characters")
+        advice = "write this text into a .txt file" if reads_text else "name a corpus of the run's tokenizer"
+        raise DataError(f"--data {name}: {reason}{f'; {advice}' if hint else ''}") from error
     return EvaluationData(dataset, {DATA_SET: codec})
 
 
@@ -272,6 +281,12 @@ class LossEvaluator:
 
     def __init__(self, run: ReadOnlyRun, source: TokenSource | None, hosts: Hosts, weights: str):
         data = load_evaluation_data(run, source)
+        examples = data.dataset.validation.get(DATA_SET)
+        if hosts.is_main and source is not None and isinstance(examples, TokenWindows) and examples.num_left_out:
+            warn(
+                f"--data {source.source}: the last {examples.num_left_out:,} tokens are left out, since they fill no "
+                f"sequence of {data.dataset.units_per_example:,}"
+            )
         self._scorer = Scorer(run, data.dataset, has_tasks=source is None)
         self.abstract, self.weights, self._hosts = self._scorer.abstract, weights, hosts
         # Only process 0 makes records, so the others need not decode the sets.

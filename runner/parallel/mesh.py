@@ -21,7 +21,6 @@ for code that runs inside `jax.shard_map`, where some axes are manual: each devi
 
 import contextlib
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -33,6 +32,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from runner.accelerator import HOST_MEMORY
 from runner.errors import InvalidError
+from runner.nvidia import open_gpus
 from runner.process import read_memory_bytes
 from runner.spec import MeshConfig as MeshSpec
 from runner.spec.imports import import_extra
@@ -304,15 +304,8 @@ def read_gpu_utilization() -> float | None:
         pynvml = import_extra("pynvml")
     except InvalidError:
         return None
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     try:
-        pynvml.nvmlInit()  # each call after the first counts a reference
-        numbers = [device.local_hardware_id or 0 for device in jax.local_devices()]
-        names = [visible[number] if visible else str(number) for number in numbers]
-        handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdecimal() else pynvml.nvmlDeviceGetHandleByUUID(name)
-            for name in names
-        ]
+        handles = open_gpus(pynvml, [device.local_hardware_id or 0 for device in jax.local_devices()])
         return sum(pynvml.nvmlDeviceGetUtilizationRates(each).gpu for each in handles) / 100 / len(handles)
     except (pynvml.NVMLError, IndexError):
         return None

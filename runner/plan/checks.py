@@ -6,6 +6,7 @@ The data are opened as the job would open them: each source is reached, and its 
 import contextlib
 import dataclasses
 import os
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from runner.trainer import BaseTrainer
 
 @dataclass
 class Findings:
-    """Problems that keep the job from running, and warnings, as one line each."""
+    """Problems that keep the job from running, as one line each with indented lines of advice, and warnings."""
 
     problems: list[str] = field(default_factory=list)
     # Those of `problems` that another machine may not have: with its files and packages, its network or credentials.
@@ -43,7 +44,8 @@ class Findings:
         try:
             yield
         except RunnerError as error:
-            lines = [line for line in map(str.strip, str(error).split("\n")) if line not in self.problems]
+            found = re.split(r"\n(?! )", str(error))  # an indented line belongs to the problem before it
+            lines = [line for line in map(str.strip, found) if line not in self.problems]
             self.problems += lines
             if isinstance(error, StorageError) or isinstance(error.__cause__, PermissionError):
                 self.service_problems += lines
@@ -73,8 +75,9 @@ def open_job(document: Document, findings: Findings) -> RestoreableJob | None:
     config = None
     with findings.collect():
         spec = validate_spec(document)
-    with findings.collect():
-        job_class = load_job_class(document, RestoreableJob)
+    if isinstance(document.data.get("job"), str):  # else it is one of the problems
+        with findings.collect():
+            job_class = load_job_class(document, RestoreableJob)
     if job_class is not None:
         with findings.collect():
             if spec is not None:

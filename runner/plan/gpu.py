@@ -11,6 +11,8 @@ A job on a GPU asks the GPU which forms of attention cuDNN has for it. Here the 
 
 import re
 from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
 
 import jax
@@ -19,15 +21,59 @@ from jax.experimental import topologies
 from runner.accelerator import DETERMINISTIC_FLAGS, GPU_PLUGINS, Accelerator, GpuProcessors, add_flags
 from runner.errors import InvalidError
 from runner.jax_internals import fused_attention_stablehlo
+from runner.spec.imports import format_install, import_extra
 
 _USE_CUBLAS = "--xla_gpu_enable_triton_gemm=false"
-# Those that jax[cuda12] installs with the newest version of JAX that the runner is tested with.
 _ATTENTION_GRADIENT = re.compile(r'custom_call_target="__cudnn\$fmha\w*Backward".*')
 # Of the scores: batch, heads of queries, queries, keys.
 _SCORES = re.compile(r'"intermediate_tensor_shape": ?\{.*?"dimensions": ?\["(\d+)", ?"(\d+)", ?"(\d+)", ?"(\d+)"\]')
 _IS_DETERMINISTIC = re.compile(r'"force_deterministic": ?true')
 _SMALL_WORKSPACE = 256 << 20
+# Those that jax[cuda12] installs with the newest version of JAX that the runner is tested with. Compiling needs none.
 _CUDA_VERSION, _CUDNN_VERSION = (12, 9, 0), (9, 10, 2)
+# Packages of NVIDIA's libraries, for CUDA 12 and 13.
+_CUDA_PACKAGES = ("nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime")
+_CUDNN_PACKAGES = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+
+Version = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class CudaVersions:
+    """Versions of the libraries that programs are compiled for."""
+
+    cuda: Version
+    cudnn: Version
+
+    @classmethod
+    def find(cls) -> "CudaVersions":
+        """Return the versions that are installed here, or else those that JAX installs.
+
+        Raises `InvalidError` if a GPU could not run the job with those that are installed.
+        """
+        found = cls(
+            _find_version(_CUDA_PACKAGES) or _CUDA_VERSION,
+            _find_version(_CUDNN_PACKAGES) or _CUDNN_VERSION,
+        )
+        for package in GPU_PLUGINS:
+            plugin = None if find_spec(package) is None else import_extra(f"{package}._versions")
+            # JAX itself ignores the patch version of cuDNN.
+            if (
+                plugin is not None
+                and (built := plugin.cudnn_build_version()) // 100 > 100 * found.cudnn[0] + found.cudnn[1]
+            ):
+                needed = f"{built // 10_000}.{built // 100 % 100}"
+                raise InvalidError(
+                    f"cuDNN {_format_version(found.cudnn)} is installed, and JAX {jax.__version__} needs {needed} or "
+                    f"newer on a GPU; {format_install('cuda')}"
+                )
+        return found
+
+    def __str__(self) -> str:
+        """Return what differs from the versions that JAX installs, as the end of a clause; nothing otherwise."""
+        if self == CudaVersions(_CUDA_VERSION, _CUDNN_VERSION):
+            return ""
+        return f" with CUDA {_format_version(self.cuda)} and cuDNN {_format_version(self.cudnn)}, as installed"
 
 
 def is_gpu_compiler_installed() -> bool:
@@ -49,17 +95,18 @@ def open_gpu_devices(accelerator: Accelerator) -> tuple[Sequence[jax.Device], st
     assert chip.processors is not None, "the caller has asked whether it is a GPU"
     assert chip.speeds is not None, "every GPU of the catalogue has peak rates"
     shape = f"{accelerator.num_slices}x{accelerator.hosts_per_slice}x{accelerator.num_chips_per_host}"
-    target = describe_gpu(chip.processors, int(chip.speeds.hbm_bytes_per_second))
+    versions = CudaVersions.find()
+    target = describe_gpu(chip.processors, int(chip.speeds.hbm_bytes_per_second), versions)
     try:
         topology = topologies.get_topology_desc(platform="cuda", topology_name="", target_config=target, topology=shape)
     except (jax.errors.JaxRuntimeError, RuntimeError, NotImplementedError) as error:
         line = str(error).split("\n", 1)[0][:300]
         raise InvalidError(f"XLA for GPU of jax {jax.__version__} cannot compile for {accelerator}: {line}") from error
-    _answer_for_gpu(chip.processors.compute_capability)
-    return topology.devices, f"XLA for GPU of jax {jax.__version__}"
+    _answer_for_gpu(chip.processors.compute_capability, versions.cudnn)
+    return topology.devices, f"XLA for GPU of jax {jax.__version__}{versions}"
 
 
-def describe_gpu(gpu: GpuProcessors, bytes_per_second: int) -> str:
+def describe_gpu(gpu: GpuProcessors, bytes_per_second: int, versions: CudaVersions) -> str:
     """Return the text of a `GpuTargetConfigProto` (openxla/xla, xla/stream_executor/device_description.proto)."""
     fields = {
         "threads_per_block_limit": 1024,
@@ -82,7 +129,7 @@ def describe_gpu(gpu: GpuProcessors, bytes_per_second: int) -> str:
     }
     info = " ".join(f"{name}: {value}" for name, value in fields.items())
     major, minor = gpu.compute_capability
-    cudnn, cuda = ("major: {} minor: {} patch: {}".format(*each) for each in (_CUDNN_VERSION, _CUDA_VERSION))
+    cudnn, cuda = ("major: {} minor: {} patch: {}".format(*each) for each in (versions.cudnn, versions.cuda))
     return (
         f"gpu_device_info {{ {info} cuda_compute_capability {{ major: {major} minor: {minor} }} }} "
         f'platform_name: "CUDA" dnn_version_info {{ {cudnn} }} runtime_version {{ {cuda} }} '
@@ -110,9 +157,9 @@ def count_attention_workspace(text: str, accelerator: Accelerator | None) -> int
     return max(sizes)
 
 
-def _answer_for_gpu(compute_capability: tuple[int, int]) -> None:
+def _answer_for_gpu(compute_capability: tuple[int, int], cudnn: Version) -> None:
     """Have JAX's attention for cuDNN take the GPU for one of this capability, for the rest of this process."""
-    major, minor, patch = _CUDNN_VERSION
+    major, minor, patch = cudnn
 
     def parse(capability: str) -> tuple[int, ...]:
         return tuple(map(int, capability.split(".")))
@@ -124,3 +171,19 @@ def _answer_for_gpu(compute_capability: tuple[int, int]) -> None:
     }
     for name, answer in answers.items():
         setattr(fused_attention_stablehlo, name, answer)
+
+
+def _find_version(packages: Sequence[str]) -> Version | None:
+    """Return the first three numbers of the version of the first package that is installed; None if there is none."""
+    for package in packages:
+        try:
+            numbers = [int(number) for number in re.findall(r"\d+", metadata.version(package))][:3]
+        except metadata.PackageNotFoundError:
+            continue
+        major, minor, patch = [*numbers, 0, 0, 0][:3]
+        return major, minor, patch
+    return None
+
+
+def _format_version(version: Version) -> str:
+    return ".".join(map(str, version))

@@ -259,8 +259,8 @@ def _make_trainer_sections(
     if kernels := report.make_kernels_section(job.kernel_cases(train_setup), slow_forms).figures:
         sections.append(Section("kernels", kernels))
     sections += [checkpoint, report.make_compilation_section(program)]
-    if job.programs.has_stages and data.is_found:
-        sections += make_stage_sections(job, train_setup, machine, step_seconds, findings)
+    if job.programs.has_stages and (data.is_found or not findings.problems):
+        sections += make_stage_sections(job, train_setup, machine, step_seconds, findings, has_data=data.is_found)
     # The stages' own times come after that of the run as a whole.
     own = [section for section in sections if not section.title.startswith("stage ")]
     if (cost := report.make_cost_section(job.spec, machine, own)).figures:
@@ -269,11 +269,18 @@ def _make_trainer_sections(
 
 
 def make_stage_sections(
-    job: BaseTrainer, train_setup: TrainSetup, machine: TargetMachine, step_seconds: float | None, findings: Findings
+    job: BaseTrainer,
+    train_setup: TrainSetup,
+    machine: TargetMachine,
+    step_seconds: float | None,
+    findings: Findings,
+    *,
+    has_data: bool = True,
 ) -> list[Section]:
     """Check and compile each stage of a run, and report it; the first section shows the run as a whole.
 
-    `step_seconds` is the lowest time of a step before the first stage, if it is known.
+    `step_seconds` is the lowest time of a step before the first stage, if it is known. Text that must be tokenised
+    first has no data yet.
     """
     whole = Section("stages")
     with findings.collect():
@@ -294,8 +301,8 @@ def make_stage_sections(
         num_steps, times = stage.stop - stage.start, None
         with found.collect():
             own.validate(train_setup.abstract_state, machine.devices)
-            report.add_stage(section, job, stage)
-            found.warnings += own.find_restarts(job.programs.get_dataset(stage.number))
+            report.add_stage(section, job, stage, has_data=has_data)
+            found.warnings += own.find_restarts(job.programs.get_dataset(stage.number)) if has_data else []
             estimate = report.estimate_early(stage_job, own.train_setup, machine)
             first = None if estimate is None else estimate.first
             micro_batch = first.micro_batch_examples if machine.is_faked and first is not None else None

@@ -334,14 +334,16 @@ def _draw_course(values: np.ndarray) -> str:
     return "".join(_COURSE_HEIGHTS[max(height - 1, 0)] for height in heights)
 
 
-def add_stage(section: Section, job: BaseTrainer, stage: StagePlan) -> None:
-    """Add length, tokens and sources of one stage of a run."""
+def add_stage(section: Section, job: BaseTrainer, stage: StagePlan, *, has_data: bool) -> None:
+    """Add length, tokens and sources of one stage of a run; the sources only if their data are there."""
     steps, config = stage.stop - stage.start, job.config
     unit, units = config.data.unit, config.count_units(stage.stop) - config.count_units(stage.start)
     section.add("from step", stage.start, "", "counted", stage.why)
     section.add("steps", steps, "", "counted")
     section.add(f"{unit} in a step", stage.config.units_per_step, "", "counted")
     section.add(f"{unit} of the stage", units, "", "counted")
+    if not has_data:
+        return
     dataset = job.programs.get_dataset(stage.number)
     shares = [
         dataset.compute_shares(*job.programs.count_examples(stage.number, step)) for step in (stage.start, stage.stop)

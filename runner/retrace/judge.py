@@ -14,6 +14,7 @@ from runner.errors import InvalidError
 
 NUM_BLOCKS = 8
 MIN_STEPS = 4 * NUM_BLOCKS  # of a trial, so that a block has two steps
+_MAX_TIMES_LONGER = 100  # a longer trial that is advised
 _T_975 = 2.3646  # 97.5% quantile of Student's t with NUM_BLOCKS - 1 degrees of freedom
 
 Outcome = Literal["better", "no worse", "worse", "unclear", "same"]
@@ -67,6 +68,15 @@ class Comparison(NamedTuple):
         width = (self.high - self.low) / 2
         ratio = width / self.margin if self.margin else math.inf
         return 2 * math.ceil(self.num_pairs * min(ratio**2, 1e6))
+
+    def advise(self) -> str:
+        """Return what would make an unclear outcome clear, with options of `trial`."""
+        # A longer trial than that says only that the change is too small for this margin.
+        is_possible = self.num_steps_needed <= _MAX_TIMES_LONGER * 2 * self.num_pairs
+        advices = [f"try about --steps {self.num_steps_needed}"] if is_possible else []
+        if (percent := math.ceil(self.high * 1e4) / 100) < 100:
+            advices.append(f"accept a larger increase by --judge {self.name}={percent:g}%")
+        return ", or ".join(advices) or "try many more steps"
 
     def format(self) -> str:
         """Return the line for people."""

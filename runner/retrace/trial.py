@@ -34,7 +34,7 @@ from runner.job import make_job
 from runner.metrics.file import MetricsTail
 from runner.metrics.rows import Row
 from runner.process import make_code_environment, start_process
-from runner.retrace.judge import CRITERIA, MIN_STEPS, Comparison, Criterion, compare_paired
+from runner.retrace.judge import CRITERIA, MIN_STEPS, NUM_BLOCKS, Comparison, Criterion, compare_paired
 from runner.retrace.replay import compare_rows
 from runner.retrace.scratch import QUIET, make_document, open_job
 from runner.spec import Trust, parse_document, validate_spec
@@ -140,9 +140,9 @@ class TrialResult:
         missing = {*self.judged} - {each.name for each in self.comparisons}
         yield from (f"{name}: the rows do not have it" for name in sorted(missing) if self.failure is None)
         yield f"verdict: {self.verdict.upper()}"
-        unclear = [each.num_steps_needed for each in self.comparisons if each.outcome == "unclear"]
-        if self.verdict == "unclear" and unclear:
-            yield f"the interval is too wide; about {max(unclear):,} steps would narrow it, or accept a larger margin"
+        for each in self.comparisons if self.verdict == "unclear" else ():
+            if each.outcome == "unclear" and each.name in self.judged:
+                yield f"{each.name}: these steps do not tell; {each.advise()}"
 
 
 class Fork:
@@ -185,6 +185,9 @@ class Fork:
         Raises `InvalidError` if it is refused, and `RetryableError` if it ends too often with a retryable code.
         """
         num_tries = 0
+        change = "with" if self.name == NEW else "without"
+        if not is_reached():
+            say(f"trial: {self.name}: {change} the change, steps {self.start + 1} to {self.stop}; log: {self.log_path}")
         while not is_reached():
             num_bytes = self.log_path.stat().st_size if self.log_path.exists() else 0
             code = self._run(is_reached)
@@ -240,7 +243,10 @@ def choose_start(request: TrialRequest, job: BaseTrainer) -> int:
     store, total = open_store(request.run), job.total_steps
     steps = sorted(read_committed(store))
     if request.num_steps < MIN_STEPS:
-        raise InvalidError(f"--steps {request.num_steps}: needs at least {MIN_STEPS}")
+        raise InvalidError(
+            f"--steps {request.num_steps}: the second half is judged, in {NUM_BLOCKS} blocks of two steps or more; "
+            f"use --steps {MIN_STEPS} or more"
+        )
     fitting = [step for step in steps if step + request.num_steps <= total]
     if request.step is None and fitting:
         return fitting[-1]
@@ -249,8 +255,8 @@ def choose_start(request: TrialRequest, job: BaseTrainer) -> int:
             f"{store.url}: --step {request.step}: has the checkpoints {', '.join(map(str, steps[-20:]))}"
         )
     if request.step not in fitting:
-        known = f"the oldest is {steps[0]}" if steps and request.step is None else "choose an earlier one"
-        known += ", fewer steps, or extend the run"
+        known = f"the oldest is {steps[0]}" if steps and request.step is None else "choose an earlier --step"
+        known += "; use fewer --steps, or extend the run"
         reason = f"no checkpoint leaves {request.num_steps} steps before the end at step {total}; {known}"
         raise InvalidError(f"{store.url}: {reason if steps else 'no checkpoint is here'}")
     assert request.step is not None, "it is among those that fit"

@@ -5,7 +5,6 @@ devices. All hosts must train on the same data, which must not change during the
 attempt on the same hardware is reused, because another size would change the bits of the result.
 """
 
-import collections
 import math
 import shlex
 from collections.abc import Callable, Sequence
@@ -17,9 +16,11 @@ from runner.accelerator import parse_accelerator
 from runner.checkpoint.fork import find_continued_manifest
 from runner.checkpoint.manifest import read_newest_manifest
 from runner.config import TrainerConfig
+from runner.console import warn
 from runner.data import Dataset, adopt_records, default_cache_directory, is_available
 from runner.distributed.agreement import Hosts, format_processes
 from runner.errors import DataError, InvalidError, RetryableError
+from runner.nvidia import explain_missing_gpus
 from runner.parallel.mesh import AXES, is_mesh_possible
 from runner.spec import ExecutionSpec, ForkConfig, Topology
 from runner.spec.imports import format_install, is_extra_installed
@@ -64,13 +65,21 @@ def list_local_options(spec: ExecutionSpec, topology: Topology, config: TrainerC
 
 def validate_hardware(spec: ExecutionSpec, topology: Topology, config: TrainerConfig, hosts: Hosts) -> None:
     """Raise `InvalidError` if the devices are not those that the job is sized for, or of several kinds."""
-    kinds = collections.Counter(device.device_kind for device in jax.devices())
+    kinds: dict[str, list[int]] = {}
+    for device in jax.devices():
+        kinds.setdefault(device.device_kind, []).append(device.process_index)
     if len(kinds) > 1:
-        found = ", ".join(f"{number} x {kind}" for kind, number in sorted(kinds.items()))
+        found = ", ".join(
+            f"{len(processes)} x {kind} on {format_processes(sorted({*processes}))}"
+            for kind, processes in sorted(kinds.items())
+        )
         raise InvalidError(f"the devices of the job are of several kinds ({found}); give it devices of one kind")
     wanted = parse_accelerator(topology.accelerator)
     device, number = jax.devices()[0], jax.device_count()
     if wanted is not None and not wanted.matches(device.device_kind, _count_expected_devices(hosts)):
+        missing = explain_missing_gpus() if device.platform == "cpu" and wanted.chip.processors is not None else None
+        if missing is not None:
+            raise InvalidError(f"sized for {topology.accelerator}, here: no GPU that JAX can use: {missing}")
         options = list_local_options(spec, topology, config, number)
         extra = "tpu" if wanted.chip.is_tpu else "cuda"
         # Without its plugin jax sees only the CPUs of a host that has accelerators.
@@ -80,6 +89,8 @@ def validate_hardware(spec: ExecutionSpec, topology: Topology, config: TrainerCo
             f"sized for {topology.accelerator}, here: {number} x {device.device_kind}; {hint}"
             f"to run it here: {' '.join(f'--set {option}' for option in options)}"
         )
+    if wanted is None and device.platform == "cpu" and (missing := explain_missing_gpus()) is not None:
+        warn(f"trains on CPUs, and this host has an NVIDIA GPU: {missing}")
 
 
 def validate_hosts(hosts: Hosts, fits: Callable[[int], bool]) -> None:

@@ -8,7 +8,7 @@ import jax
 from runner.attempts.attempt import IncidentRecorder
 from runner.attempts.layout import read_owner
 from runner.attempts.logs import begin_next_log_file
-from runner.checkpoint.fork import read_parent_manifest
+from runner.checkpoint.fork import validate_known_changes
 from runner.checkpoint.manifest import read_newest_manifest
 from runner.config import DataConfig, TokenSource
 from runner.console import say, silence, warn
@@ -98,7 +98,7 @@ class TextsFirst:
         fork = run.spec.checkpoint.fork_from
         if fork is not None and read_newest_manifest(run.store) is None:
             with run.document.errors_at("checkpoint.fork_from"):
-                read_parent_manifest(fork)
+                validate_known_changes(fork, run.lifecycle.make_run_identity(compute_trajectory(run.spec, run.config)))
         return names
 
     def run(self, run: RestoreableJob, programs: Programs, hosts: Hosts, stop: StopNotice, clock: Clock) -> None:
@@ -126,6 +126,7 @@ class TextsFirst:
             validate_vocabulary(builder, job)
             if hosts.is_main:
                 say(f"{run.spec.name}: tokenises {text.source} first, in {job.store.url}")
+            job.lifecycle.is_followed = True
             job(hosts, stop, clock)
             clock.begin_next_job()
             begin_next_log_file()

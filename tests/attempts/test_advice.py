@@ -12,6 +12,7 @@ import yaml
 from experiments.gpt import PretrainGPT
 from experiments.model.decoder import PretrainDecoder
 from runner import BaseTrainer, ExecutionSpec, lifecycle
+from runner.attempts.attempt import claim_attempt
 from runner.config import TrainerConfig
 from runner.errors import InvalidError
 from runner.spec import parse_document, validate_config
@@ -189,6 +190,22 @@ def test_a_refusal_advises_what_is_accepted(case: str, stopped: Any) -> None:
         document["directory"] += " of another run"
     with pytest.raises(AcceptedError):
         start(merge(document, {found[1]: value}), name)
+
+
+def test_a_finished_run_is_advised_a_longer_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = make_gpt_document(tmp_path / "run", **TINY)
+    with monkeypatch.context() as patch:
+        patch.setattr(lifecycle, "claim_attempt", claim_attempt)
+        PretrainGPT(ExecutionSpec.model_validate(document))()
+    total = document["config"]["train"]["total_steps"]
+    with pytest.raises(InvalidError, match="another trajectory") as caught:
+        start(merge(copy.deepcopy(document), {"config.optimizer.learning_rate": 2e-3}), "text")
+    found = re.search(r" set config\.stages: (.*)$", str(caught.value))
+    assert found is not None, str(caught.value)
+    stages = yaml.safe_load(found[1])
+    assert stages == [{"from_step": total, "set": {"optimizer.learning_rate": 0.002, "train.total_steps": 2 * total}}]
+    with pytest.raises(AcceptedError):
+        start(merge(document, {"config.stages": stages}), "text")
 
 
 def test_ranges_and_stages_may_change_where_the_refusal_says(stopped: Any) -> None:

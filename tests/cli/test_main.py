@@ -251,8 +251,8 @@ def test_every_command_has_an_implementation_that_takes_its_arguments():
         assert get_type_hints(getattr(app._import(module), function)) == {"arguments": kind, "return": int}
 
 
-@pytest.mark.parametrize("words", [["plan", "--help"], ["specs/none.yaml"], ["specs/gpt_nano.yaml", "--set", "seed=x"]])
-def test_help_and_an_invalid_spec_do_not_import_jax(words):
+@pytest.mark.parametrize("words", [["plan", "--help"], ["specs/none.yaml"], ["specs/gpt_nano.yaml", "--set", "seed"]])
+def test_help_and_a_spec_that_cannot_be_read_do_not_import_jax(words):
     program = "import sys; from runner.cli.app import main; code = main(sys.argv[1:]); "
     program += "print(code, sorted({'jax', 'flax', 'optax', 'orbax', 'rich'} & set(sys.modules)), file=sys.stderr)"
     result = subprocess.run([sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True)

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from runner.cli.app import main
-from runner.errors import EXIT_INVALID
+from runner.errors import EXIT_INVALID, ResumeError
+from runner.plan.checks import Findings
 
 ROOT = Path(__file__).parents[2]
 # Overrides of a small spec, and a pattern of the line that the user gets.
@@ -154,6 +155,29 @@ def test_a_spec_that_cannot_be_read_is_explained(
     text, pattern = TEXTS[mistake]
     (tmp_path / "spec.yaml").write_text(text)
     check([str(tmp_path / "spec.yaml")], pattern, capfd)
+    check(["plan", str(tmp_path / "spec.yaml"), "--quick"], pattern, capfd)
+
+
+@pytest.mark.parametrize("command", [[], ["plan"]], ids=["run", "plan"])
+def test_mistakes_in_both_levels_of_a_spec_are_named_at_once(
+    command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    mistakes = ("checkpoint.evry=3", "config.train.total_stepz=5")
+    words = [word for mistake in (*mistakes, f"directory={tmp_path}/run") for word in ("--set", mistake)]
+    assert main([*command, str(ROOT / "specs/gpt_nano.yaml"), *words]) == EXIT_INVALID
+    output = "".join(capfd.readouterr())
+    assert all(f"{mistake}: unknown key; did you mean" in output for mistake in mistakes)
+    assert ("2 problems" in output) == bool(command)
+
+
+def test_advice_is_no_problem_of_its_own() -> None:
+    findings = Findings()
+    with findings.collect():
+        raise ResumeError("seed: has 1, the spec 2\n  use another directory\n  or fork\nname: has a, the spec b")
+    assert findings.problems == [
+        "seed: has 1, the spec 2\n  use another directory\n  or fork",
+        "name: has a, the spec b",
+    ]
 
 
 @pytest.mark.parametrize("mistake", COMMANDS)

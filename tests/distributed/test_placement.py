@@ -57,6 +57,15 @@ def set_engine(monkeypatch):
         (TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}, None),
         (SLURM, Placement("n0:61447", 2, 1)),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_LOCALID": "2"}, Placement("n0:61447", 2, 1, (2,))),
+        # With --gpus-per-task each task sees its GPU alone, as number 0.
+        (
+            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_LOCALID": "2", "CUDA_VISIBLE_DEVICES": "0"},
+            Placement("n0:61447", 2, 1, None),
+        ),
+        (
+            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_LOCALID": "2", "CUDA_VISIBLE_DEVICES": "0,1,2,3"},
+            Placement("n0:61447", 2, 1, (2,)),
+        ),
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
         (SLURM | {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
         (OPEN_MPI, Placement("10.96.0.1:62624", 8, 5, (1,))),

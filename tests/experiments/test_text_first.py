@@ -1,6 +1,7 @@
 """`config.data.tokenise`: a run tokenises its text first, and is then the run on corpora that were made before."""
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -188,6 +189,27 @@ def test_a_fork_of_a_step_that_was_never_saved_is_refused_before_work(tmp_path: 
     with pytest.raises(InvalidError, match=r"checkpoint\.fork_from: .* step 2000 was never saved"):
         make_gpt(tmp_path / "run", **changes, **{"checkpoint.fork_from": fork})()
     assert not (tmp_path / "run" / "tokenise").exists()
+
+
+def test_a_fork_with_an_unlisted_change_is_refused_before_work(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = make_single(write_texts(tmp_path / "texts"))
+    with caplog.at_level(logging.INFO, "runner"):
+        make_gpt(tmp_path / "parent", **changes)()
+    # The text and the run are a chain, whose end alone is the end of the command.
+    for words in ("done at step", "run the same command again"):
+        assert [words in line for line in caplog.messages[-5:]].count(True) == 1
+        assert sum(words in line for line in caplog.messages) == 1
+    fork = {"run": str(tmp_path / "parent"), "step": STEPS, "changes": ["config.data", "config.train.total_steps"]}
+    more = {"checkpoint.fork_from": fork, "config.train.total_steps": 2 * STEPS}
+    rate = {"config.optimizer.learning_rate": 0.5}
+    with pytest.raises(InvalidError, match=r"config\.optimizer\.learning_rate: the parent has .*, this spec 0\.5"):
+        make_gpt(tmp_path / "run", **changes | more | rate)()
+    assert not (tmp_path / "run").exists()
+    listed = fork | {"changes": [*fork["changes"], "config.optimizer.learning_rate"]}
+    make_gpt(tmp_path / "run", **changes | more | rate | {"checkpoint.fork_from": listed})()
+    assert read_newest_manifest(LocalStore(tmp_path / "run")).step == 2 * STEPS
 
 
 def test_a_small_vocabulary_and_a_strange_directory_are_refused_before_work(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ standby_line='{"variables": {"RUNNER_SUBMITTED": "@submit_time@"}, "words": ["sp
 step_options=(--label --kill-on-bad-exit=0 --wait=120 --cpus-per-task=4)
 max_restarts=100
 num_nodes=2
+num_tasks=2
 num_spare_nodes=0
 standby_seconds=30
 
@@ -145,7 +146,7 @@ choose_nodes() {
 # Let the command run on the first nodes of a list.
 use_nodes() {
   nodes=$(head -n "$num_nodes" <<<"$1" | sort -V)
-  node_options=(--nodes="$num_nodes" --ntasks="$num_nodes" --nodelist="$(paste -sd, <<<"$nodes")")
+  node_options=(--nodes="$num_nodes" --ntasks="$num_tasks" --nodelist="$(paste -sd, <<<"$nodes")")
 }
 
 # Start the standby of the attempt that begins now: after a while, a step whose tasks read one line from a pipe. Only

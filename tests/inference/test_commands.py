@@ -146,7 +146,8 @@ def test_an_unsafe_chat_template_gives_one_line(run: Path, capfd: pytest.Capture
 def score(capfd: pytest.CaptureFixture[str], *words: object) -> list[dict[str, Any]]:
     """Return the records that `evaluate --json` prints."""
     code, out, err = capture_command(capfd, *words, "--json", command="evaluate")
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert all("are left out, since they fill no sequence" in line for line in err.splitlines())
     return [json.loads(line) for line in out.splitlines()]
 
 
@@ -200,7 +201,14 @@ def test_loss_per_byte_is_printed_or_the_reason_why_not(run: Path, capfd: pytest
     code, out, err = capture_command(capfd, run, "--data", ids, command="evaluate")
     assert code == 0
     assert re.fullmatch(r"step 4: loss [\d.]+ nats a token, perplexity [\d.]+, accuracy [\d.]+ \(192 tokens\)\n", out)
-    assert re.fullmatch(r"data: loss per byte is not known: .* names files of token ids, .*\n", err)
+    left_out, unknown = err.splitlines()
+    assert re.fullmatch(r"data: loss per byte is not known: .* names files of token ids, .*", unknown)
+    assert left_out == f"--data {ids}: the last 7 tokens are left out, since they fill no sequence of 16"
+    code, out, err = capture_command(
+        capfd, run, "--data", write_bin(run.parent / "whole.bin", np.arange(193)), command="evaluate"
+    )
+    assert "(192 tokens)" in out
+    assert "left out" not in err
 
 
 def hash_files(run: Path) -> dict[str, str]:
@@ -337,10 +345,13 @@ def make_invalid_run(run: Path, name: str) -> Path:
 def test_invalid_input_to_evaluate_gives_one_line(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     make_invalid_run(run, "vocabulary")  # creates the corpus
     (run.parent / "short.txt").write_text("short")
+    raw = run.parent / "raw.jsonl"
+    raw.write_text('{"text": "some words"}\n')
     for words, message in (
         ([run.parent / "nothing"], "no spec.yaml is here"),
         ([run, "--step", "3"], "got step 3, has 2, 4"),
-        ([run, "--data", "nowhere.txt"], "no file matches"),
+        ([run, "--data", "nowhere.txt"], "^--data nowhere.txt: no file matches"),
+        ([run, "--data", raw], rf"^--data {raw}: .*of a kind that is not read.*; write this text into a \.txt file$"),
         ([run, "--data", run.parent / "short.txt"], "holds less than one example"),
         ([run, "--data", "{source: x, kind: y}"], "--data: .*unknown key"),
         ([run, "--data", run.parent / "corpus"], r"its tokens are of another tokenizer \(tiktoken\) than"),

@@ -12,4 +12,4 @@ def skip_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Skip the checks of `plan`, but in tests of these."""
     if request.path.name != "test_checks.py":
         for engine in (jobset, slurm, tpu_vm):
-            monkeypatch.setattr(engine, "check_job", lambda arguments, *, has_shared_files: None)
+            monkeypatch.setattr(engine, "check_job", lambda arguments, **keys: None)

@@ -122,6 +122,23 @@ def test_an_attempt_that_runs_in_the_directory_is_named(tmp_path: Path, capfd: p
         )
 
 
+@pytest.mark.parametrize(
+    ("words", "devices"),
+    [
+        (["slurm", "--nodes", "3"], 3),
+        (["slurm", "--nodes", "3", "--gpus-per-node", "4"], 12),
+        (["jobset", "--image", "a/b:1", "--nodes", "3", "--volume-claim", "disk=/runs"], 3),
+    ],
+    ids=["nodes", "GPUs", "pods"],
+)
+def test_a_batch_that_does_not_divide_over_the_nodes_is_refused(
+    words: list[str], devices: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    engine, *options = words
+    assert main([engine, "specs/gpt_nano.yaml", *options, "--set", "directory=/runs/x", "--dry-run"]) == EXIT_INVALID
+    assert f"global_batch_examples=32 does not divide over {devices} devices" in capfd.readouterr().err
+
+
 def test_checks_that_cannot_be_made_are_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,9 +20,9 @@ REQUIRED_OPTIONS = {
 }
 OPTIONS = {
     "local": "--set --processes --devices-per-process --max-restarts --standby-seconds --grace-seconds --take-over",
-    "slurm": "--set --nodes --spare-nodes --gpus-per-node --cpus-per-task --time --partition --account --exclude "
-    "--output --grace-seconds --max-restarts --standby-seconds --python --sbatch-option --srun-option --skip-checks "
-    "--dry-run",
+    "slurm": "--set --nodes --spare-nodes --gpus-per-node --tasks-per-node --cpus-per-task --time --partition "
+    "--account --exclude --output --grace-seconds --max-restarts --standby-seconds --python --sbatch-option "
+    "--srun-option --skip-checks --dry-run",
     "jobset": "--set --image --skip-checks --dry-run --name --namespace --nodes --cpu --memory --spot --node-selector "
     "--exclude --label --annotation --max-restarts --standby-seconds --grace-seconds --workdir --env --env-from-secret "
     "--volume-claim --service-account --priority-class",

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 from runner.accelerator import CHIPS, parse_accelerator
-from runner.plan.gpu import count_attention_workspace, describe_gpu
+from runner.errors import InvalidError
+from runner.plan import gpu
+from runner.plan.gpu import CudaVersions, count_attention_workspace, describe_gpu
 from tests.support.job_process import ROOT, WHOLE_RUN_DEADLINE_SECONDS, environment, run_runner
 
 NANO = "specs/gpt_nano.yaml"
@@ -63,7 +66,11 @@ def test_the_description_of_each_gpu_has_what_its_driver_reports() -> None:
         chip = CHIPS[name]
         assert chip.processors is not None
         assert chip.speeds is not None
-        text = describe_gpu(chip.processors, int(chip.speeds.hbm_bytes_per_second))
+        versions = CudaVersions((12, 8, 1), (9, 11, 0))
+        text = describe_gpu(chip.processors, int(chip.speeds.hbm_bytes_per_second), versions)
+        assert (
+            "dnn_version_info { major: 9 minor: 11 patch: 0 } runtime_version { major: 12 minor: 8 patch: 1 }" in text
+        )
         major, minor = chip.processors.compute_capability
         assert f"cuda_compute_capability {{ major: {major} minor: {minor} }}" in text
         assert f"core_count: {chip.processors.num_processors} " in text
@@ -98,6 +105,51 @@ def test_the_workspace_of_attention_is_counted_where_cudnn_has_one(
     )
     found = count_attention_workspace(text, parse_accelerator(topology))
     assert found == (wanted or (8192 if topology == "h200-1" else 0))
+
+
+@pytest.mark.parametrize(
+    ("installed", "found", "words"),
+    [
+        ({}, ((12, 9, 0), (9, 10, 2)), ""),
+        (
+            {"nvidia-cuda-runtime-cu12": "12.6.77", "nvidia-cudnn-cu12": "9.17.1.4"},
+            ((12, 6, 77), (9, 17, 1)),
+            " with CUDA 12.6.77 and cuDNN 9.17.1, as installed",
+        ),
+        (
+            {"nvidia-cuda-runtime": "13.0.96"},
+            ((13, 0, 96), (9, 10, 2)),
+            " with CUDA 13.0.96 and cuDNN 9.10.2, as installed",
+        ),
+    ],
+    ids=str,
+)
+def test_a_plan_is_for_the_cuda_that_is_installed(
+    installed: dict[str, str], found: tuple[Any, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_versions(monkeypatch, installed)
+    versions = CudaVersions.find()
+    assert (versions.cuda, versions.cudnn) == found
+    assert str(versions) == words
+
+
+def test_a_plan_names_a_cudnn_that_jax_would_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_versions(monkeypatch, {"nvidia-cudnn-cu12": "9.1.0.70"})
+    with pytest.raises(
+        InvalidError, match=r"cuDNN 9\.1\.0 is installed, and JAX \S+ needs 9\.\d+ or newer on a GPU; pip"
+    ):
+        CudaVersions.find()
+
+
+def fake_versions(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:
+    """Let the packages of NVIDIA be installed in these versions alone."""
+
+    def find(package: str) -> str:
+        if package not in installed:
+            raise metadata.PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(gpu.metadata, "version", find)
 
 
 def test_devices_stand_for_gpus_of_each_kind() -> None:

@@ -429,6 +429,21 @@ def test_each_stage_is_planned_and_the_times_add_up(tmp_path: Path, case: str) -
     assert whole["tokens"]["value"] == 14 * 512 + 6 * stage["tokens in a step"]["value"]
 
 
+def test_stages_are_planned_before_their_text_is_tokenised(tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n' * 2000)
+    tokenise = {"tokenizer": {"kind": "bytes"}, "separator": 0}
+    data = {"source": str(tmp_path / "text.jsonl"), "sequence_length": 16, "tokenise": tokenise}
+    stages = [{"from_step": 14, "set": {"train.global_batch_examples": 16}}]
+    words = list_settings(tmp_path / "run", **{"config.stages": stages, "config.data": data, "config.eval": {}})
+    code, output = run_runner(environment(1), "plan", *words, "--json", has_progress=True)
+    assert code == 0, output
+    found = json.loads(output)["plan"]
+    assert found["stage 1"]["tokens in a step"]["value"] == 16 * 16
+    assert found["stage 1"]["needed"]["value"] > 0
+    assert found["stages"]["tokens"]["value"] == (14 * 8 + 6 * 16) * 16
+    assert not (tmp_path / "run").exists()
+
+
 UNFIT_STAGES: dict[str, tuple[dict[str, Any], float, str]] = {
     "does not divide": ({"train.global_batch_examples": 6}, 16e9, "6"),
     "does not fit": ({"data.sequence_length": 8192}, 4e6, "there"),

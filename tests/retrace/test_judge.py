@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from runner.errors import InvalidError
-from runner.retrace.judge import CRITERIA, MIN_STEPS, NUM_BLOCKS, Criterion, compare_paired, parse_criteria
+from runner.retrace.judge import CRITERIA, MIN_STEPS, NUM_BLOCKS, Comparison, Criterion, compare_paired, parse_criteria
 
 LOSS = Criterion("train/loss", 0.001)
 
@@ -92,6 +92,20 @@ def test_the_advised_number_of_steps_tells():
     more = compare_paired("loss", LOSS, *make_pairs(-0.0001, 0.01, num_steps=4 * found.num_steps_needed))
     assert more is not None
     assert more.outcome == "no worse"
+
+
+@pytest.mark.parametrize(
+    ("margin", "high", "advice"),
+    [
+        (0.001, 0.0045, "try about --steps 1296, or accept a larger increase by --judge loss=0.45%"),
+        (0.0, 0.0045, "accept a larger increase by --judge loss=0.45%"),
+        (0.0, 1.5, "try many more steps"),
+    ],
+)
+def test_an_unclear_outcome_names_the_options_that_help(margin: float, high: float, advice: str) -> None:
+    found = Comparison("loss", margin, 1.0, 1.0, 0.0, -high, high, 32, False)
+    assert found.outcome == "unclear"
+    assert found.advise() == advice
 
 
 def test_criteria_have_margins_in_shares_and_percent():

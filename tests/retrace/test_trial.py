@@ -1,6 +1,7 @@
 """Trials of changes: better, equal, worse and noisy ones, their restarts, and changes that are refused."""
 
 import json
+import logging
 import os
 import random
 import shutil
@@ -117,12 +118,17 @@ def test_each_row_of_a_fork_is_read_once(tmp_path, monkeypatch):
 
 @pytest.mark.daily(2)
 @pytest.mark.parametrize("kind", CHANGES)
-def test_the_verdict_is_right(kind, finished_run, tmp_path, in_process):
+def test_the_verdict_is_right(kind, finished_run, tmp_path, in_process, caplog):
     before = hash_tree(finished_run)
     overrides, verdicts = CHANGES[kind]
     request = TrialRequest(str(finished_run), tmp_path, STEPS, START, overrides, None, None, parse_criteria([]))
-    result = run_trial(request)
+    with caplog.at_level(logging.INFO, "runner"):
+        result = run_trial(request)
     assert result.verdict in verdicts, [*result.format()]
+    # It says from the beginning what it works on.
+    steps = f"steps {START + 1} to {START + STEPS}; log: {tmp_path}"
+    assert caplog.messages[0] == f"trial: new: with the change, {steps}/new.log"
+    assert f"trial: old: without the change, {steps}/old.log" in caplog.messages
     assert (result.start, result.stop) == (START, START + STEPS)
     # The fork without the change has made the steps of the run.
     keys = ("step", "train/loss", "train/grad_norm")
@@ -262,14 +268,14 @@ def test_code_is_changed_for_one_fork_alone(code, verdict, tmp_path):
 # Words after `trial RUN`, and a part of the message.
 REFUSED = [
     (["--steps", "64"], "needs a change"),
-    (["--steps", "8", "--set", "seed=1"], "needs at least 32"),
+    (["--steps", "8", "--set", "seed=1"], "use --steps 32 or more"),
     (["--steps", "64", "--set", f"{RATE}=2.0e-3"], "the run has this already"),
     (["--steps", "64", "--set", "directory=other"], "give the other directory in its place"),
     (["--steps", "64", "--set", "config.optimizer.learning_rat=1"], "learning_rate"),
     (["--steps", "64", "--set", "config.model.width=16"], "a fork takes the whole state"),
     (["--steps", "64", "--step", "7", "--set", "seed=1"], "has the checkpoints 40, 80, 104"),
-    (["--steps", "64", "--step", "80", "--set", "seed=1"], "before the end at step 104; choose an earlier one"),
-    (["--steps", "200", "--set", "seed=1"], "the oldest is 40"),
+    (["--steps", "64", "--step", "80", "--set", "seed=1"], "before the end at step 104; choose an earlier --step"),
+    (["--steps", "200", "--set", "seed=1"], "the oldest is 40; use fewer --steps"),
     (["--steps", "64", "--set", "seed=1", "--judge", "speed"], "needs one of loss"),
     (["--steps", "64", "--set", "seed=1", "-o", "{run}/trial"], "lies in the run"),
     (["--steps", "64", "--set", "seed=1", "--adopt", "{run}/spec.yaml"], "--adopt .* part of the run"),

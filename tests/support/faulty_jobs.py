@@ -1,6 +1,7 @@
 """Counter jobs that each break one rule of a restorable job, hang or fail."""
 
 import logging
+import os
 import sys
 import time
 from typing import Any
@@ -49,6 +50,16 @@ class FailingCounter(StepwiseCounter):
         super().one_step()
         if self.step + 1 == 30:
             raise ZeroDivisionError("a bug")
+
+
+class FailingGpuCounter(StepwiseCounter):
+    """Counter whose step 10 raises an error of XLA, with the text in the variable FAULT."""
+
+    def one_step(self) -> None:
+        """Count, and fail."""
+        super().one_step()
+        if self.step + 1 == 10:
+            raise jax.errors.JaxRuntimeError(os.environ["FAULT"])
 
 
 class HiddenStateCounter(StepwiseCounter):

@@ -119,6 +119,16 @@ def test_nodes_and_gpus_are_derived_from_the_accelerator(accelerator, options, d
     assert [option for option in asked if option.startswith(kinds)] == directives
 
 
+def test_a_job_has_one_process_per_node_or_one_per_gpu(capsys):
+    words = ("specs/gpt_nano.yaml", "--set", "topology.accelerator=h100-16", "--spare-nodes", "1")
+    one, each = dry_run(capsys, *words), dry_run(capsys, *words, "--tasks-per-node", "8")
+    assert "#SBATCH --ntasks-per-node=1\n" in one
+    assert "\nnum_tasks=2\n" in one
+    assert "#SBATCH --ntasks-per-node=8\n" in each
+    assert "\nnum_tasks=16\n" in each
+    assert '--ntasks="$num_tasks"' in each
+
+
 def test_the_notice_before_the_time_limit_is_derived_from_the_spec(capsys):
     needs = ["specs/gpt_nano.yaml", "--set", "checkpoint.grace_seconds=90"]
     assert "#SBATCH --signal=TERM@90\n" in dry_run(capsys, *needs)
@@ -131,9 +141,17 @@ def test_the_notice_before_the_time_limit_is_derived_from_the_spec(capsys):
         (["specs/none.yaml"], "specs/none.yaml: cannot read the spec"),
         (["specs/gpt_nano.yaml", "--set", "sed=1"], "did you mean seed"),
         (["specs/gpt2_124m.yaml"], "v5e-16 is a TPU slice, but SLURM has nodes"),
-        (["specs/gpt_nano.yaml", "--set", "topology.accelerator=h100-9"], "9 GPUs do not divide into nodes of 4"),
+        (
+            ["specs/gpt_nano.yaml", "--set", "topology.accelerator=h100-9"],
+            "9 GPUs do not divide into nodes of 8; use h100-8, or h100-16",
+        ),
         (["specs/gpt_nano.yaml", "--set", "topology.accelerator=h100-16", "--nodes", "3"], "2 nodes of 8 GPUs"),
         (["specs/gpt_nano.yaml", "--set", "topology.accelerator=cpu", "--gpus-per-node", "1"], "cpu has no GPUs"),
+        (["specs/gpt_nano.yaml", "--tasks-per-node", "4"], "--tasks-per-node 4: a node of this job has no GPUs"),
+        (
+            ["specs/gpt_nano.yaml", "--set", "topology.accelerator=h100-16", "--tasks-per-node", "4"],
+            "has 8 GPUs, and a process uses all of them or one; use 1 or 8",
+        ),
         (["specs/gpt_nano.yaml", "--time", "6"], "--time 6 leaves no time to train, since SIGTERM comes 300 s before"),
         (["specs/gpt_nano.yaml", "--time", "soon"], "--time soon: needs MINUTES"),
         (["specs/gpt_nano.yaml", "--sbatch-option=qos=high"], "needs one option of sbatch"),
@@ -386,7 +404,8 @@ def test_a_job_whose_nodes_are_not_healthy_is_requeued(slurm, states, are_health
 )
 def test_a_node_that_fails_is_replaced_by_a_spare_one(slurm, states, dead, chosen):
     script = slurm.directory / "script.sh"
-    text = script.read_text().replace("num_nodes=1", "num_nodes=2").replace("num_spare_nodes=0", "num_spare_nodes=2")
+    text = script.read_text().replace("num_spare_nodes=0", "num_spare_nodes=2")
+    text = text.replace("num_nodes=1", "num_nodes=2").replace("num_tasks=1", "num_tasks=2")
     script.write_text(text)
     slurm.write("nodes", "\n".join(f"n{number} {states.get(f'n{number}', 'allocated')}" for number in range(1, 5)))
     for node in dead:
@@ -424,7 +443,7 @@ def test_spare_nodes_are_allocated_and_the_job_survives_the_loss_of_one(capsys):
     script = dry_run(capsys, "specs/gpt_nano.yaml", "--nodes", "3", "--spare-nodes", "2")
     assert "#SBATCH --nodes=5\n" in script
     assert "#SBATCH --no-kill\n" in script
-    assert "\nnum_nodes=3\nnum_spare_nodes=2\n" in script
+    assert "\nnum_nodes=3\nnum_tasks=3\nnum_spare_nodes=2\n" in script
     assert "--no-kill" not in dry_run(capsys, "specs/gpt_nano.yaml", "--nodes", "3")
 
 
