@@ -32,12 +32,12 @@ from runner.storage import JsonObject, Store
 from runner.train.checks import (
     find_known_micro_batch,
     find_unmeasured_saves,
+    validate_loss_is_sum,
     validate_same_on_all_hosts,
 )
 from runner.train.evaluators import Evaluator, Validation, add_averages
 from runner.train.feature import RewindError
 from runner.train.flops import compute_mfu_per_token_rate
-from runner.train.loss_check import validate_loss_is_sum
 from runner.train.program import Program
 from runner.train.program_history import ProgramGuard
 from runner.train.report import END, Report

@@ -31,7 +31,7 @@ from runner.checkpoint.leaves import (
     find_adapter_merge,
     flatten_with_names,
     format_type,
-    has_adapter,
+    has_frozen_base,
     map_weight_names,
     parse_dtype,
     split_adapter,
@@ -250,7 +250,7 @@ def find_weight_names(manifest: Manifest, weights: str) -> Mapping[str, str]:
     are merged when they are read. Raises `InvalidError`, with the weights that there are, if there are no such ones.
     """
     trained = _find_trained_names(manifest, weights)
-    return split_adapter(trained).own if has_adapter(manifest.leaves) else trained
+    return split_adapter(trained).own if has_frozen_base(manifest.leaves) else trained
 
 
 def _find_trained_names(manifest: Manifest, weights: str) -> Mapping[str, str]:
@@ -265,7 +265,7 @@ def _find_trained_names(manifest: Manifest, weights: str) -> Mapping[str, str]:
 def find_adapter(manifest: Manifest, weights: str) -> tuple[AdapterMerge, AdapterSplit]:
     """Return how a checkpoint's adapter is merged, and into which weights; into none if it has no adapter."""
     merge = find_adapter_merge(manifest.identity)
-    if merge is None or not has_adapter(manifest.leaves):
+    if merge is None or not has_frozen_base(manifest.leaves):
         return AdapterMerge(0.0), AdapterSplit({}, {})
     return merge, split_adapter(_find_trained_names(manifest, weights))
 
@@ -322,7 +322,7 @@ def _validate_leaf_memory(store: Store, manifest: Manifest, names: Iterable[str]
 def _read_like(store: Store, manifest: Manifest, like: Any, weights: str) -> Any:
     """Return leaves like those of `like`, which has the names of the manifest. Called on every host."""
     wanted = flatten_with_names(like)
-    if has_adapter(manifest.leaves) and not wanted.keys() <= manifest.leaves.keys():
+    if has_frozen_base(manifest.leaves) and not wanted.keys() <= manifest.leaves.keys():
         return _read_merged_like(store, manifest, like, weights)
     if weights != PARAMS:
         known = find_weight_names(manifest, weights)

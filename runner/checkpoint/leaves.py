@@ -326,8 +326,8 @@ class AdapterSplit:
     matrices: Mapping[str, tuple[str, str]]  # names in the manifest of A and B, for each weight that is adapted
 
 
-def has_adapter(names: Iterable[str]) -> bool:
-    """Return True if leaves of these names belong to a run that trains an adapter."""
+def has_frozen_base(names: Iterable[str]) -> bool:
+    """Return True if leaves of these names include a frozen base, beside which a run trains an adapter."""
     return any(name.startswith(_BASE) for name in names)
 
 

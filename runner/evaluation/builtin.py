@@ -45,9 +45,9 @@ from runner.evaluation.likelihood import (
 from runner.spec import Document
 from runner.train.evaluators import EvaluationMetrics, Evaluator, Validation, ValidationSize, make_validation_sets
 from runner.train.layout import BatchLayout, make_val_layout
-from runner.train.lora import merge_adapter
 from runner.train.setup import TrainSetup, TrainSetupBuilder
 from runner.train.step import Batch
+from runner.train.weights import get_model_state
 
 _DECODED_TOKENS = 1 << 20  # decoded at a time, so that memory stays bounded
 
@@ -306,7 +306,7 @@ class BuiltinEvaluators:
         if val_layout != layout:
             batch = partial(val_layout.batch, own_data)
         self.validation = Validation(
-            merge_adapter(train_setup.abstract_state),
+            get_model_state(train_setup.abstract_state),
             lambda abstract: train_setup.compile_val(setup_builder.recipe.val_step, abstract, val_layout),
             make_validation_sets(own_data, val_layout.global_batch_examples, batch),
             stop.poll,

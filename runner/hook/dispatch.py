@@ -65,9 +65,9 @@ from runner.hook.listing import (
 )
 from runner.metrics.rows import Row
 from runner.storage import JsonObject, read_log
-from runner.train.lora import DONATED, are_donated, copy_containers
 from runner.train.report import Report
 from runner.train.state import TrainState
+from runner.train.weights import DONATED, are_donated, copy_containers
 
 _SLOW_SECONDS, _SLOW_STEPS = 1.0, 10.0  # a call that takes longer than both is warned of, once per hook and method
 _INT_MAX_DIGITS = 300

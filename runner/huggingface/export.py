@@ -25,7 +25,7 @@ import numpy as np
 import safetensors
 
 from runner.checkpoint.inspect import find_adapter, find_weight_names, read_named_leaves, read_weights, use_checkpoint
-from runner.checkpoint.leaves import has_adapter, parse_dtype
+from runner.checkpoint.leaves import has_frozen_base, parse_dtype
 from runner.checkpoint.manifest import LeafRecord, Manifest
 from runner.config import DataConfig
 from runner.console import warn
@@ -351,7 +351,7 @@ def export_adapter(
     with publish_directory(out) as directory:
 
         def write(store: Store, manifest: Manifest) -> int:
-            if not has_adapter(manifest.leaves):
+            if not has_frozen_base(manifest.leaves):
                 raise InvalidError(
                     f"checkpoint {manifest.name} has no adapter: its run has no config.adapter; leave --adapter out"
                 )

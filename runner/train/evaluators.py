@@ -35,9 +35,9 @@ from runner.metrics.meta import ACCURACY, SUMS, RowValue, UnfitMetricsError, com
 from runner.metrics.rows import Row
 from runner.spec import hash_record
 from runner.train.auxiliary import EMA
-from runner.train.lora import DONATED, are_donated, copy_containers, make_lazy_weights
 from runner.train.state import PARAMS, RIDERS, VARIABLES, TrainState, get_merge
 from runner.train.step import Batch
+from runner.train.weights import DONATED, are_donated, copy_containers, make_lazy_weights
 
 EvaluationMetrics = Row
 _VAL_ACCURACY = f"val/{ACCURACY}"
