@@ -35,7 +35,7 @@ from runner.train.checks import (
     validate_loss_is_sum,
     validate_same_on_all_hosts,
 )
-from runner.train.evaluators import Evaluator, Validation, add_averages
+from runner.train.evaluators import Evaluator, Validation
 from runner.train.feature import RewindError
 from runner.train.flops import compute_mfu_per_token_rate
 from runner.train.program import Program
@@ -43,6 +43,7 @@ from runner.train.program_history import ProgramGuard
 from runner.train.report import END, Report
 from runner.train.state import TrainState
 from runner.train.step import Batch
+from runner.train.weights import add_averages
 from runner.train_recipe import TrainRecipe
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from runner.checkpoint.leaves import BASE, AdapterMerge, merge_params
 from runner.train.auxiliary import EMA
-from runner.train.state import PARAMS, VARIABLES, TrainState, get_merge, get_variables, get_weights
+from runner.train.state import PARAMS, RIDERS, VARIABLES, TrainState, get_merge, get_variables, get_weights
 
 DONATED = "it has donated the weights that it was given, which the next step needs; donate a copy of them"
 
@@ -90,8 +90,14 @@ def are_donated(weights: Any) -> bool:
     return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(weights))
 
 
-def make_lazy_weights(state: TrainState) -> Mapping[str, Any]:
-    """Return the model weights of a state with an adapter, and its averages below `ema`, merged on first access."""
+def add_averages(get_own_weights: Callable[[Any], Any], state: Any) -> Any:
+    """Return `get_own_weights(state)` with the averages of the state below `ema`, by decay, if it has some.
+
+    Weights and averages of an adapter are merged on first access.
+    """
+    if get_merge(state) is None:
+        auxiliary = getattr(state, RIDERS, {})
+        return get_own_weights(state) | ({EMA: auxiliary[EMA]} if EMA in auxiliary else {})
     # Merging costs a matmul per target and the memory of the model for each average, and most rows need no weights.
     variables, averages = get_variables(state), state.riders.get(EMA, {})
     make_by_name: dict[str, Callable[[], Any]] = {PARAMS: lambda: _merge(state, state.params)}
