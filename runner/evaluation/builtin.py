@@ -5,6 +5,7 @@ and counts the bytes of their text.
 """
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -38,7 +39,6 @@ from runner.evaluation.likelihood import (
     LikelihoodScorer,
     Question,
     compute_accuracies,
-    compute_questions_digest,
     make_pairs,
     read_questions,
 )
@@ -114,7 +114,8 @@ class EvaluationTasks:
         """Digest of all questions, to compare hosts; empty without questions."""
         if not self.tasks:
             return ""
-        return compute_questions_digest([question for task in self.tasks for question in task.questions])
+        questions = [question for task in self.tasks for question in task.questions]
+        return hashlib.sha256(repr(questions).encode()).hexdigest()
 
     def make_multiple_choices(self, context: EvaluationContext) -> list[MultipleChoice]:
         """Return the evaluator of each task."""
