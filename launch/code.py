@@ -174,7 +174,7 @@ def read_code(spec: str, runner: str | None, requirements: str | None) -> Code:
         PurePosixPath(here.relative_to(root).as_posix()),
         Path(os.path.relpath(Path(spec).resolve(), here)).as_posix(),
         spec_text.decode(),
-        _archive(root, commit),
+        _git(root, "archive", "--format=tar.gz", commit),
         tuple(_git(root, "status", "--porcelain").decode().splitlines()),
         Runner() if runner is None and _is_runner(read(root / "pyproject.toml")) else find_runner(runner),
         None if found is None else Path(os.path.relpath(found, here)).as_posix(),
@@ -215,7 +215,7 @@ def find_runner(source: str | None) -> Runner:
         return Runner(file=f"runner-{hashlib.sha256(content).hexdigest()[:12]}.tar.gz", content=content)
     if _git(path, "status", "--porcelain", "--untracked-files=no", "--", *_PACKAGES):
         warn(f"launch: WARNING: uncommitted changes of the runner in {path} are not shipped")
-    return Runner(file=f"runner-{commit[:12]}.tar.gz", content=_archive(path, commit))
+    return Runner(file=f"runner-{commit[:12]}.tar.gz", content=_git(path, "archive", "--format=tar.gz", commit))
 
 
 def _find_own_source() -> str:
@@ -248,10 +248,6 @@ def _is_runner(project: bytes | None) -> bool:
     except (ValueError, AttributeError):
         return False
     return bool(name == "runner")
-
-
-def _archive(root: Path, commit: str) -> bytes:
-    return _git(root, "archive", "--format=tar.gz", commit)
 
 
 def _pack(checkout: Path) -> bytes:

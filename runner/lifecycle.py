@@ -93,8 +93,10 @@ class Lifecycle:
             # A finished job claims no attempt: running the command again must change nothing.
             if hosts.run_on_main(self.validate_directory):
                 if hosts.is_main:
-                    say(f"{job.spec.name}: done, nothing to do{self.describe_stop()}")
-                    result = read_result(job.store)
+                    result, stopped = read_result(job.store), ""
+                    if result is not None and result.stop_line is not None:
+                        stopped = f", {result.stop_line} (step {result.step}); change the config of that hook to go on"
+                    say(f"{job.spec.name}: done, nothing to do{stopped}")
                     if result is not None and self.find_newest_step() != result.step:
                         warn(f"{job.store.url}: checkpoint {result.step}, the last of this run, is not there any more")
                 return
@@ -148,13 +150,6 @@ class Lifecycle:
                 )
             report_faulty_host()
             raise
-
-    def describe_stop(self) -> str:
-        """Return why a finished job ended before its last step, as the end of a line; nothing if it did not."""
-        result = read_result(self.job.store)
-        if result is None or result.stop_line is None:
-            return ""
-        return f", {result.stop_line} (step {result.step}); change the config of that hook to go on"
 
     def validate_directory(self) -> bool:
         """Return True if the job is done. Process 0 only; claims and changes nothing.

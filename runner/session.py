@@ -32,17 +32,18 @@ from runner.storage import JsonObject, Store
 from runner.train.checks import (
     find_known_micro_batch,
     find_unmeasured_saves,
+    validate_loss_is_sum,
     validate_same_on_all_hosts,
 )
-from runner.train.evaluators import Evaluator, Validation, add_averages
+from runner.train.evaluators import Evaluator, Validation
 from runner.train.feature import RewindError
 from runner.train.flops import compute_mfu_per_token_rate
-from runner.train.loss_check import validate_loss_is_sum
 from runner.train.program import Program
 from runner.train.program_history import ProgramGuard
 from runner.train.report import END, Report
 from runner.train.state import TrainState
 from runner.train.step import Batch
+from runner.train.weights import add_averages
 from runner.train_recipe import TrainRecipe
 
 
@@ -196,12 +197,8 @@ class Session(JobSession):
     def _start(self) -> None:
         job = self.job
         job.state = self.hook_dispatcher.start(job.state, job.step)
-
-        def on_row(row: Row) -> None:
-            job.state = self.hook_dispatcher.on_row(job.state, job.step, row)
-
         # Evaluate first: hooks get the complete row.
-        if not self.report.complete_row(self.get_evaluated_weights(job.state), job.step, on_row):
+        if not self.report.complete_row(self.get_evaluated_weights(job.state), job.step, self._call_hooks):
             job.save_or_stop()
         # The calls that the attempt before has not made.
         job.state = self.hook_dispatcher.on_newest_row(job.state, job.step)
@@ -266,13 +263,17 @@ class Session(JobSession):
         if not self.report.is_row_due(job.step):
             return
 
-        def call_hooks(row: Row) -> None:
-            # Counters are part of the state, so hooks return a new one.
-            job.state = self.hook_dispatcher.on_row(job.state, job.step, row)
-
         weights = self.get_evaluated_weights(job.state)
-        self.report.add_row(weights, job.step, call_hooks if self.hook_dispatcher.has_hooks else None)
+        self.report.add_row(weights, job.step, self._call_hooks if self.hook_dispatcher.has_hooks else None)
+        # Once the first row is written, the evaluators are compiled in the background. A stage without evaluations
+        # needs none, except for hooks that request an evaluation.
+        if not self.programs.has_stages or self.programs.current.plan.is_evaluated(job.config.total_steps):
+            self.builtin_evaluators.start_compiling(self.evaluators)
         self._request_hook_save()
+
+    def _call_hooks(self, row: Row) -> None:
+        # Counters are part of the state, so hooks return a new one.
+        self.job.state = self.hook_dispatcher.on_row(self.job.state, self.job.step, row)
 
     def _request_hook_save(self) -> None:
         """Request the save that a hook has asked for at this step."""
@@ -360,7 +361,6 @@ class Session(JobSession):
             self.evaluators,
             mfu_per_token_rate=self._compute_mfu_per_token_rate(),
             get_data_metrics=self.programs.compute_data_metrics,
-            after_row=self.compile_evaluators,
             is_language_model=self.is_language_model,
             features=self.job.features,
         )
@@ -368,12 +368,6 @@ class Session(JobSession):
     def _compute_mfu_per_token_rate(self) -> float:
         job = self.programs.recipe.stage_jobs[self.programs.number]
         return compute_mfu_per_token_rate(job.flops_per_token, self.programs.current.train_setup)
-
-    def compile_evaluators(self) -> None:
-        """Start to compile the evaluators in the background, once the first row is written."""
-        # A stage without evaluations needs no evaluator, except for hooks that request an evaluation.
-        if not self.programs.has_stages or self.programs.current.plan.is_evaluated(self.job.config.total_steps):
-            self.builtin_evaluators.start_compiling(self.evaluators)
 
     @property
     def evaluators(self) -> list[Evaluator]:

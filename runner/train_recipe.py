@@ -21,7 +21,7 @@ from runner.config import ModelConfig, TrainerConfig
 from runner.errors import InvalidError, format_place
 from runner.evaluation.builtin import BuiltinEvaluators
 from runner.hook.listing import HookList, load_hooks
-from runner.huggingface.load import identify_adapter_base
+from runner.huggingface.load import identify_frozen_base
 from runner.job import RestoreableJob
 from runner.metrics.meta import ACCURACY, SUMS
 from runner.optim.groups import get_default_multiplier
@@ -36,7 +36,6 @@ from runner.train.feature import Feature
 from runner.train.features import FEATURES, make_features
 from runner.train.flops import Flops, Sizing, count_forward_flops
 from runner.train.kernel_check import KernelCase
-from runner.train.lora import get_model_weights
 from runner.train.loss import count_correct, cross_entropy_sum, document_arguments, target_weights
 from runner.train.optimizer import SPEC
 from runner.train.program import Programs
@@ -46,6 +45,7 @@ from runner.train.stages import StagePlan, make_stages, resolve_config
 from runner.train.state import TrainState
 from runner.train.step import Batch
 from runner.train.text_first import TextsFirst
+from runner.train.weights import get_model_weights
 
 
 class TrainRecipe(RestoreableJob):
@@ -313,7 +313,7 @@ class TrainRecipe(RestoreableJob):
 
     def identify_base(self) -> Trajectory:
         """Return the trajectory keys of the frozen weights of an adapter; empty without one. May read the weights."""
-        return identify_adapter_base(self.document, self.spec, self.config, self.store)
+        return identify_frozen_base(self.document, self.spec, self.config, self.store)
 
     @functools.cached_property
     def stage_jobs(self) -> list[Self]:

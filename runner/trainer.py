@@ -23,10 +23,10 @@ from runner.storage import JsonObject
 from runner.train.compile import CompiledStep
 from runner.train.evaluators import Validation
 from runner.train.feature import RewindError
-from runner.train.lora import replace_base
 from runner.train.setup import TrainSetup
 from runner.train.state import TrainState
 from runner.train.step import Batch
+from runner.train.weights import replace_base
 from runner.train_recipe import TrainRecipe
 
 

@@ -64,7 +64,12 @@ def run(arguments: ImageArguments) -> int:
     code = read_code(arguments.spec, arguments.runner, arguments.requirements)
     spec = validate_spec(parse_document(code.spec_text, arguments.spec, arguments.overrides))
     dockerfile = render(code, list_extras(spec, arguments.extra), arguments.base)
-    builder = _find_builder(arguments.builder, arguments.dry_run)
+    wanted = [arguments.builder] if arguments.builder else [*BUILDERS]
+    builder = next(filter(shutil.which, wanted), None)
+    if builder is None and not arguments.dry_run:
+        names = ", ".join(wanted)
+        raise InvalidError(f"{names}: not on the PATH; install one, or print the Dockerfile with --dry-run")
+    builder = builder or wanted[0]
     code.announce()
     commands = [[builder, "build", "--tag", arguments.tag, "CONTEXT"]]
     if arguments.push:
@@ -115,12 +120,3 @@ def render(code: Code, extras: Sequence[str], base: str) -> str:
         directory=[str(_JOB / code.directory)],
         requirements=None if code.requirements is None else [code.requirements],
     )
-
-
-def _find_builder(given: str | None, is_dry_run: bool) -> str:
-    """Return the program that builds images. Raises `InvalidError` if there is none, unless it is only printed."""
-    found = next((name for name in ([given] if given else BUILDERS) if shutil.which(name)), None)
-    if found is None and not is_dry_run:
-        names = given or ", ".join(BUILDERS)
-        raise InvalidError(f"{names}: not on the PATH; install one, or print the Dockerfile with --dry-run")
-    return found or given or BUILDERS[0]

@@ -162,8 +162,13 @@ class _TpuVmJob:
         num_failures = 0
         try:
             while (machines := self._read_machines()) is not None:
+                # The code is shipped where it is missing.
+                attend = [
+                    partial(self._attend_slice, node, size, machines.created)
+                    for node, size in zip(self.resource.nodes, machines.sizes, strict=True)
+                ]
                 try:
-                    hosts = self._attend_all(machines)
+                    slices = run_in_parallel(attend)
                 except RetryableError as error:
                     # Connections may break; the job continues without this command.
                     num_failures += 1
@@ -174,6 +179,7 @@ class _TpuVmJob:
                     time.sleep(self.poll_seconds)
                     continue
                 num_failures = 0
+                hosts = {(index, worker): host for index, found in enumerate(slices) for worker, host in found.items()}
                 num_started = sum(host.state == "started" for host in hosts.values())
                 if num_started:
                     say(f"launch: started on {num_started} of {len(hosts)} hosts")
@@ -204,21 +210,12 @@ class _TpuVmJob:
             return None
         return _Machines(sizes, state.created)
 
-    def _attend_all(self, machines: _Machines) -> dict[HostIndex, HostStatus]:
-        """Return the status of every host, after shipping the code where it is missing.
+    def _attend_slice(self, node: str, size: int, created: int | None) -> dict[int, HostStatus]:
+        """Return the status of every host of a slice, after shipping the code where it is missing.
 
         Raises:
             RetryableError: a host does not answer.
         """
-        attend = [
-            partial(self._attend_slice, node, size, machines.created)
-            for node, size in zip(self.resource.nodes, machines.sizes, strict=True)
-        ]
-        slices = run_in_parallel(attend)
-        return {(index, worker): status for index, found in enumerate(slices) for worker, status in found.items()}
-
-    def _attend_slice(self, node: str, size: int, created: int | None) -> dict[int, HostStatus]:
-        """Do the same for one slice."""
         found = self._attend(node, size, created)
         if any(status.state == "empty" for status in found.values()):
             say(f"launch: shipping commit {self.programs.commit} to the {size} hosts of {node}")

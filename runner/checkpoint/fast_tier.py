@@ -259,7 +259,7 @@ _RUN_KEYS = (
 
 
 @dataclass(frozen=True)
-class RunFile:
+class _RunFile:
     """Content of `run.json` in the fast tier of a process; the fields are `_RUN_KEYS`."""
 
     directory: str
@@ -296,7 +296,7 @@ class RunFile:
         return time.time() - max(times, default=0.0) >= _QUIET_SECONDS
 
 
-class OtherRun:
+class _OtherRun:
     """Fast tiers of another run on this host, and the decision whether it can ever resume from them.
 
     It cannot in two cases:
@@ -320,7 +320,7 @@ class OtherRun:
             OSError, ValueError, RunnerError: this cannot be told.
         """
         processes = [each for each in self.path.iterdir() if parse_number(each.name) is not None]
-        records = {each: RunFile.read(each) for each in processes}
+        records = {each: _RunFile.read(each) for each in processes}
         if not records or not all(
             record.id == self.run_id and record.is_quiet(each) for each, record in records.items()
         ):
@@ -371,7 +371,7 @@ class OtherRun:
 
 def write_run_file(directory: Path, store: Store, run_id: str) -> None:
     """Name the run and this process in the fast tier of this process. Raises `OSError`."""
-    LocalStore(directory).write(_RUN_FILE, encode_json(asdict(RunFile.create(store, run_id))))
+    LocalStore(directory).write(_RUN_FILE, encode_json(asdict(_RunFile.create(store, run_id))))
 
 
 def remove_ended_runs(local_directory: Path, own_id: str) -> None:
@@ -389,7 +389,7 @@ def remove_ended_runs(local_directory: Path, own_id: str) -> None:
                 with contextlib.suppress(OSError, ValueError, RunnerError):
                     removed = path
                     if not path.name.endswith(_REMOVED_SUFFIX):
-                        reason = OtherRun(path).find_end()
+                        reason = _OtherRun(path).find_end()
                         if reason is None:
                             continue
                         # Renamed first, so that a process which comes back meanwhile has an empty directory.

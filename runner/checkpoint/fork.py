@@ -23,7 +23,7 @@ from typing import Any
 from runner.attempts.attempt import Attempt
 from runner.attempts.fence import RunIdentity, is_listed, shorten_keys
 from runner.checkpoint.inspect import BEST, find_best_checkpoint, read_document
-from runner.checkpoint.leaves import flatten_with_names, has_adapter, validate_manifest_leaves
+from runner.checkpoint.leaves import flatten_with_names, has_frozen_base, validate_manifest_leaves
 from runner.checkpoint.manifest import (
     CHECKPOINTS,
     Manifest,
@@ -132,9 +132,16 @@ def validate_fork(fork: ForkConfig, run_identity: RunIdentity, abstract: Any, to
     store, manifest = read_parent_manifest(fork)
     where = f"{store.url}/{CHECKPOINTS}/{manifest.name}"
     changes = run_identity.compare_values(manifest.identity)
+    ending = "a fork takes the whole state"
+    wanted = {
+        name: (list(leaf.shape), str(leaf.dtype))
+        for name, leaf in flatten_with_names(abstract).items()
+        if name.startswith(f"{PARAMS}.")
+    }
+    saved = {name: (leaf["shape"], leaf["dtype"]) for name, leaf in manifest.leaves.items()}
+    if wanted and wanted.items() <= saved.items() and not has_frozen_base(manifest.leaves):
+        ending += "; to take weights alone, use checkpoint.init_from"
     # Another job has another config, so its keys say nothing.
-    advice = "; to take weights alone, use checkpoint.init_from" if has_weights(manifest, abstract) else ""
-    ending = f"a fork takes the whole state{advice}"
     if "job" in changes and not is_listed("job", fork.changes):
         theirs, ours = changes["job"]
         raise ResumeError(f"{where} is of the job {theirs}, this one is {ours}; {ending}")
@@ -163,17 +170,6 @@ def validate_known_changes(fork: ForkConfig, run_identity: RunIdentity) -> None:
     entries = [entry for entry in fork.changes if any(is_listed(key, [entry]) for key in known)]
     where = f"{store.url}/{CHECKPOINTS}/{manifest.name}"
     _validate_changes(fork.model_copy(update={"changes": entries}), run_identity, partial, where)
-
-
-def has_weights(manifest: Manifest, abstract: Any) -> bool:
-    """Return True if a checkpoint has the parameters of a trainer's abstract state, and nothing frozen beside them."""
-    wanted = {
-        name: (list(leaf.shape), str(leaf.dtype))
-        for name, leaf in flatten_with_names(abstract).items()
-        if name.startswith(f"{PARAMS}.")
-    }
-    saved = {name: (leaf["shape"], leaf["dtype"]) for name, leaf in manifest.leaves.items()}
-    return bool(wanted) and not has_adapter(manifest.leaves) and all(saved.get(name) == wanted[name] for name in wanted)
 
 
 def validate_parent_files(hosts: Hosts, fork: ForkConfig) -> None:

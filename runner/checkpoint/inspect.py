@@ -24,14 +24,12 @@ from runner.checkpoint import arrays as readers
 from runner.checkpoint import fingerprint
 from runner.checkpoint.arrays import read_leaves
 from runner.checkpoint.leaves import (
-    AdapterMerge,
-    AdapterSplit,
+    SavedWeights,
     decode_leaves,
     encode_leaves,
-    find_adapter_merge,
     flatten_with_names,
     format_type,
-    has_adapter,
+    has_frozen_base,
     map_weight_names,
     parse_dtype,
     split_adapter,
@@ -243,51 +241,38 @@ def _use_named(store: Store, name: str, use: Callable[[Store, Manifest], Result]
 # Weights by name.
 
 
-def find_weight_names(manifest: Manifest, weights: str) -> Mapping[str, str]:
-    """Return the name in the manifest of each weight, by its name in the trained model.
+def find_weights(manifest: Manifest, weights: str) -> SavedWeights:
+    """Return the leaves that hold the weights, by the names in the trained model.
 
     All leaves are weights if none is called so. In a run that trains an adapter the weights are the model's own, which
     are merged when they are read. Raises `InvalidError`, with the weights that there are, if there are no such ones.
     """
-    trained = _find_trained_names(manifest, weights)
-    return split_adapter(trained).own if has_adapter(manifest.leaves) else trained
-
-
-def _find_trained_names(manifest: Manifest, weights: str) -> Mapping[str, str]:
-    """Return the same for a run's weights as they are trained: an adapter beside its frozen base."""
     own = [name for name in manifest.leaves if name.partition(".")[0] in _WEIGHTS]
-    if weights == PARAMS:
-        return {name: name for name in own or manifest.leaves}
-    validate_weight_name(manifest.leaves, weights)
-    return map_weight_names(weights, own)
-
-
-def find_adapter(manifest: Manifest, weights: str) -> tuple[AdapterMerge, AdapterSplit]:
-    """Return how a checkpoint's adapter is merged, and into which weights; into none if it has no adapter."""
-    merge = find_adapter_merge(manifest.identity)
-    if merge is None or not has_adapter(manifest.leaves):
-        return AdapterMerge(0.0), AdapterSplit({}, {})
-    return merge, split_adapter(_find_trained_names(manifest, weights))
+    trained = {name: name for name in own or manifest.leaves}
+    if weights != PARAMS:
+        validate_weight_name(manifest.leaves, weights)
+        trained = map_weight_names(weights, own)
+    return split_adapter(trained, manifest.identity) if has_frozen_base(manifest.leaves) else SavedWeights(trained)
 
 
 # Weights as arrays.
 
 
 def read_weights(store: Store, manifest: Manifest, weights: str) -> Iterator[tuple[str, jax.Array]]:
-    """Iterate over the weights by the names of `find_weight_names`, on the first device of this process.
+    """Iterate over the weights by the names of `find_weights`, on the first device of this process.
 
     Some are in memory at a time. Raises `ValueError` if the bits of a leaf are wrong, and `OSError` if it cannot be
     read.
     """
-    names = {saved: name for name, saved in find_weight_names(manifest, weights).items()}
-    merge, parts = find_adapter(manifest, weights)
+    found = find_weights(manifest, weights)
+    names = {saved: name for name, saved in found.names.items()}
     # The matrices of an adapter are small, so all of them are read before the first weight.
-    pairs = dict(read_named_leaves(store, manifest, [saved for pair in parts.matrices.values() for saved in pair]))
+    pairs = dict(read_named_leaves(store, manifest, [saved for pair in found.matrices.values() for saved in pair]))
     for saved, array in read_named_leaves(store, manifest, names):
         name = names[saved]
-        if name in parts.matrices:
-            a, b = (pairs[matrix] for matrix in parts.matrices[name])
-            array = merge(array, a, b)
+        if name in found.matrices:
+            a, b = (pairs[matrix] for matrix in found.matrices[name])
+            array = found.merge(array, a, b)
         yield name, array
 
 
@@ -322,10 +307,10 @@ def _validate_leaf_memory(store: Store, manifest: Manifest, names: Iterable[str]
 def _read_like(store: Store, manifest: Manifest, like: Any, weights: str) -> Any:
     """Return leaves like those of `like`, which has the names of the manifest. Called on every host."""
     wanted = flatten_with_names(like)
-    if has_adapter(manifest.leaves) and not wanted.keys() <= manifest.leaves.keys():
+    if has_frozen_base(manifest.leaves) and not wanted.keys() <= manifest.leaves.keys():
         return _read_merged_like(store, manifest, like, weights)
     if weights != PARAMS:
-        known = find_weight_names(manifest, weights)
+        known = find_weights(manifest, weights).names
         wanted = {known.get(name, name): leaf for name, leaf in wanted.items()}
     validate_manifest_leaves(manifest, like if weights == PARAMS else wanted, may_hold_more=True)
     return jax.tree.unflatten(jax.tree.structure(like), _read_verified(store, manifest, wanted).values())
@@ -333,12 +318,12 @@ def _read_like(store: Store, manifest: Manifest, like: Any, weights: str) -> Any
 
 def _read_merged_like(store: Store, manifest: Manifest, like: Any, weights: str) -> Any:
     """Return leaves like those of a model, from a checkpoint with an adapter, merged. Called on every host."""
-    merge, parts = find_adapter(manifest, weights)
+    parts = find_weights(manifest, weights)
     wanted = flatten_with_names(like)
     # The base is read in the type that it is stored in, and takes the wanted type only when it is merged.
     abstract = {}
     for name, leaf in wanted.items():
-        saved = parts.own.get(name)
+        saved = parts.names.get(name)
         dtype = leaf.dtype if saved is None else parse_dtype(manifest.leaves[saved]["dtype"])
         abstract[saved or name] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
     validate_manifest_leaves(manifest, abstract, may_hold_more=True)
@@ -355,10 +340,10 @@ def _read_merged_like(store: Store, manifest: Manifest, like: Any, weights: str)
     found = _read_verified(store, manifest, abstract)
 
     def merge_leaf(name: str, leaf: Any) -> jax.Array:
-        base, matrices = found[parts.own[name]], [found[matrix] for matrix in parts.matrices.get(name, ())]
+        base, matrices = found[parts.names[name]], [found[matrix] for matrix in parts.matrices.get(name, ())]
         if not matrices:
             return base.astype(leaf.dtype)
-        return jax.jit(lambda *all: merge(*all).astype(leaf.dtype), out_shardings=leaf.sharding)(base, *matrices)
+        return jax.jit(lambda *all: parts.merge(*all).astype(leaf.dtype), out_shardings=leaf.sharding)(base, *matrices)
 
     return jax.tree.unflatten(jax.tree.structure(like), [merge_leaf(name, leaf) for name, leaf in wanted.items()])
 

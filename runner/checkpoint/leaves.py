@@ -20,7 +20,7 @@ import collections
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -319,38 +319,38 @@ class AdapterMerge:
 
 
 @dataclass(frozen=True)
-class AdapterSplit:
-    """Leaves of a checkpoint with an adapter, by the names that the model gives its weights."""
+class SavedWeights:
+    """Leaves of a checkpoint that hold the weights of a model, by the names that the model gives them."""
 
-    own: Mapping[str, str]  # name in the manifest of each weight of the model, not merged
-    matrices: Mapping[str, tuple[str, str]]  # names in the manifest of A and B, for each weight that is adapted
+    names: Mapping[str, str]  # name in the manifest of each weight; if an adapter was trained, of the frozen one
+    merge: AdapterMerge = AdapterMerge(0.0)  # of the adapted weights
+    # Names in the manifest of A and B, for each weight that is adapted.
+    matrices: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
-def has_adapter(names: Iterable[str]) -> bool:
-    """Return True if leaves of these names belong to a run that trains an adapter."""
+def has_frozen_base(names: Iterable[str]) -> bool:
+    """Return True if leaves of these names include a frozen base, beside which a run trains an adapter."""
     return any(name.startswith(_BASE) for name in names)
 
 
-def find_adapter_merge(identity: Trajectory) -> AdapterMerge | None:
-    """Return the merge of a checkpoint's adapter, from the identity in its manifest; None without an adapter."""
-    rank, alpha = identity.get("config.adapter.rank"), identity.get("config.adapter.alpha")
-    return None if rank is None or alpha is None else AdapterMerge(alpha / rank)
-
-
-def split_adapter(names: Mapping[str, str]) -> AdapterSplit:
+def split_adapter(names: Mapping[str, str], identity: Trajectory) -> SavedWeights:
     """Split the weights of a run with an adapter into the model's own weights and the matrices that adapt them.
 
-    `names` has the name in the manifest of each weight, by its name as it is trained.
+    `names` has the name in the manifest of each weight, by its name as it is trained, and `identity` is that of the
+    manifest.
     """
     own = {
         name.replace(_BASE, _PARAMS, 1) if name.startswith(_BASE) else name: saved
         for name, saved in names.items()
         if not name.startswith(_PARAMS)
     }
+    rank, alpha = identity.get("config.adapter.rank"), identity.get("config.adapter.alpha")
+    if rank is None or alpha is None:
+        return SavedWeights(own)
     suffix_a, suffix_b = f".{LORA_A}", f".{LORA_B}"
     adapted = {name.removesuffix(suffix_a) for name in names if name.startswith(_PARAMS) and name.endswith(suffix_a)}
     matrices = {name: (names[name + suffix_a], names[name + suffix_b]) for name in sorted(adapted)}
-    return AdapterSplit(own, matrices)
+    return SavedWeights(own, AdapterMerge(alpha / rank), matrices)
 
 
 def merge_params(base: Mapping[str, Any], adapter: Mapping[str, Any], merge: Callable[[Any, Any, Any], Any]) -> Any:

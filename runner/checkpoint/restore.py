@@ -34,7 +34,7 @@ from runner.checkpoint.leaves import (
     decode_leaves,
     encode_leaves,
     flatten_with_names,
-    has_adapter,
+    has_frozen_base,
     make_abstract,
     map_weight_names,
     validate_manifest_leaves,
@@ -488,7 +488,7 @@ def validate_source_run(source: str, weights: Any, name: str = PARAMS) -> None:
         )
         if manifest is None:
             raise ResumeError(f"{store.url}: no checkpoint is here")
-        if has_adapter(manifest.leaves):
+        if has_frozen_base(manifest.leaves):
             raise InvalidError(
                 f"{source} is of a run with an adapter; export it, which merges the adapter, and use the export instead"
             )

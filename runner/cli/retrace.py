@@ -184,10 +184,15 @@ def print_trial(arguments: TrialArguments) -> int:
     """Try a change of a run in two forks, print the verdict, and write the spec that goes on with the change."""
     with convert_read_errors():
         url, trust, overrides = _locate(arguments.where, arguments.trust, arguments.overrides)
-        store = open_run_store(url)
+        store, given = open_run_store(url), arguments.directory
+        if given is None and store.root is None:
+            raise InvalidError(f"{store.url}: is in a bucket; needs -o DIR, a directory of this machine")
+        path = Path(f"{store.root}.trial") if given is None else local_directory(given)
+        if store.root is not None and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(store.root)):
+            raise InvalidError(f"-o {given}: lies in the run {store.url}; use another directory")
         request = TrialRequest(
             url,
-            _choose_directory(arguments.directory, store),
+            path.absolute(),
             arguments.num_steps,
             arguments.step,
             overrides,
@@ -212,16 +217,6 @@ def print_trial(arguments: TrialArguments) -> int:
             if (advice := advise_stages(request)) is not None:
                 say(advice.format())
     return EXIT_DONE if is_kept else EXIT_INVALID if found.verdict == "unclear" else EXIT_FAILED
-
-
-def _choose_directory(given: str | None, run: Store) -> Path:
-    """Return the directory of a trial, by default beside its run. Raises `InvalidError`."""
-    if given is None and run.root is None:
-        raise InvalidError(f"{run.url}: is in a bucket; needs -o DIR, a directory of this machine")
-    path = Path(f"{run.root}.trial") if given is None else local_directory(given)
-    if run.root is not None and Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run.root)):
-        raise InvalidError(f"-o {given}: lies in the run {run.url}; use another directory")
-    return path.absolute()
 
 
 def write_bundle(arguments: BundleArguments) -> int:

@@ -323,8 +323,7 @@ class EvenSample(Generic[Item]):
 class RunCurves:
     """All series of one run, and some of its histograms and texts."""
 
-    def __init__(self, bins_max: int = BINS_MAX):
-        self._bins_max = bins_max
+    def __init__(self) -> None:
         self._by_key: dict[str, SeriesReducer] = {}
         self.left_out: set[str] = set()  # keys that are not drawn since there are too many
         self.num_rows = 0
@@ -354,7 +353,7 @@ class RunCurves:
             if key in self._by_key:
                 self._by_key[key].add(point)
             elif len(self._by_key) < _SERIES_MAX:
-                self._by_key[key] = SeriesReducer(self._bins_max)
+                self._by_key[key] = SeriesReducer()
                 self._by_key[key].add(point)
             elif len(self.left_out) < _SERIES_MAX:
                 self.left_out.add(key)
@@ -384,7 +383,7 @@ class RunCurves:
             for key, point in _list_points(row):
                 more.setdefault(key, []).append(point)
         # Keys that occur only in the newest rows have no series yet.
-        known = self._by_key | {key: SeriesReducer(self._bins_max) for key in more if key not in self._by_key}
+        known = self._by_key | {key: SeriesReducer() for key in more if key not in self._by_key}
         return {key: series.thin(bins_max, more.get(key, ())) for key, series in list(known.items())[:_SERIES_MAX]}
 
 

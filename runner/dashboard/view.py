@@ -514,6 +514,9 @@ def list_facts(history: History) -> list[tuple[str, str]]:
     best = history.best_validation
     newest = history.validation[-1] if history.validation else None
     attempt = history.attempts[-1] if history.attempts else None
+    restart_text = ""
+    if restarts := [sum(seconds.values()) for _, seconds in list_restarts(history.attempts)]:  # up to the first step
+        restart_text = f"{format_duration(restarts[-1])}, {format_duration(statistics.median(restarts))}"
     fork_text = ""
     if (fork := history.fork) is not None:
         lines = format_changes(fork)[:_CHANGES_MAX]
@@ -536,19 +539,13 @@ def list_facts(history: History) -> list[tuple[str, str]]:
         ("wall time", format_duration(history.wall_seconds)),
         ("goodput", f"{history.goodput:.1%}" if history.wall_seconds > 0 else ""),
         ("attempts", f"{len(history.attempts):,}"),
-        ("restart, last and median", format_restarts(history)),
+        ("restart, last and median", restart_text),
         ("steps lost and recomputed", f"{history.lost_steps:,}"),
         ("checkpoints", f"{len(history.checkpoints):,}"),
         ("devices", "" if attempt is None or attempt.num_devices is None else _format_devices(attempt)),
         ("directory", truncate(history.url)),
         ("forked from", truncate(fork_text)),
     ]
-
-
-def format_restarts(history: History) -> str:
-    """Return the time of the last restart up to its first step, and the median of all; nothing without a restart."""
-    totals = [sum(seconds.values()) for _, seconds in list_restarts(history.attempts)]
-    return f"{format_duration(totals[-1])}, {format_duration(statistics.median(totals))}" if totals else ""
 
 
 def format_state(history: History) -> str:

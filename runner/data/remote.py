@@ -3,7 +3,7 @@
 An object is read only in the version that the listing at the start named. An object that is replaced under a running
 job is therefore noticed by the next read.
 
-**Cache of ranges** (`RangeCache`). If its file is deleted, damaged or shared, the worst outcome is a cache miss.
+**Cache of ranges** (`_RangeCache`). If its file is deleted, damaged or shared, the worst outcome is a cache miss.
 
 1. The cache is one sparse file of slots of one size. A hash of object, version, start and stop gives the slot of a
    range, and a write replaces what was there. The file is therefore bounded, and no index is kept in memory.
@@ -90,7 +90,7 @@ class CacheSettings:
     sequence_tokens: int = 1  # number of tokens that one sequence reads, which sets the size of a slot
 
 
-class RangeCache:
+class _RangeCache:
     """Cache of byte ranges, read and written by any number of threads and processes."""
 
     def __init__(self, directory: Path, max_bytes: int | None, slot_bytes: int) -> None:
@@ -318,7 +318,7 @@ class BucketReader:
         """Open the cache. `source` is the value of `data.source`; slots suit sequences of ids of `itemsize` bytes."""
         self._source, self._store, self._settings = source, store, settings
         self.directory = settings.directory
-        self._cache = RangeCache(settings.directory, settings.max_bytes, settings.sequence_tokens * itemsize)
+        self._cache = _RangeCache(settings.directory, settings.max_bytes, settings.sequence_tokens * itemsize)
         self._disk = DiskReader(settings.directory)
         self._copies = FileCopies(settings.directory, source, settings.max_bytes)
 

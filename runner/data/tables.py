@@ -43,7 +43,7 @@ BLOCK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class TableColumns:
+class _TableColumns:
     """Names of the columns that are read; None for one that is not."""
 
     ids: str
@@ -131,7 +131,7 @@ def _choose_columns(
     mask: str | None,
     train_on: TrainOn | None,
     default_train_on: TrainOn | None,
-) -> TableColumns:
+) -> _TableColumns:
     """Return the columns to read. Raises `DataError` if one is missing, or `train_on` does not fit them."""
     found = mask if mask is not None else next((name for name in _MASK_COLUMNS if name in names), None)
     if found is not None and found not in names:
@@ -147,7 +147,7 @@ def _choose_columns(
             f"leave it out, or name the column in data.options.mask, of {_format(names)}"
         )
     padding = _PADDING_COLUMN if _PADDING_COLUMN in names else None
-    return TableColumns(column, padding, found if train_on == "answers" else None)
+    return _TableColumns(column, padding, found if train_on == "answers" else None)
 
 
 def _format(names: Sequence[str]) -> str:
@@ -272,7 +272,7 @@ def _unpack(file: File, batch: Any, column: str, is_mask: bool = False) -> tuple
     return lengths, found
 
 
-def _convert(file: File, columns: TableColumns, size: _TableSize, reader: Reader) -> Iterator[bytes]:
+def _convert(file: File, columns: _TableColumns, size: _TableSize, reader: Reader) -> Iterator[bytes]:
     """Yield the content of the converted file."""
     lengths, marks = [np.zeros(1, np.int64)], []
     num_tokens = num_rows = 0
@@ -305,7 +305,7 @@ def _make_zeros(num_bytes: int) -> Iterator[bytes]:
 
 
 def _read_rows(
-    file: File, batch: Any, columns: TableColumns, first_row: int
+    file: File, batch: Any, columns: _TableColumns, first_row: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the lengths of the rows of a batch, their ids, and the mark of each id. Raises `DataError`."""
     lengths, ids = _unpack(file, batch, columns.ids)

@@ -274,7 +274,7 @@ class HuggingFaceTokenizer(_TextTokenizer):
         return dict(self._library.get_vocab(with_added_tokens=True))
 
 
-class SentencePieceTokenizer(_TextTokenizer):
+class _SentencePieceTokenizer(_TextTokenizer):
     """Tokenizer of a model of the `sentencepiece` library, which is an extra."""
 
     name = "sentencepiece"
@@ -352,7 +352,7 @@ def make_tokenizer(record: JsonObject, content: bytes | None) -> BatchTokenizer:
         return ByteBatchTokenizer()
     if kind == TiktokenTokenizer.name:
         return TiktokenTokenizer(content, record["pattern"], record["special_tokens"])
-    return HuggingFaceTokenizer(content) if kind == HuggingFaceTokenizer.name else SentencePieceTokenizer(content)
+    return HuggingFaceTokenizer(content) if kind == HuggingFaceTokenizer.name else _SentencePieceTokenizer(content)
 
 
 def load_tokenizer(record: JsonObject, store: Store) -> BatchTokenizer:

@@ -5,6 +5,7 @@ and counts the bytes of their text.
 """
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -38,16 +39,15 @@ from runner.evaluation.likelihood import (
     LikelihoodScorer,
     Question,
     compute_accuracies,
-    compute_questions_digest,
     make_pairs,
     read_questions,
 )
 from runner.spec import Document
 from runner.train.evaluators import EvaluationMetrics, Evaluator, Validation, ValidationSize, make_validation_sets
 from runner.train.layout import BatchLayout, make_val_layout
-from runner.train.lora import merge_adapter
 from runner.train.setup import TrainSetup, TrainSetupBuilder
 from runner.train.step import Batch
+from runner.train.weights import get_model_state
 
 _DECODED_TOKENS = 1 << 20  # decoded at a time, so that memory stays bounded
 
@@ -114,7 +114,8 @@ class EvaluationTasks:
         """Digest of all questions, to compare hosts; empty without questions."""
         if not self.tasks:
             return ""
-        return compute_questions_digest([question for task in self.tasks for question in task.questions])
+        questions = [question for task in self.tasks for question in task.questions]
+        return hashlib.sha256(repr(questions).encode()).hexdigest()
 
     def make_multiple_choices(self, context: EvaluationContext) -> list[MultipleChoice]:
         """Return the evaluator of each task."""
@@ -306,7 +307,7 @@ class BuiltinEvaluators:
         if val_layout != layout:
             batch = partial(val_layout.batch, own_data)
         self.validation = Validation(
-            merge_adapter(train_setup.abstract_state),
+            get_model_state(train_setup.abstract_state),
             lambda abstract: train_setup.compile_val(setup_builder.recipe.val_step, abstract, val_layout),
             make_validation_sets(own_data, val_layout.global_batch_examples, batch),
             stop.poll,

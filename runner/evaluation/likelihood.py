@@ -20,7 +20,6 @@ choices the first is selected.
 Shape legend: B sequences of a batch, T sequence length, V vocabulary.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -187,11 +186,6 @@ def _parse_question(record: Any) -> Question:
             f"got {answer!r} as the answer, needs the index of one of {len(choices)} choices, or its letter"
         )
     return Question(context, tuple(choices), place)
-
-
-def compute_questions_digest(questions: Sequence[Question]) -> str:
-    """Return a digest of a list of questions."""
-    return hashlib.sha256(repr(list(questions)).encode()).hexdigest()
 
 
 def make_pairs(questions: Sequence[Question], encode: Callable[[str], Sequence[int]], first: int) -> list[TextPair]:

@@ -241,10 +241,11 @@ class HistoryReader:
             unread=tuple(self._unread),
         )
 
-    def _try(self, read: Callable[[], Value], default: Value) -> Value:
+    def _try(self, read: Callable[[], Value], default: Value, name: str = "") -> Value:
         """Return the result of `read`, or `default` if the file is missing or damaged; damage is noted in `_unread`.
 
-        Raises `StorageError` if a bucket does not answer, which says nothing about its content.
+        Errors of a parser do not say which file it is; they need its `name`. Raises `StorageError` if a bucket does not
+        answer, which says nothing about its content.
         """
         try:
             return read()
@@ -255,7 +256,7 @@ class HistoryReader:
         except StorageError:
             raise
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-            self._unread.append(to_single_line(str(error)))
+            self._unread.append(to_single_line(f"{name}: {error}" if name else str(error)))
         return default
 
     def _read_timelines(self, ledger: LedgerSummary) -> list[AttemptTimeline]:
@@ -266,7 +267,7 @@ class HistoryReader:
         for block in sorted(name for name in names if re.fullmatch(r"\d+-\d+\.zip", name)):
             content = self._try(partial(self._store.read, f"{ATTEMPTS}/{block}"), None)
             if content is not None:
-                folded.update(self._parse(f"{ATTEMPTS}/{block}", partial(unpack, content), nothing_folded))
+                folded.update(self._try(partial(unpack, content), nothing_folded, f"{ATTEMPTS}/{block}"))
         claims = {found for found in map(parse_number, names | set(folded)) if found is not None and found > 0}
 
         def read(name: str) -> bytes | None:
@@ -278,12 +279,11 @@ class HistoryReader:
             events = ledger.attempts.get(number) or AttemptEvents(number)
             nothing: JsonObject = {}
             claim, clock_file = read(str(number)) if number in claims else None, read(f"{number}.clock")
-            record = (
-                nothing if claim is None else self._parse(f"{ATTEMPTS}/{number}", lambda: parse_json(claim), nothing)
-            )
-            clock = None
+            record, clock = nothing, None
+            if claim is not None:
+                record = self._try(lambda: parse_json(claim), nothing, f"{ATTEMPTS}/{number}")
             if clock_file is not None:
-                clock = self._parse(get_clock_file_name(number), lambda: decode_clock_file(clock_file), None)
+                clock = self._try(lambda: decode_clock_file(clock_file), None, get_clock_file_name(number))
             return AttemptTimeline(events, clock, get_time(record))
 
         with ThreadPoolExecutor(_NUM_READERS) as pool:
@@ -291,14 +291,6 @@ class HistoryReader:
         return align_timelines(
             [each for each in timelines if each.clock or each.claimed is not None or math.isfinite(each.events.last)]
         )
-
-    def _parse(self, name: str, parse: Callable[[], Value], default: Value) -> Value:
-        """Return the result of `parse`, or `default` if the content of the file `name` is damaged."""
-        try:
-            return parse()
-        except (ValueError, RecursionError) as error:
-            self._unread.append(to_single_line(f"{name}: {error}"))
-            return default
 
     def _read_checkpoints(
         self, steps: Sequence[int], names: Sequence[str], ledger: LedgerSummary

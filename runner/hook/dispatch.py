@@ -65,9 +65,9 @@ from runner.hook.listing import (
 )
 from runner.metrics.rows import Row
 from runner.storage import JsonObject, read_log
-from runner.train.lora import DONATED, are_donated, copy_containers
 from runner.train.report import Report
 from runner.train.state import TrainState
+from runner.train.weights import DONATED, are_donated, copy_containers
 
 _SLOW_SECONDS, _SLOW_STEPS = 1.0, 10.0  # a call that takes longer than both is warned of, once per hook and method
 _INT_MAX_DIGITS = 300
@@ -209,7 +209,7 @@ class _HookCaller:
 
 
 @dataclass(frozen=True)
-class HookStop:
+class _HookStop:
     """Stop of the run by a hook; `step` is the last one."""
 
     hook: ListedHook
@@ -234,7 +234,7 @@ class HookDispatcher:
         self._logged: Row = {}  # metrics that hooks have logged for the row of the present step
         self._result: JsonObject = {}
         self._run_began = 0.0
-        self.stop: HookStop | None = None
+        self.stop: _HookStop | None = None
         self.save_step = 0
 
     def start(self, state: TrainState, step: int) -> TrainState:
@@ -272,7 +272,10 @@ class HookDispatcher:
         if hook_state.fired.stopped:
             stopper = self._hooks.find_by_digest(hook_state.fired.stopped)
             if stopper is not None:
-                self.stop = HookStop(stopper, step, hosts.agree(self._read_stop_reason(step)))
+                # The reason is in the event ledger of the attempt that stopped.
+                ledger = read_log(self._attempt.store, "events") if hosts.is_main else []
+                stops = [event for event in ledger if (event.get("event"), event.get("step")) == ("stop", step)]
+                self.stop = _HookStop(stopper, step, hosts.agree(str(stops[-1].get("reason")) if stops else ""))
             else:  # the hook was removed from the spec, or its config changed, so the run continues
                 running = replace(hook_state, fired=replace(hook_state.fired, stopped=0))
                 state = self._write_state(state, hook_state, running)
@@ -404,7 +407,7 @@ class HookDispatcher:
                 warn(f"hook {each.name} requests an evaluation at step {step}, and this job has no evaluators")
             # The first hook that stops the run is named; later ones in the same step change nothing.
             if verdict.act is Act.STOP and self.stop is None:
-                self.stop = HookStop(each, step, verdict.reason)
+                self.stop = _HookStop(each, step, verdict.reason)
                 fired = replace(fired, stopped=each.digest)
                 self._attempt.record("stop", step, hook=each.name, reason=verdict.reason)
                 self._attempt.say(
@@ -436,9 +439,3 @@ class HookDispatcher:
 
     def _write_state(self, state: TrainState, before: HookState, after: HookState) -> TrainState:
         return state if not self._hooks.stateful or after is before else after.replace_in(state, STATE_NAME)
-
-    def _read_stop_reason(self, step: int) -> str:
-        """Return the reason of the stop at `step` in an earlier attempt, from the event ledger. Process 0 only."""
-        events = read_log(self._attempt.store, "events") if self._attempt.hosts.is_main else []
-        reasons = [event.get("reason") for event in events if (event.get("event"), event.get("step")) == ("stop", step)]
-        return str(reasons[-1]) if reasons else ""

@@ -214,12 +214,12 @@ class MetricReader:
         return None
 
 
-def is_better(value: float, best: float, mode: Mode, min_delta: float = 0.0) -> bool:
+def _is_better(value: float, best: float, mode: Mode, min_delta: float = 0.0) -> bool:
     """Return True if a value is better by more than `min_delta`. NaN never is."""
     return value < best - min_delta if mode == "min" else value > best + min_delta
 
 
-def get_worst_value(mode: Mode) -> np.float32:
+def _get_worst_value(mode: Mode) -> np.float32:
     """Return a value that any other value is better than."""
     return np.float32(math.inf if mode == "min" else -math.inf)
 
@@ -255,7 +255,7 @@ class EarlyStopping(Hook):
 
     def init(self) -> Any:
         """Return the best value, and the number of evaluations since then."""
-        return {"best": get_worst_value(self.config.mode), "waited": np.int32(0)}
+        return {"best": _get_worst_value(self.config.mode), "waited": np.int32(0)}
 
     def on_evaluation(self, moment: Moment) -> Verdict | None:
         """Compare with the best value, count, and stop when patience runs out."""
@@ -264,7 +264,7 @@ class EarlyStopping(Hook):
         # An evaluation that lacks this metric, or in which it is null, neither resets nor uses up the patience.
         if value is None:
             return None
-        if is_better(value, best, config.mode, config.min_delta):
+        if _is_better(value, best, config.mode, config.min_delta):
             return Verdict(counters={"best": np.float32(value), "waited": np.int32(0)})
         counters = {"best": np.float32(best), "waited": np.int32(waited + 1)}
         if waited + 1 < config.patience:
@@ -359,12 +359,12 @@ class BestAtEnd(Hook):
 
     def init(self) -> Any:
         """Return the best value, and its step; 0 before the first."""
-        return {"value": get_worst_value(self._keep_best.mode), "step": np.int32(0)}
+        return {"value": _get_worst_value(self._keep_best.mode), "step": np.int32(0)}
 
     def on_evaluation(self, moment: Moment) -> Verdict | None:
         """Save the step if it is better than all before."""
         value = self._metric.read(moment.row)
-        if value is None or not is_better(value, float(moment.counters["value"]), self._keep_best.mode):
+        if value is None or not _is_better(value, float(moment.counters["value"]), self._keep_best.mode):
             return None
         return Verdict(Act.SAVE, {"value": np.float32(value), "step": np.int32(moment.step)})
 

@@ -24,8 +24,8 @@ from typing import Literal
 import numpy as np
 import safetensors
 
-from runner.checkpoint.inspect import find_adapter, find_weight_names, read_named_leaves, read_weights, use_checkpoint
-from runner.checkpoint.leaves import has_adapter, parse_dtype
+from runner.checkpoint.inspect import find_weights, read_named_leaves, read_weights, use_checkpoint
+from runner.checkpoint.leaves import has_frozen_base, parse_dtype
 from runner.checkpoint.manifest import LeafRecord, Manifest
 from runner.config import DataConfig
 from runner.console import warn
@@ -223,7 +223,7 @@ def export_into(
     """
 
     def write(store: Store, manifest: Manifest) -> Manifest:
-        names = find_weight_names(manifest, options.weights)
+        names = find_weights(manifest, options.weights).names
         leaves = {name: manifest.leaves[saved] for name, saved in names.items()}
         pieces, tensors = _plan_tensors(manifest.name, leaves, family, options.dtype)
         # Checks that may refuse the export come before the weights, which take long to write.
@@ -351,12 +351,12 @@ def export_adapter(
     with publish_directory(out) as directory:
 
         def write(store: Store, manifest: Manifest) -> int:
-            if not has_adapter(manifest.leaves):
+            if not has_frozen_base(manifest.leaves):
                 raise InvalidError(
                     f"checkpoint {manifest.name} has no adapter: its run has no config.adapter; leave --adapter out"
                 )
             # Averages of the weights have separate A and B.
-            pairs = find_adapter(manifest, weights)[1].matrices
+            pairs = find_weights(manifest, weights).matrices
             names = [name for pair in pairs.values() for name in pair]
             arrays = {name: np.asarray(array) for name, array in read_named_leaves(store, manifest, names)}
             matrices = {name: (arrays[a], arrays[b]) for name, (a, b) in pairs.items()}

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoint.inspect import find_weight_names
+from runner.checkpoint.inspect import find_weights
 from runner.checkpoint.manifest import Manifest
 from runner.config import SOURCE_NAME, DataConfig
 from runner.console import hide_secret
@@ -144,7 +144,7 @@ def _list_facts(checkpoint: ExportedCheckpoint, generates_text: bool) -> Iterabl
         if loss is not None:
             # The loss of a model that is not a language model has an unknown unit.
             yield f"{name}, nats a token" if generates_text else name, f"{loss:.4f}"
-    weights = [manifest.leaves[name]["shape"] for name in find_weight_names(manifest, PARAMS)]
+    weights = [manifest.leaves[name]["shape"] for name in find_weights(manifest, PARAMS).names]
     yield "parameters", f"{sum(math.prod(shape) for shape in weights):,}"
     if data is not None:
         yield "data", ", ".join(f"`{_escape(_hide_directories(source))}`" for source in _list_sources(data))

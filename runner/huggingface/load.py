@@ -209,7 +209,7 @@ _SAMPLE_BYTES = 4096  # from the middle of each tensor: training changes every o
 _WEIGHTS = ("params.", "variables.")
 
 
-def identify_adapter_base(document: Document, spec: ExecutionSpec, config: Any, store: Store) -> Trajectory:
+def identify_frozen_base(document: Document, spec: ExecutionSpec, config: Any, store: Store) -> Trajectory:
     """Return what an adapter adds to the trajectory: the fingerprint of its base; nothing without an adapter.
 
     If the base is gone, the fingerprint is that which the run in `store` has saved.

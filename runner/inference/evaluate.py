@@ -45,7 +45,7 @@ from runner.spec.document import parse_yaml
 from runner.storage import JsonObject
 from runner.train.evaluators import Evaluator, Validation, ValidationSet, ValidationSize, ValidationSums
 from runner.train.layout import BatchLayout
-from runner.train.lora import copy_containers
+from runner.train.weights import copy_containers
 from runner.trainer import BaseTrainer
 
 DATA_SET = "data"  # name of the set that the command line gives

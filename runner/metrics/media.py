@@ -217,7 +217,11 @@ class MediaWriter:
         def work() -> None:
             try:
                 run_in_parallel([partial(self._store.write, file.name, file.content) for file in files])
-                self._delete_surplus(step)
+                # Files of later steps, which a resume has discarded, and of steps that are thinned out.
+                by_step = {int(name): name for name in self._store.list_names(MEDIA_FOLDER) if name.isdecimal()}
+                kept = thin_steps((each for each in by_step if each <= step), STEPS_MAX)
+                for each in sorted({*by_step} - {*kept}):
+                    self._store.remove_tree(f"{MEDIA_FOLDER}/{by_step[each]}")
             except OSError as error:
                 problems.append(str(error))
 
@@ -227,13 +231,6 @@ class MediaWriter:
         if self._thread.is_alive():
             return f"not written within {WRITE_SECONDS:g} s"
         return problems[0] if problems else None
-
-    def _delete_surplus(self, step: int) -> None:
-        """Delete the files of steps after `step`, which a resume has discarded, and of steps that are thinned out."""
-        by_step = {int(name): name for name in self._store.list_names(MEDIA_FOLDER) if name.isdecimal()}
-        kept = thin_steps((each for each in by_step if each <= step), STEPS_MAX)
-        for each in sorted({*by_step} - {*kept}):
-            self._store.remove_tree(f"{MEDIA_FOLDER}/{by_step[each]}")
 
 
 def thin_steps(steps: Iterable[int], num_max: int) -> list[int]:

@@ -42,7 +42,7 @@ from runner.storage.bucket import limit_call_seconds
 from runner.train.checks import find_unmeasured_saves
 from runner.train.compile import StepTooLargeError
 from runner.train.program import Program
-from runner.train.setup import TrainSetup, TrainSetupBuilder
+from runner.train.setup import TrainSetup
 from runner.train.stages import format_rounded_starts
 from runner.trainer import BaseTrainer
 
@@ -97,23 +97,17 @@ def plan(request: PlanRequest) -> int:
         }
         write_text(json.dumps(content, indent=2) + "\n")
     else:
-        _write_verdict(findings, request.is_quick)
+        count = len(findings.problems)
+        verdict = "would run, as far as can be told without compiling" if request.is_quick else "would run"
+        verdict = f"would not run: {count} problem{'s' * (count > 1)}" if count else verdict
+        if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+            verdict = f"\x1b[{_RED if count else _GREEN}m{verdict}\x1b[0m"
+        write_text(f"{verdict}\n", is_program=True)
+        write_text("".join(f"problem: {line}\n" for line in findings.problems) + "\n")
         lines = format_sections(sections) if sections else []
         lines += ["", *(f"warning: {line}" for line in findings.warnings)] if findings.warnings else []
         write_lines(lines)
     return EXIT_INVALID if findings.problems else EXIT_DONE
-
-
-def _write_verdict(findings: Findings, is_quick: bool) -> None:
-    if findings.problems:
-        count = len(findings.problems)
-        verdict = f"would not run: {count} problem{'s' if count > 1 else ''}"
-    else:
-        verdict = "would run, as far as can be told without compiling" if is_quick else "would run"
-    is_coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    colour = _RED if findings.problems else _GREEN
-    write_text(f"\x1b[{colour}m{verdict}\x1b[0m\n" if is_coloured else f"{verdict}\n", is_program=True)
-    write_text("".join(f"problem: {line}\n" for line in findings.problems) + "\n")
 
 
 def _open_machine(document: Document, findings: Findings) -> TargetMachine | None:
@@ -206,7 +200,14 @@ def _make_trainer_sections(
             if not isinstance(error.__cause__, StepTooLargeError):
                 raise
             # Show what would fill the memory.
-            largest = _make_largest_arrays_section(job.setup_builder, train_setup, machine)
+            largest, builder = Section("largest arrays of a device"), job.setup_builder
+            try:
+                compiled = builder.compile_smallest(train_setup)
+            except jax.errors.JaxRuntimeError:
+                # libtpu does not return a program that is too large. XLA for CPU compiles it for the stand-ins.
+                compiled = builder.compile_smallest(builder.build(machine.stand_ins))
+            for buffer in find_largest_arrays(compiled.text, _NUM_LARGEST_ARRAYS):
+                largest.add(buffer.shape, buffer.bytes, "bytes", "compiled", buffer.op_name)
             sections += [report.make_state_section(abstract_state), largest]
             raise
     if program is None:
@@ -365,21 +366,6 @@ def _make_checkpoint_section(
     checks.check_grace(job, save_seconds, "assumed", findings)
     if (advice := find_replica_advice(machine.num_hosts, job.spec.checkpoint)) is not None:
         findings.warnings.append(job.document.format_problem(("checkpoint",), advice))
-    return section
-
-
-def _make_largest_arrays_section(
-    setup_builder: TrainSetupBuilder, train_setup: TrainSetup, machine: TargetMachine
-) -> Section:
-    """Return the section of the largest arrays of the smallest step, which does not fit."""
-    section = Section("largest arrays of a device")
-    try:
-        compiled = setup_builder.compile_smallest(train_setup)
-    except jax.errors.JaxRuntimeError:
-        # libtpu does not return a program that is too large. XLA for CPU compiles it for the stand-ins.
-        compiled = setup_builder.compile_smallest(setup_builder.build(machine.stand_ins))
-    for buffer in find_largest_arrays(compiled.text, _NUM_LARGEST_ARRAYS):
-        section.add(buffer.shape, buffer.bytes, "bytes", "compiled", buffer.op_name)
     return section
 
 

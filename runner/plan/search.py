@@ -381,7 +381,7 @@ def compile_and_send(
 ) -> None:
     """Compile a candidate, send the result of `run_compilation`, and end this process.
 
-    `target` is the accelerator, and the memory of one of its devices; `directory` as in `compile_candidate`.
+    `target` is the accelerator, and the memory of one of its devices; `directory` as in `_compile_candidate`.
     """
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # the parent has opened it too
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and its end this process
@@ -399,14 +399,14 @@ def compile_and_send(
         request_dumps(directory)
     try:
         machine = replace(open_machine(target[0]), hbm_bytes=target[1])
-        sender.send(compile_candidate(search, candidate, machine, directory))
+        sender.send(_compile_candidate(search, candidate, machine, directory))
     except InvalidError as error:
         sender.send((str(error).partition(";")[0], getattr(error.__cause__, "needed_bytes", 0)))
     # A thread may still compile.
     os._exit(EXIT_DONE)
 
 
-def compile_candidate(
+def _compile_candidate(
     search: Search, candidate: Candidate, machine: TargetMachine, directory: Path | None
 ) -> CompiledCandidate:
     """Compile a candidate in this process, or schedule it with dumps in `directory`. Raises InvalidError."""

@@ -65,11 +65,6 @@ class ArrayDifference(NamedTuple):
             f"{self.num_values:,} values differ, from {[*self.position]} on, by {self.relative:.2g} of the largest"
         )
 
-    def format_bound(self) -> str:
-        """Return the size of the difference beside that of rounding."""
-        size = "the bits differ, within rounding" if self.is_rounding else "this is beyond rounding"
-        return f"{size}, which is up to {self.bound:.2g} of the largest"
-
 
 class GroupComparison(NamedTuple):
     """Comparison of the arrays of one kind, in the order of computation."""
@@ -158,7 +153,8 @@ class RunsComparison:
                 yield f"    {group.first}"
                 # Rounding grows in the arrays after the first one, so their size proves nothing.
                 if is_first and group.first.bound:
-                    yield f"    {group.first.format_bound()}"
+                    size = "the bits differ, within rounding" if group.first.is_rounding else "this is beyond rounding"
+                    yield f"    {size}, which is up to {group.first.bound:.2g} of the largest"
                 is_first = False
             if group.uncompared:
                 named = ", ".join(group.uncompared[:_MAX_NAMED])

@@ -58,7 +58,7 @@ def find_deviation(rows: Sequence[Row], index: int, spike: SpikeConfig) -> Devia
     return Deviation(rows[index]["step"], float(loss), mean, sigmas, len(losses))
 
 
-def get_spike_config(config: TrainerConfig[Any]) -> SpikeConfig:
+def _get_spike_config(config: TrainerConfig[Any]) -> SpikeConfig:
     """Return the window and the threshold of the run for spikes of the loss, or the defaults."""
     policy = config.stability.roll_back
     if config.stability.spike is None and policy is not None:
@@ -68,7 +68,7 @@ def get_spike_config(config: TrainerConfig[Any]) -> SpikeConfig:
 
 def find_spike(rows: Sequence[Row], config: TrainerConfig[Any], url: str) -> Deviation:
     """Return the row whose loss is furthest above those before it. Raises `InvalidError` if none can be told."""
-    spike = get_spike_config(config)
+    spike = _get_spike_config(config)
     found = [deviation for index in range(len(rows)) if (deviation := find_deviation(rows, index, spike)) is not None]
     if not found:
         raise InvalidError(f"{url}: --spike needs {_MIN_ROWS + 1} rows with a loss, and there are {len(rows)}")
@@ -117,8 +117,9 @@ class ExplainedExample:
         mark = "  STANDS OUT" if self.stands_out else ""
         yield f"example {example.number}  {example.source}, epoch {example.epoch}, number {example.index}{cost}{mark}"
         for part in example.parts:
-            text = "" if part.text is None else f": {shorten(part.text)}"
-            yield f"    {part.num_tokens} tokens from {part.place}{text}"
+            text = repr(part.text)[1:-1] if part.text is not None else ""  # on one line
+            text = text if len(text) <= _TEXT_CHARACTERS else f"{text[:_TEXT_CHARACTERS]}..."
+            yield f"    {part.num_tokens} tokens from {part.place}" + ("" if part.text is None else f": {text}")
         yield from (f"    {name}: {value}" for name, value in example.fields.items())
         if self.worst_tokens:
             worst = ", ".join(f"{text!r} {loss:.2f}" for text, loss in self.worst_tokens)
@@ -193,12 +194,6 @@ class Explanation:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
-
-
-def shorten(text: str) -> str:
-    """Return the beginning of a text on one line, with control characters escaped."""
-    line = repr(text)[1:-1]
-    return line if len(line) <= _TEXT_CHARACTERS else f"{line[:_TEXT_CHARACTERS]}..."
 
 
 def list_changes(rows: Sequence[Row], step: int, job: BaseTrainer, history: History) -> list[str]:
@@ -288,25 +283,20 @@ def score_examples(
     explained.sort(key=lambda each: _rank(each.loss), reverse=True)
     if scorer.is_language_model and reader is not None:
         for place, each in enumerate(explained[:num_shown]):
+            # The targets with the highest losses, as text or id.
             fields = select(arrays, each.example.number)
-            worst = find_worst_tokens(scorer, fields, reader)
-            explained[place] = replace(each, worst_tokens=worst)
+            token_losses = np.where(fields["padding_mask"], scorer.score_tokens(fields), -np.inf)
+            order = np.argsort(-token_losses)[:_WORST_TOKENS].tolist()
+            worst = [index for index in order if token_losses[index] > -np.inf]
+            targets = fields["y"]
+            texts = [reader.decode(targets[index : index + 1]) or str(targets[index]) for index in worst]
+            pairs = list(zip(texts, token_losses[worst].tolist(), strict=True))
+            explained[place] = replace(each, worst_tokens=pairs)
     return explained, _mean(earlier)
 
 
 def _rank(loss: ExampleLoss | None) -> float:
     return 0.0 if loss is None else math.inf if math.isnan(loss.loss_sum) else loss.loss_sum
-
-
-def find_worst_tokens(
-    scorer: ExampleScorer, example: Mapping[str, np.ndarray], reader: ExampleReader
-) -> list[tuple[str, float]]:
-    """Return the targets of an example of a language model with the highest losses, as text or id."""
-    losses = np.where(example["padding_mask"], scorer.score_tokens(example), -np.inf)
-    worst = [index for index in np.argsort(-losses)[:_WORST_TOKENS].tolist() if losses[index] > -np.inf]
-    targets = example["y"]
-    texts = [reader.decode(targets[index : index + 1]) or str(targets[index]) for index in worst]
-    return list(zip(texts, losses[worst].tolist(), strict=True))
 
 
 class Explainer:
@@ -328,7 +318,7 @@ class Explainer:
         """
         index = next((number for number, row in enumerate(self.rows) if row["step"] == step), None)
         config = self._job.at_step(step).config
-        deviation = None if index is None else find_deviation(self.rows, index, get_spike_config(config))
+        deviation = None if index is None else find_deviation(self.rows, index, _get_spike_config(config))
         before = None
         if retracing is not None:
             retracing.advance_to(step - 1)

@@ -115,10 +115,19 @@ class StepInspection(NamedTuple):
         }
 
     def format(self) -> Iterator[str]:
-        """Yield a table of leaves and one of modules, which has the layers with the extreme values of each module."""
-        yield from format_leaves(self.leaves)
+        """Yield a table of leaves and one of modules, with the layers that have their extreme values.
+
+        A leaf that stacks layers is followed by the layer with the largest gradients.
+        """
+        rows: list[tuple[str, ...]] = [_HEADS]
+        for leaf in self.leaves:
+            rows.append(_format_leaf(leaf))
+            if leaf.layers:
+                most = max(leaf.layers, key=lambda layer: (layer.gradients.num_not_finite, layer.gradients.rms))
+                rows.append(_format_leaf(most._replace(name=f"  largest gradients: {most.name}")))
+        yield from _align(rows)
         yield ""
-        rows: list[tuple[str, ...]] = [_ACTIVATION_HEADS]
+        rows = [_ACTIVATION_HEADS]
         for report in self.activations:
             smallest, largest = (choose(each.rms for each in report.figures) for choose in (min, max))
             worst = max(range(len(report.figures)), key=lambda layer: report.figures[layer].largest)
@@ -267,20 +276,6 @@ def _read_layers(leaves: Mapping[str, jax.Array]) -> dict[str, list[LeafFigures]
         name: [LeafFigures(*(each.item() for each in row)) for row in zip(*figures, strict=True)]
         for name, figures in zip(leaves, found, strict=True)
     }
-
-
-def format_leaves(reports: Sequence[LeafReport]) -> Iterator[str]:
-    """Yield a table: root mean square and largest absolute value of each array, and what is zero or not finite.
-
-    A leaf that stacks layers is followed by the layer with the largest gradients.
-    """
-    rows: list[tuple[str, ...]] = [_HEADS]
-    for report in reports:
-        rows.append(_format_leaf(report))
-        if report.layers:
-            most = max(report.layers, key=lambda layer: (layer.gradients.num_not_finite, layer.gradients.rms))
-            rows.append(_format_leaf(most._replace(name=f"  largest gradients: {most.name}")))
-    yield from _align(rows)
 
 
 def _format_leaf(report: LeafReport) -> tuple[str, ...]:

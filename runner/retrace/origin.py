@@ -52,7 +52,7 @@ def makes_own_batches(job: BaseTrainer) -> bool:
 def list_unknown(arrays: Mapping[str, np.ndarray]) -> list[StepExample]:
     """Return the examples of a batch, (N, ...) by field, whose origin is not known."""
     count = len(next(iter(arrays.values())))
-    shown = [{name: format_array(values[number]) for name, values in arrays.items()} for number in range(count)]
+    shown = [{name: _format_array(values[number]) for name, values in arrays.items()} for number in range(count)]
     return [StepExample(number, "batch", 0, number, [], fields) for number, fields in enumerate(shown)]
 
 
@@ -93,7 +93,7 @@ class ExampleReader:
                 origin.epoch,
                 origin.number,
                 [*self._list_parts(origin)],
-                {} if len(origin.spans) else {name: format_array(values[number]) for name, values in arrays.items()},
+                {} if len(origin.spans) else {name: _format_array(values[number]) for name, values in arrays.items()},
             )
             for number, origin in enumerate(origins)
         ]
@@ -128,7 +128,7 @@ def find_document_start(source: Source, position: int) -> int:
         searched *= 2
 
 
-def format_array(values: np.ndarray) -> str:
+def _format_array(values: np.ndarray) -> str:
     """Return a number as it is, and of an array its shape, type and range."""
     if not values.ndim:
         return str(values.item())

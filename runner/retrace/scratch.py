@@ -165,7 +165,7 @@ def make_document(
     return replace(parse_document(text, name, given), trust=trust)
 
 
-def describe_way(run: Store, start: int, step: int) -> str:
+def _describe_way(run: Store, start: int, step: int) -> str:
     """Return how many steps of a run lead from a checkpoint to a step, and how long they took in the run."""
     times = [
         (row["step"], seconds)
@@ -242,7 +242,7 @@ def _explain_refusal(
         return InvalidError(f"{head}\n--any-device uses the devices of this machine instead")
     if oldest is None:
         return error
-    nearest = f"step {oldest + 1} is the nearest that can be computed again, {describe_way(run, oldest, oldest + 1)}"
+    nearest = f"step {oldest + 1} is the nearest that can be computed again, {_describe_way(run, oldest, oldest + 1)}"
     return InvalidError(f"{head}\n{run.url}: no checkpoint before step {request.step} is left; {nearest}")
 
 
@@ -263,7 +263,7 @@ def retrace(request: RetraceRequest) -> Iterator[Retracing]:
         copied = _copy_past(run, usable, request.newest_checkpoint == 0, scratch)
         start = _find_first_step(run) if copied is None else copied
         if start < request.step:
-            say(f"{run.url}: to step {request.step}: {describe_way(run, start, request.step)}")
+            say(f"{run.url}: to step {request.step}: {_describe_way(run, start, request.step)}")
         made = make_document(
             dump_yaml(document.data),
             f"{run.url}/{SPEC}",

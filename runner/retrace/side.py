@@ -97,17 +97,15 @@ def compute_side(directory: Path) -> int:
             else:
                 other = None if record["other"] is None else RunReplay.from_json(record["other"])
                 found["replay"] = computer.replay(request, other).to_json()
-        found["has_imported"] = request.code is None or _has_imported(Path(request.code))
+        # Whether this process has imported a module of the given code.
+        files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+        found["has_imported"] = request.code is None or any(
+            Path(file).resolve().is_relative_to(Path(request.code).resolve()) for file in files if file
+        )
     except RunnerError as error:
         found, code = {"error": str(error)}, error.exit_code
     (directory / _RESULT).write_text(json.dumps(found))
     return code
-
-
-def _has_imported(directory: Path) -> bool:
-    """Return True if this process has imported a module of a directory."""
-    files = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-    return any(Path(file).resolve().is_relative_to(directory.resolve()) for file in files if file)
 
 
 def write_arrays(path: Path, arrays: Arrays) -> list[JsonObject]:

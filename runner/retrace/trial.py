@@ -221,8 +221,11 @@ class Fork:
                 if now - said_at >= _SAY_SECONDS:
                     said_at, rows = now, self.read_rows()
                     if rows:
-                        first = first or (rows[-1]["step"], now)
-                        self._say_progress(rows[-1]["step"], first, now)
+                        step, first = rows[-1]["step"], first or (rows[-1]["step"], now)
+                        made, seconds = step - first[0], now - first[1]
+                        left_seconds = seconds / made * (self.stop - step) if made else 0.0
+                        left = f", {format_duration(left_seconds)} left" if made and seconds else ""
+                        say(f"trial: {self.name}: step {step} of {self.start + 1} to {self.stop}{left}")
                     else:
                         say(f"trial: {self.name}: starting, {format_duration(now - began)}")
             return process.wait()
@@ -231,11 +234,6 @@ class Fork:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_SECONDS)
             raise
-
-    def _say_progress(self, step: int, first: tuple[int, float], now: float) -> None:
-        made, seconds = step - first[0], now - first[1]
-        left = f", {format_duration(seconds / made * (self.stop - step))} left" if made and seconds else ""
-        say(f"trial: {self.name}: step {step} of {self.start + 1} to {self.stop}{left}")
 
 
 def choose_start(request: TrialRequest, job: BaseTrainer) -> int:
@@ -298,7 +296,7 @@ def make_spec(request: TrialRequest, job: BaseTrainer, fork: Fork, values: Mappi
     """Return the spec of a fork with these values of dotted keys. Raises `InvalidError`."""
     overrides = request.overrides if fork.name == NEW else ()
     changes = {*(request.changed_keys if fork.name == NEW else ())}
-    if alters_batches([*changes]):
+    if _alters_batches([*changes]):
         # The digests of the data follow from these keys.
         changes |= {"config.data"} | ({"config.stages"} if job.config.stages else set())
     parent = {"run": job.store.url, "step": fork.start, "changes": sorted(changes)}
@@ -341,7 +339,7 @@ def advise_stages(request: TrialRequest) -> Advice | None:
     return None if stages is None else Advice("config.stages", stages, f"to change the run itself from step {step} on,")
 
 
-def alters_batches(keys: Sequence[str]) -> bool:
+def _alters_batches(keys: Sequence[str]) -> bool:
     """Return True if a change of these keys gives a step other examples."""
     return any(
         key in ("seed", "config") or key.startswith(("config.data", "config.train.global_batch")) for key in keys
@@ -416,5 +414,5 @@ def compare(request: TrialRequest, old: Fork, new: Fork, failure: str | None) ->
         [*request.criteria],
         failure,
         failure is None and not any(True for pair in pairs for _ in compare_rows(*pair)),
-        not alters_batches(request.changed_keys),
+        not _alters_batches(request.changed_keys),
     )

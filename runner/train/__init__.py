@@ -8,6 +8,7 @@
 - `replay`: steps whose gradients are computed twice, to find defective devices
 - `step`: optimizer step and validation step
 - `lora`: LoRA adapters
+- `weights`: weights of the model in a state, for whoever does not train it
 - `evaluators`: evaluators, their schedule, and validation
 - `feature`: what a key of the config switches on
 - `features`: features, each in one file
@@ -18,8 +19,7 @@
 - `kernel_check`: self-test of the kernels of a step
 - `setup`: abstract train state, shardings and optimizer on a mesh
 - `stages`: stages of a run: configs and trajectory
-- `checks`: checks of hardware, data and earlier attempts
-- `loss_check`: check that a job's own loss is a sum
+- `checks`: checks of hardware, data, earlier attempts and the loss
 - `flops`: FLOPs, memory and traffic of a step
 - `program`: programs of a run by stage: layout of the batch, data, compiled steps
 - `program_history`: programs that have made a run's steps, by which edited code is noticed

@@ -34,10 +34,9 @@ from runner.metrics.media import MediaFile, MediaWriter, UnfitMediaError, encode
 from runner.metrics.meta import ACCURACY, SUMS, RowValue, UnfitMetricsError, compute_means, parse_metrics, to_row_value
 from runner.metrics.rows import Row
 from runner.spec import hash_record
-from runner.train.auxiliary import EMA
-from runner.train.lora import DONATED, are_donated, copy_containers, make_lazy_weights
-from runner.train.state import PARAMS, RIDERS, VARIABLES, TrainState, get_merge
+from runner.train.state import PARAMS, VARIABLES, TrainState
 from runner.train.step import Batch
+from runner.train.weights import DONATED, are_donated, copy_containers
 
 EvaluationMetrics = Row
 _VAL_ACCURACY = f"val/{ACCURACY}"
@@ -371,17 +370,6 @@ class Validation:
         # Sums are divided later, by the tokens of all batches; in float64, parts of a large set add up exactly.
         host_sums = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), jax.device_get(sums or {}))
         return ValidationSums(float(loss_sum), float(token_count), last, host_sums)
-
-
-def add_averages(get_weights: Callable[[Any], Any], state: Any) -> Any:
-    """Return `get_weights(state)` with the averages of the state below `ema`, by decay, if it has some.
-
-    Weights and averages of an adapter are merged on first access.
-    """
-    if get_merge(state) is not None:
-        return make_lazy_weights(state)
-    auxiliary = getattr(state, RIDERS, {})
-    return get_weights(state) | ({EMA: auxiliary[EMA]} if EMA in auxiliary else {})
 
 
 def cast_like(averages: Any, params: Any) -> Any:

@@ -17,9 +17,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from runner.accelerator import PeakRates, find_chip
 from runner.config import MatmulType, MemoryConfig
 from runner.data import Fields
-from runner.train.lora import merge_adapter
 from runner.train.setup import TrainSetup
 from runner.train.state import bind_variables, get_variables
+from runner.train.weights import get_model_state
 
 CALLS = (  # primitives that run the program inside them once
     "jit",
@@ -195,7 +195,7 @@ def count_forward_flops(
     """
     abstract = train_setup.abstract_state
     # Shapes without shardings, since the count is of the global program.
-    state = merge_adapter(abstract).params, get_variables(abstract)
+    state = get_model_state(abstract).params, get_variables(abstract)
     params, variables = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
     batch = {name: jax.ShapeDtypeStruct((1, *field.shape), field.dtype) for name, field in fields.items()}
     batch["example"] = jax.ShapeDtypeStruct((1,), jnp.int32)

@@ -3,30 +3,26 @@
 The parameters of the train state are A and B of each target, float32, below the target's name: optimizer, clipping,
 weight decay and averages apply to them alone. The model's own parameters are the variables `base` of the train state,
 without gradients or moments. Each micro-batch is computed with `base + alpha / rank * A @ B`. B is initialised to zero,
-so the first step computes the same outputs as the base. Read-only tools get the merged weights, with the structure and
-the types of the model's own parameters.
+so the first step computes the same outputs as the base. `weights` merges them for read-only tools.
 """
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from runner.checkpoint.leaves import BASE, LORA_A, LORA_B, AdapterMerge, merge_params
+from runner.checkpoint.leaves import BASE, LORA_A, LORA_B
 from runner.config import AdapterConfig
 from runner.errors import InvalidError
 from runner.optim.groups import Parameter, describe_parameters, format_nearest_names
-from runner.train.auxiliary import EMA
-from runner.train.state import PARAMS, VARIABLES, TrainState, drop_params, get_merge, get_variables, get_weights
+from runner.train.state import PARAMS, drop_params
 
 _INIT_KEY = 2**32 - 1  # folded into the run's key for A; no step has this number
-DONATED = "it has donated the weights that it was given, which the next step needs; donate a copy of them"
 
 
 def make_abstract_adapter(boxed: Any, config: AdapterConfig) -> Any:
@@ -105,107 +101,3 @@ def combine_with_base(variables: Mapping[str, Any], adapter: Any) -> Any:
     if BASE in variables:
         raise InvalidError(f"config.adapter: the model has variables called {BASE!r} itself; give them another name")
     return {**drop_params(variables), BASE: variables[PARAMS], PARAMS: adapter}
-
-
-def replace_base(state: TrainState, weights: Mapping[str, Any]) -> TrainState:
-    """Return the state at step 0 with a model's weights (`get_model_weights`) as the base of its adapter."""
-    if get_merge(state) is None:
-        return state.replace(**weights)
-    return state.replace(variables={**weights.get(VARIABLES, {}), BASE: weights[PARAMS]})
-
-
-# Views for read-only tools and evaluators.
-
-
-def merge_adapter(state: TrainState) -> TrainState:
-    """Return the state with the model's own parameters, without averages and moments of an adapter.
-
-    The state may be abstract. Without an adapter it is returned as it is.
-    """
-    if get_merge(state) is None:
-        return state
-    return state.replace(
-        params=_merge(state, state.params), variables=get_variables(state), merge=None, riders={}, opt_state=()
-    )
-
-
-def get_model_weights(state: TrainState) -> Any:
-    """Return the model's parameters, merged if an adapter is trained, and its other variables.
-
-    The merged parameters have the types of the base. The state may be abstract. Called on every host.
-    """
-    return get_weights(merge_adapter(state))
-
-
-class LazyMergedWeights(MutableMapping[str, Any]):
-    """Weights by name that are merged on first access, since most rows are not evaluated."""
-
-    def __init__(self, make_by_name: Mapping[str, Callable[[], Any]]):
-        self._make = {name: functools.cache(make) for name, make in make_by_name.items()}
-
-    def __getitem__(self, name: str) -> Any:
-        return self._make[name]()
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._make[name] = functools.cache(lambda: value)
-
-    def __delitem__(self, name: str) -> None:
-        del self._make[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._make)
-
-    def __len__(self) -> int:
-        return len(self._make)
-
-    def copy_containers(self) -> "LazyMergedWeights":
-        """Return a copy that shares the merged weights, but no mutable container."""
-        own = {name: functools.partial(lambda make: copy_containers(make()), make) for name, make in self._make.items()}
-        return LazyMergedWeights(own)
-
-
-def copy_containers(weights: Any) -> Any:
-    """Return weights in new containers, for user code, which may write into them.
-
-    JAX arrays are shared, because they are immutable; NumPy arrays are copied.
-    """
-
-    def copy(leaf: Any) -> Any:
-        if isinstance(leaf, LazyMergedWeights):
-            return leaf.copy_containers()
-        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
-
-    return jax.tree.map(copy, weights)
-
-
-def are_donated(weights: Any) -> bool:
-    """Return True if weights were donated to a function (`donate_argnums` of `jax.jit`)."""
-    return any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(weights))
-
-
-def make_lazy_weights(state: TrainState) -> Mapping[str, Any]:
-    """Return the model weights of a state with an adapter, and its averages below `ema`, merged on first access."""
-    # Merging costs a matmul per target and the memory of the model for each average, and most rows need no weights.
-    variables, averages = get_variables(state), state.riders.get(EMA, {})
-    make_by_name: dict[str, Callable[[], Any]] = {PARAMS: lambda: _merge(state, state.params)}
-    make_by_name |= {VARIABLES: lambda: variables} if variables else {}
-    merged_averages = {decay: functools.partial(_merge, state, params) for decay, params in averages.items()}
-    return LazyMergedWeights(make_by_name | ({EMA: lambda: LazyMergedWeights(merged_averages)} if averages else {}))
-
-
-def _merge(state: TrainState, adapter: Any) -> Any:
-    """Return the state's base merged with an adapter, each leaf sharded as in the base."""
-    assert state.merge is not None
-    scale = state.merge.scale
-
-    def merge_leaf(base: Any, a: Any, b: Any) -> Any:
-        is_abstract = isinstance(base, jax.ShapeDtypeStruct)
-        return base if is_abstract else _compile_merge(scale, base.sharding)(base, a, b)
-
-    return merge_params(state.variables[BASE], adapter, merge_leaf)
-
-
-@functools.lru_cache(maxsize=64)
-def _compile_merge(scale: float, sharding: Any) -> Callable[..., jax.Array]:
-    """Return a jitted merge; cached, since a new jit object would compile again."""
-    return jax.jit(AdapterMerge(scale), out_shardings=sharding)

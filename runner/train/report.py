@@ -51,25 +51,19 @@ class Report:
         evaluators: Sequence[Evaluator],
         mfu_per_token_rate: float,
         get_data_metrics: Callable[[int], Row],
-        after_row: Callable[[], None],
         is_language_model: bool = True,
         features: Sequence[Feature] = (),
     ):
         """Open the metrics of an attempt, by the resolved spec and the config with its total in steps.
 
         `mfu_per_token_rate` is the MFU of one token (or example, by the unit of the data) per second, 0 if unknown.
-        `get_data_metrics` returns the metrics of the data at a step. `after_row` is called after each row, to start
-        slow work that the first steps do not need. A model is no language model if its outputs are not logits of
-        tokens.
+        `get_data_metrics` returns the metrics of the data at a step. A model is no language model if its outputs are
+        not logits of tokens.
         """
         self._attempt, self._spec, self._config = attempt, spec, config
         self._is_language_model = is_language_model
         self._evaluations = EvaluatorSchedule(attempt, config, evaluators)
-        self._mfu_per_token_rate, self._get_data_metrics, self._after_row = (
-            mfu_per_token_rate,
-            get_data_metrics,
-            after_row,
-        )
+        self._mfu_per_token_rate, self._get_data_metrics = mfu_per_token_rate, get_data_metrics
         self._metrics = open_metrics_file(attempt.store, attempt.background_writer, attempt.fence)
         self._displays: list[RowDisplay] = []
         self._profiler = Profiler(attempt, spec.logging.profile)
@@ -246,7 +240,6 @@ class Report:
                 before_write(row)
         finally:
             self._append(row)
-        self._after_row()
 
     def _read_usage(self) -> Row:
         """Return the use of memory and CPUs by process 0 and its devices. Does not wait for the devices."""

@@ -46,9 +46,10 @@ from runner.train.compile import (
 from runner.train.feature import Feature, TrainStep
 from runner.train.kernel_check import KernelUse, use_kernels
 from runner.train.layout import BatchLayout, list_batch_layouts, make_val_layout
-from runner.train.lora import combine_with_base, init_adapter, make_abstract_adapter, merge_adapter
+from runner.train.lora import combine_with_base, init_adapter, make_abstract_adapter
 from runner.train.optimizer import OptimizerChoice, choose_optimizer
 from runner.train.state import PARAMS, TrainState, drop_params
+from runner.train.weights import get_model_state
 
 _LABELS_CHECKED = 64  # examples of a data set of arrays, at the start of a run
 
@@ -87,7 +88,7 @@ class TrainSetup:
     @property
     def abstract_val_state(self) -> TrainState:
         """Abstract state of the validation step: an adapter merged, without optimizer and auxiliary states."""
-        return merge_adapter(self.abstract_state).replace(opt_state=(), riders={})
+        return get_model_state(self.abstract_state).replace(opt_state=(), riders={})
 
     @contextlib.contextmanager
     def sharding_rules(self) -> Iterator[None]:

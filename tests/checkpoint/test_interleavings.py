@@ -81,7 +81,6 @@ class FaultyDriver:
 
 
 def make_state(step: int) -> dict[str, jax.Array]:
-    """Return the expected state of a step."""
     return {"count": jnp.int32(step), "values": jnp.arange(5, dtype=jnp.float32) * step}
 
 

@@ -9,7 +9,6 @@ from tests.benchmarks.scale import Pod
 
 
 def save_and_restore(num_hosts: int, scratch: Path) -> tuple["Counter[str]", "Counter[str]"]:
-    """Return the requests of a save of all hosts, and of the restore of one."""
     pod = Pod(num_hosts, 2, 3, scratch)
     pod.save()
     saved, pod.requests = pod.requests, Counter()

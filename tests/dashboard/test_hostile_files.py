@@ -136,7 +136,6 @@ def iterate_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any,
 
 
 def encode_with(record: JsonObject, path: tuple[Any, ...], token: str) -> bytes:
-    """Return the record as JSON with `token` at `path`."""
     changed = json.loads(json.dumps(record))
     inner = changed
     for key in path[:-1]:

@@ -148,7 +148,6 @@ def test_an_early_stop_is_evaluated_like_the_last_step(tmp_path) -> None:
 
 
 def get_verdict(hook: Any, **row: Any) -> Any:
-    """Return the verdict of a hook on a row."""
     return hook.on_row(Moment(4, {"step": 4, **row}, {}, {}, Hosts.single_process(), 1000.0))
 
 

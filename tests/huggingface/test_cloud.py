@@ -26,7 +26,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> BaseTrainer:
 
 
 def export_dir(run: BaseTrainer, where: str) -> str:
-    """Export the run, and return the target."""
     export(str(run.store.root), "newest", run.family(), run.config.data, where, ExportOptions(shard_bytes=SHARD_BYTES))
     return where
 

@@ -40,7 +40,6 @@ def push(directory: Path, is_public: bool = False) -> PushResult:
 
 
 def read_text_files(repo: StoredRepository) -> dict[str, str]:
-    """Return the pushed files of a repository as text."""
     return {name: text.decode() for name, text in repo.files.items() if name != ".gitattributes"}
 
 

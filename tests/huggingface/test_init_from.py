@@ -71,7 +71,6 @@ def run(directory: Path) -> BaseTrainer:
 
 @pytest.fixture(scope="module")
 def export_directory(directory: Path, run: BaseTrainer) -> Path:
-    """Export of the finished run."""
     assert run_command(["export", str(run.store.root), "-o", str(directory / "exported")]) == 0
     return directory / "exported"
 

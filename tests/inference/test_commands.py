@@ -152,7 +152,6 @@ def score(capfd: pytest.CaptureFixture[str], *words: object) -> list[dict[str, A
 
 
 def read_evaluated_rows(run: Path) -> dict[int, dict[str, float]]:
-    """Return the evaluated rows by step."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row for row in rows if "val/loss" in row}
 

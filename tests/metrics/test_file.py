@@ -482,7 +482,6 @@ def trigger_before(driver, verb, number, act):
 
 
 def append_and_sync(file, steps, synced):
-    """Append and sync rows, and append each synced step to `synced`."""
     for step in steps:
         file.append(make_row(step))
         file.sync()

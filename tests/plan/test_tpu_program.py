@@ -35,7 +35,6 @@ def program(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def run_tpu_program(spec: str, *options: str) -> dict[str, Any]:
-    """Run `tpu_program` and return its result."""
     return dict(run_module("tests.plan.tpu_program", f"specs/{spec}.yaml", *options))
 
 

@@ -43,7 +43,7 @@ from runner.process import count_cpus, make_environment
 from runner.spec import compute_trajectory, dump_spec, load_document, load_job_class, validate_spec
 from runner.train.compile import compute_program_digest
 from runner.train.layout import make_val_layout
-from runner.train.lora import merge_adapter
+from runner.train.weights import get_model_state
 from tests.support.job_process import ROOT, WHOLE_RUN_DEADLINE_SECONDS, drop_speed_metrics, read_lines
 from tests.support.libtpu import lock_libtpu
 from tests.support.simulated_devices import FAST_COMPILATION
@@ -247,7 +247,6 @@ def describe_maker() -> dict[str, Any]:
 
 
 def open_shipped_job(spec: str) -> RestoreableJob:
-    """Return the job of a shipped spec."""
     findings = Findings()
     job = open_job(load_document(SPECS[spec]), findings)
     assert job is not None, findings.problems
@@ -269,7 +268,7 @@ def describe_spec(spec: str, devices: Sequence[jax.Device]) -> dict[str, Any]:
     builder = job.setup_builder
     train_setup = builder.build_on_mesh(builder.make_mesh(devices), jax.random.key(job.spec.seed))
     layout = builder.list_layouts(train_setup)[0]
-    weights = merge_adapter(train_setup.abstract_state).replace(opt_state=(), riders={})
+    weights = get_model_state(train_setup.abstract_state).replace(opt_state=(), riders={})
     val_layout = make_val_layout(builder.config, layout)
     return identity | {
         "leaves": {name: describe_leaf(leaf) for name, leaf in flatten_with_names(train_setup.abstract_state).items()},

@@ -32,7 +32,6 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def list_bash_blocks(page: Path) -> list[str]:
-    """Return the bash blocks of a page."""
     return [text for language, text in FENCE.findall(page.read_text()) if language == "bash"]
 
 

@@ -93,41 +93,32 @@ class GoogleClient(Client):
         self.bucket = storage.Client(project="p", credentials=AnonymousCredentials()).bucket(BUCKET)
 
     def put(self, name: str, content: bytes, **condition: int) -> int:
-        """See `Client`."""
         blob = self.bucket.blob(name)
         blob.upload_from_string(content, retry=None, **condition)
         return int(blob.generation)
 
     def put_file(self, name: str, path: Path, **condition: int) -> None:
-        """See `Client`."""
         self.bucket.blob(name).upload_from_filename(str(path), retry=None, **condition)
 
     def get(self, name: str) -> bytes:
-        """See `Client`."""
         return bytes(self.bucket.blob(name).download_as_bytes(retry=None))
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
-        """See `Client`."""
         return bytes(self.bucket.blob(name).download_as_bytes(start=start, end=stop - 1, retry=None))
 
     def names(self, prefix: str) -> list[str]:
-        """See `Client`."""
         return [blob.name for blob in self.bucket.list_blobs(prefix=prefix, retry=None)]
 
     def delete(self, name: str, **condition: int) -> None:
-        """See `Client`."""
         self.bucket.blob(name).delete(retry=None, **condition)
 
     def create(self, name: str, content: bytes) -> int:
-        """See `Client`."""
         return self.put(name, content, if_generation_match=0)
 
     def replace(self, name: str, content: bytes, version: int) -> int:
-        """See `Client`."""
         return self.put(name, content, if_generation_match=version)
 
     def status(self, error: Exception) -> int:
-        """See `Client`."""
         if isinstance(error, InvalidResponse):
             return int(error.response.status_code)
         return int(getattr(error, "code", None) or 0)
@@ -142,39 +133,30 @@ class AmazonClient(Client):
         self.client = boto3.client("s3", config=Config(retries={"total_max_attempts": 1}))
 
     def put(self, name: str, content: bytes, **condition: str) -> str:
-        """See `Client`."""
         return str(self.client.put_object(Bucket=BUCKET, Key=name, Body=content, **condition)["ETag"])
 
     def put_file(self, name: str, path: Path) -> None:
-        """See `Client`."""
         self.client.upload_file(str(path), BUCKET, name)
 
     def get(self, name: str) -> bytes:
-        """See `Client`."""
         return bytes(self.client.get_object(Bucket=BUCKET, Key=name)["Body"].read())
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
-        """See `Client`."""
         return bytes(self.client.get_object(Bucket=BUCKET, Key=name, Range=f"bytes={start}-{stop - 1}")["Body"].read())
 
     def names(self, prefix: str) -> list[str]:
-        """See `Client`."""
         return [found["Key"] for found in self.client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", [])]
 
     def delete(self, name: str) -> None:
-        """See `Client`."""
         self.client.delete_object(Bucket=BUCKET, Key=name)
 
     def create(self, name: str, content: bytes) -> str:
-        """See `Client`."""
         return self.put(name, content, IfNoneMatch="*")
 
     def replace(self, name: str, content: bytes, version: str) -> str:
-        """See `Client`."""
         return self.put(name, content, IfMatch=version)
 
     def status(self, error: Exception) -> int:
-        """See `Client`."""
         return int(error.response["ResponseMetadata"]["HTTPStatusCode"]) if isinstance(error, ClientError) else 0
 
 
@@ -190,42 +172,33 @@ class AzureClient(Client):
         )
 
     def put(self, name: str, content: bytes) -> str:
-        """See `Client`."""
         return str(self.container.get_blob_client(name).upload_blob(content, overwrite=True)["etag"])
 
     def put_file(self, name: str, path: Path) -> None:
-        """See `Client`."""
         with path.open("rb") as file:
             self.container.upload_blob(name, file, overwrite=True, max_concurrency=4)
 
     def get(self, name: str) -> bytes:
-        """See `Client`."""
         return bytes(self.container.download_blob(name).readall())
 
     def get_range(self, name: str, start: int, stop: int) -> bytes:
-        """See `Client`."""
         return bytes(self.container.download_blob(name, offset=start, length=stop - start).readall())
 
     def names(self, prefix: str) -> list[str]:
-        """See `Client`."""
         return [found.name for found in self.container.list_blobs(name_starts_with=prefix)]
 
     def delete(self, name: str) -> None:
-        """See `Client`."""
         self.container.delete_blob(name)
 
     def create(self, name: str, content: bytes) -> str:
-        """See `Client`."""
         return str(self.container.get_blob_client(name).upload_blob(content, overwrite=False)["etag"])
 
     def replace(self, name: str, content: bytes, version: str) -> str:
-        """See `Client`."""
         blob = self.container.get_blob_client(name)
         condition = {"etag": version, "match_condition": MatchConditions.IfNotModified}
         return str(blob.upload_blob(content, overwrite=True, **condition)["etag"])
 
     def status(self, error: Exception) -> int:
-        """See `Client`."""
         is_answer = isinstance(error, HttpResponseError) and hasattr(error, "error_code")
         return int(error.status_code or 0) if is_answer else 0
 

@@ -233,7 +233,6 @@ class Float64Hook(Hook):
     """Hook with a float64 counter, which the train state cannot hold."""
 
     def init(self) -> Any:
-        """Return a float64."""
         return {"n": np.float64(0)}
 
 
@@ -257,7 +256,6 @@ class SleepingObserver(Observer):
     Config = SleepingObserverConfig
 
     def on_row(self, moment: Moment) -> None:
-        """Sleep."""
         time.sleep(self.config.seconds)
 
 

@@ -218,7 +218,6 @@ class Job:
         return sum(name.isdecimal() for name in os.listdir(attempts)) if attempts.exists() else 0
 
     def copy_to(self, directory: Path) -> "Job":
-        """Return the same job on a copy of its directory."""
         shutil.copytree(self.directory, directory)
         return replace(self, directory=directory)
 

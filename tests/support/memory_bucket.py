@@ -80,7 +80,6 @@ class MemoryDriver:
 
 
 def make_memory_bucket(driver: MemoryDriver | None = None) -> BucketStore:
-    """Return a store on a new bucket, or on that of `driver`."""
     return BucketStore("mem://bucket/run", "run", driver or MemoryDriver())
 
 

@@ -85,7 +85,6 @@ class Request:
 
     @property
     def query(self) -> dict[str, str]:
-        """Parameters of the query string."""
         return _query(self.target)
 
 
@@ -216,7 +215,6 @@ class GoogleServer(Server):
         self._bucket = client.bucket(BUCKET)
 
     def environment(self, port: int) -> dict[str, str]:
-        """Implement `Server`."""
         return {
             "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
             "GOOGLE_CLOUD_PROJECT": "p",
@@ -238,7 +236,6 @@ class GoogleServer(Server):
         return f"/{bucket}{unquote(name)}".rstrip("/")
 
     def error(self, status: int) -> Response:
-        """Implement `Server`."""
         reason, message = {
             403: ("forbidden", "p does not have storage.objects access to the Google Cloud Storage object."),
             404: ("notFound", "No such object."),
@@ -251,20 +248,16 @@ class GoogleServer(Server):
         return _answer(status, "application/json; charset=UTF-8", json.dumps(body).encode())
 
     def names(self, prefix: str) -> dict[str, int]:
-        """Implement `Server`."""
         return {blob.name: blob.size for blob in self._bucket.list_blobs(prefix=prefix)}
 
     def read(self, name: str) -> bytes:
-        """Implement `Server`."""
         with _absent(NotFound, name):
             return bytes(self._bucket.blob(name).download_as_bytes())
 
     def write(self, name: str, content: bytes) -> None:
-        """Implement `Server`."""
         self._bucket.blob(name).upload_from_string(content)
 
     def delete(self, name: str) -> None:
-        """Implement `Server`."""
         with _absent(NotFound, name):
             self._bucket.blob(name).delete()
 
@@ -324,7 +317,6 @@ class AmazonServer(Server):
     name = "s3"
 
     def environment(self, port: int) -> dict[str, str]:
-        """Implement `Server`."""
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
             "AWS_ACCESS_KEY_ID": "test",
@@ -334,11 +326,9 @@ class AmazonServer(Server):
         }
 
     def get_object_path(self, method: str, target: str, body_head: bytes) -> str:
-        """Implement `Server`."""
         return unquote(urlsplit(target).path).rstrip("/")
 
     def error(self, status: int) -> Response:
-        """Implement `Server`."""
         code, message = {
             403: ("AccessDenied", "Access Denied"),
             429: ("TooManyRequests", "Please reduce your request rate."),
@@ -357,21 +347,17 @@ class AmazonServer(Server):
         )
 
     def names(self, prefix: str) -> dict[str, int]:
-        """Implement `Server`."""
         pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
         return {found["Key"]: found["Size"] for page in pages for found in page.get("Contents", [])}
 
     def read(self, name: str) -> bytes:
-        """Implement `Server`."""
         with _absent(ClientError, name):
             return bytes(self._client.get_object(Bucket=BUCKET, Key=name)["Body"].read())
 
     def write(self, name: str, content: bytes) -> None:
-        """Implement `Server`."""
         self._client.put_object(Bucket=BUCKET, Key=name, Body=content)
 
     def delete(self, name: str) -> None:
-        """Implement `Server`."""
         with _absent(ClientError, name):
             self._client.head_object(Bucket=BUCKET, Key=name)
         self._client.delete_object(Bucket=BUCKET, Key=name)
@@ -389,7 +375,6 @@ class AzureServer(Server):
     name = "az"
 
     def environment(self, port: int) -> dict[str, str]:
-        """Implement `Server`."""
         parts = {
             "DefaultEndpointsProtocol": "http",
             "AccountName": _AZURE_ACCOUNT,
@@ -399,11 +384,9 @@ class AzureServer(Server):
         return {"AZURE_STORAGE_CONNECTION_STRING": ";".join(f"{key}={value}" for key, value in parts.items())}
 
     def get_object_path(self, method: str, target: str, body_head: bytes) -> str:
-        """Implement `Server`."""
         return unquote(urlsplit(target).path).removeprefix(f"/{_AZURE_ACCOUNT}").rstrip("/")
 
     def error(self, status: int) -> Response:
-        """Implement `Server`."""
         code, message = {
             403: ("AuthorizationPermissionMismatch", "This request is not authorized to perform this operation."),
             429: ("TooManyRequests", "Too many requests."),
@@ -417,20 +400,16 @@ class AzureServer(Server):
         return BlobServiceClient.from_connection_string(connection).get_container_client(BUCKET)
 
     def names(self, prefix: str) -> dict[str, int]:
-        """Implement `Server`."""
         return {found.name: found.size for found in self._container.list_blobs(name_starts_with=prefix)}
 
     def read(self, name: str) -> bytes:
-        """Implement `Server`."""
         with _absent(ResourceNotFoundError, name):
             return bytes(self._container.download_blob(name).readall())
 
     def write(self, name: str, content: bytes) -> None:
-        """Implement `Server`."""
         self._container.upload_blob(name, content, overwrite=True)
 
     def delete(self, name: str) -> None:
-        """Implement `Server`."""
         with _absent(ResourceNotFoundError, name):
             self._container.delete_blob(name)
 

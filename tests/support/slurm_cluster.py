@@ -104,7 +104,6 @@ class SlurmCluster:
             )
 
     def start_node(self, node: str) -> None:
-        """Start the slurmd of a node."""
         (self.directory / f"spool-{node}").mkdir(exist_ok=True)
         self._start(node, "slurmd", "-D", "-N", node)
 
@@ -136,7 +135,6 @@ class SlurmCluster:
         return sorted(ages, key=ages.__getitem__)
 
     def find_task_pid(self, job_id: str, process_id: int) -> int:
-        """Return the pid of the trainer of a task."""
         pids = self.find_runner_pids(job_id, process_id)
         assert pids, f"no process is task {process_id} of job {job_id}"
         return pids[0]

@@ -108,7 +108,6 @@ def make_gpt(directory: Path, job_class: type[BaseTrainer] = PretrainGPT, **chan
 
 
 def get_job_name(job_class: type[RestoreableJob]) -> str:
-    """Return the name of a job class in a spec."""
     return f"{job_class.__module__}:{job_class.__qualname__}"
 
 

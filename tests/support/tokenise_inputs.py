@@ -34,12 +34,10 @@ Documents = Sequence[str | None]
 
 
 def make_jsonl(documents: Documents, field: str = "text") -> bytes:
-    """Encode documents as .jsonl."""
     return b"".join(json.dumps({"id": i, field: text}).encode() + b"\n" for i, text in enumerate(documents))
 
 
 def make_table(documents: Documents) -> pyarrow.Table:
-    """Return documents as a table with one column."""
     return pyarrow.table({"text": pyarrow.array(documents, pyarrow.string())})
 
 
@@ -99,7 +97,6 @@ def make_hf_tokenizer() -> bytes:
 
 
 def make_sentencepiece_model() -> bytes:
-    """Make a small sentencepiece model."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(DOCUMENTS), model_writer=model, vocab_size=120, minloglevel=2, hard_vocab_limit=False
@@ -144,12 +141,10 @@ def make_tokenise_document(directory: Path | str, **changes: Any) -> dict[str, A
 
 
 def make_tokenise_job(directory: Path | str, **changes: Any) -> Tokenise:
-    """Make a tokenise job in this process."""
     return Tokenise(ExecutionSpec.model_validate(make_tokenise_document(directory, **changes)))
 
 
 def read_index(corpus: Path) -> CorpusIndex:
-    """Return the index of a local corpus."""
     return CorpusIndex.decode((corpus / "index.json").read_bytes(), str(corpus))
 
 

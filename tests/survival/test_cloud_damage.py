@@ -46,12 +46,10 @@ MIN_CASES = 36  # of the manifest, the blocks of one process, and their table
 
 
 def flip_first_bit(content: bytes, chance: random.Random) -> bytes | None:
-    """Flip the lowest bit of the first byte."""
     return bytes([content[0] ^ 1]) + content[1:]
 
 
 def flip_any_bit(content: bytes, chance: random.Random) -> bytes | None:
-    """Flip one bit at a random position."""
     position, bit = chance.randrange(len(content)), chance.randrange(8)
     return content[:position] + bytes([content[position] ^ 1 << bit]) + content[position + 1 :]
 

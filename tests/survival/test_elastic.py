@@ -161,7 +161,6 @@ class Cluster:
         self.workers = [self.start_worker(host) for host in range(NUM_HOSTS)]
 
     def start_worker(self, host: int) -> Attempt:
-        """Start the supervisor of a host."""
         options = ["--max-restarts", "10000", "--standby-seconds", "0"]
         return Attempt(self.job, ["launch.worker", *self.job.arguments, *options, *self.placements[host]], 1)
 
@@ -174,7 +173,6 @@ class Cluster:
                     os.kill(pid, number)
 
     def inject_fault(self) -> None:
-        """Inject one fault."""
         faults = [self.kill, self.stop, self.freeze, self.lose_fast_tier, self.damage_fast_tier, self.lose_hosts]
         fault = self.chance.choice([*faults, self.lose_host_0, self.split])
         self.counts[fault.__name__] += 1
@@ -223,7 +221,6 @@ class Cluster:
         self.replace_hosts(self.choose(self.chance.choice([1, 2])))
 
     def lose_host_0(self) -> None:
-        """Lose the host of process 0."""
         self.replace_hosts([0])
 
     def replace_hosts(self, hosts: list[int]) -> None:

@@ -38,7 +38,6 @@ class Life:
         self.lives: list[tuple[float, float]] = []
 
     def start(self, hold: str = "") -> Attempt:
-        """Start the next attempt."""
         began = time.time()
         attempt = Attempt(self.job, ["runner", *self.job.arguments], 1, TIMED_FILE=str(self.watch), TIMED_HOLD=hold)
         self.lives.append((began, began))

@@ -64,8 +64,6 @@ class SlurmJob:
         return int(self.cluster.job(self.id)["Restarts"])
 
     def await_commit(self, attempt: int) -> None:
-        """Wait until an attempt has committed a step."""
-
         def has_committed() -> bool:
             state = self.cluster.job(self.id)["JobState"]
             assert state in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), f"{state}\n{self.report()}"
@@ -74,7 +72,6 @@ class SlurmJob:
         self.wait_until(has_committed, f"a commit of attempt {attempt}")
 
     def await_restart(self, number: int) -> None:
-        """Wait until SLURM has counted this restart."""
         self.wait_until(lambda: self.num_restarts() >= number, f"restart {number}")
 
     def await_end(self) -> dict[str, str]:

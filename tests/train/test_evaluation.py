@@ -21,7 +21,7 @@ from runner.hook import HookConfig, Observer
 from runner.metrics.media import Image
 from runner.storage import LocalStore, parse_lines
 from runner.train.evaluators import EvaluatorSchedule, Validation
-from runner.train.lora import LazyMergedWeights
+from runner.train.weights import LazyMergedWeights
 from tests.support.attempt import make_attempt
 from tests.support.mutation import MutatingEvaluator
 from tests.support.tiny_jobs import are_leaves_equal, make_gpt, read_trajectory

@@ -22,7 +22,7 @@ from runner.inference.evaluate import EvaluationRequest, evaluate
 from runner.inference.open_run import SampleRequest, open_run, sample
 from runner.parallel.mesh import STATE_AXES
 from runner.storage import parse_lines
-from runner.train.lora import get_model_weights, merge_adapter, replace_base
+from runner.train.weights import get_model_state, get_model_weights, replace_base
 from tests.support.tiny_jobs import (
     are_leaves_equal,
     get_job_name,
@@ -103,7 +103,6 @@ def init_state_with_base(job: BaseTrainer, base: BaseTrainer) -> Any:
 
 
 def randomise_adapter(state: Any) -> Any:
-    """Return `state` with random adapter weights."""
     draw = lambda leaf: 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape)  # noqa: E731
     return state.replace(params=jax.tree.map(draw, state.params))
 
@@ -132,7 +131,7 @@ def test_merged_and_unmerged_weights_have_the_same_loss(name, base, parent):
         init_state_with_base(make_lora_job(name, parent / f"{name}_start", base.store.root), base)
     )
     val_step, batch = jax.jit(base.val_step), make_batch(base)
-    unmerged, merged, untouched = (val_step(each, batch)[0] for each in (state, merge_adapter(state), base.state))
+    unmerged, merged, untouched = (val_step(each, batch)[0] for each in (state, get_model_state(state), base.state))
     assert float(unmerged) == pytest.approx(float(merged), rel=1e-5)
     assert abs(float(unmerged) - float(untouched)) > 1e-2
 

@@ -138,6 +138,6 @@ def test_a_class_can_state_that_its_loss_is_a_sum(tmp_path: Path, monkeypatch: p
 
 
 def test_the_shipped_jobs_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.train.loss_check.BatchLayout", None)
+    monkeypatch.setattr("runner.train.checks.BatchLayout", None)
     with pytest.raises(CheckPassedError):
         start(tmp_path, PretrainGPT, monkeypatch)

@@ -22,7 +22,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 def make_report(store: Store, tmp_path: Path) -> Report:
     """Return the report of a new attempt that has not resumed yet."""
     job = make_gpt(tmp_path / "job")
-    return Report(make_attempt(store), job.spec, job.config, [], 0.0, lambda step: {}, lambda: None)
+    return Report(make_attempt(store), job.spec, job.config, [], 0.0, lambda step: {})
 
 
 def append_rows(report: Report, *steps: int) -> None:

@@ -49,7 +49,6 @@ SPIKE: dict[str, Any] = SPREAD | {
 
 
 def read_roll_backs(directory: Path) -> list[Any]:
-    """Return the events of roll-backs."""
     events = parse_lines((directory / "events.jsonl").read_bytes())
     return [event for event in events if event["event"] == "roll_back"]
 

@@ -123,7 +123,7 @@ class Stability(Feature):
         if self._policy is None:
             return
         find_change = job.make_run_identity(job.identity()).find_change
-        record = find_unfounded(read_roll_backs(job.store), newest.identity, find_change, job.total_steps)
+        record = _find_unfounded(read_roll_backs(job.store), newest.identity, find_change, job.total_steps)
         if record is not None and record["begin"] < newest.step:
             begin, detected = record["begin"], record["detected"]
             raise ResumeError(
@@ -182,15 +182,15 @@ class Stability(Feature):
             if newest is None and fork is not None:
                 parent, newest = read_parent_manifest(fork)
             records = read_roll_backs(store if parent is None else parent)
-            unfounded = find_unfounded(
+            unfounded = _find_unfounded(
                 records, {} if newest is None else newest.identity, find_first_change, total_steps
             )
             void = [] if unfounded is None else records[records.index(unfounded) :]
             if parent is not None:  # the parent is only read
-                return [], [*read_withdrawn(parent), *([each["number"], *_get_range(each)] for each in void)]
+                return [], [*_read_withdrawn(parent), *([each["number"], *_get_range(each)] for each in void)]
             for record in reversed(void):
                 withdraw_roll_back(attempt, record)
-            return complete_roll_backs(attempt), read_withdrawn(store)
+            return complete_roll_backs(attempt), _read_withdrawn(store)
 
         self.records, withdrawn = attempt.hosts.run_on_main(complete)
         self._withdrawn = [(number, SkippedBatches(*skipped)) for number, *skipped in withdrawn]
@@ -206,7 +206,8 @@ class Stability(Feature):
 
     def restore(self, state: TrainState, step: int, url: str) -> TrainState:
         """Return a restored state of a step with the ranges of all roll-backs; `url` is that of the run, for errors."""
-        saved = in_state = read_skipped_batches(state)
+        rows = np.asarray(jax.device_get(state.riders[STABILITY][_SKIPPED_BATCHES])).tolist()
+        saved = in_state = tuple(SkippedBatches(begin, num_batches) for begin, num_batches in rows if num_batches)
         live = {(record["number"], _get_range(record)) for record in self.records}
         for number, skipped in enumerate(saved, 1):
             # A range that the run has passed is part of its past; a fork takes it over as it is.
@@ -374,7 +375,7 @@ def plan_roll_back(
     return SkippedBatches(begin, first - 1 - begin + -(-config.skip_examples // batch_examples))
 
 
-def find_unfounded(
+def _find_unfounded(
     records: Sequence[JsonObject], saved: Trajectory, find_first_change: FirstChange, total_steps: int
 ) -> JsonObject | None:
     """Return the first record that no longer follows from the spec, which ends at `total_steps`; None if all do.
@@ -409,7 +410,7 @@ def withdraw_roll_back(attempt: Attempt, record: JsonObject) -> None:
     attempt.events.append("roll_back_withdrawn", record["begin"], number=number, batches=record["batches"])
 
 
-def read_withdrawn(store: Store) -> list[list[int]]:
+def _read_withdrawn(store: Store) -> list[list[int]]:
     """Return number, begin and batches of each withdrawn roll-back. Raises `InvalidError` if a record is damaged."""
     found = []
     for name in store.list_names(ROLL_BACK_FOLDER):
@@ -492,12 +493,6 @@ def is_discarded(saved: Trajectory, step: int, records: Sequence[JsonObject]) ->
     # A withdrawn roll-back may have had the number of a later one.
     made = {(number, *skipped) for number, skipped in enumerate(saved.get(ROLL_BACK_FOLDER, ()), 1)}
     return any((record["number"], *_get_range(record)) not in made and record["begin"] < step for record in records)
-
-
-def read_skipped_batches(state: TrainState) -> tuple[SkippedBatches, ...]:
-    """Return the ranges skipped by the roll-backs in a state. Waits for the device."""
-    rows = np.asarray(jax.device_get(state.riders[STABILITY][_SKIPPED_BATCHES])).tolist()
-    return tuple(SkippedBatches(begin, num_batches) for begin, num_batches in rows if num_batches)
 
 
 def replace_skipped_batches(state: TrainState, skipped: Sequence[SkippedBatches]) -> TrainState:

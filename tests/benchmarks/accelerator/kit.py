@@ -182,7 +182,6 @@ def format_failure(code: int, log: Path) -> str:
 
 
 def format_figure(figure: Figure) -> str:
-    """Format a figure for the terminal."""
     value = f"{figure.value:.6g}" if isinstance(figure.value, float) else str(figure.value)
     return f"{figure.name}: {value} {figure.unit}".rstrip() + (f"  ({figure.note})" if figure.note else "")
 

@@ -117,7 +117,6 @@ class WorkerConnection:
         os.dup2(2, 1)
 
     def send(self, message: Ready | SliceDone | Finished) -> None:
-        """Send one message."""
         self._out.write(json.dumps(asdict(message)) + "\n")
         self._out.flush()
 

@@ -395,7 +395,6 @@ class KubernetesJob:
         return main(["jobset", self._spec, "--image", "registry/job:1", *words, *where, *options])
 
     def get(self) -> Object:
-        """Return the JobSet."""
         return self.cluster.request("GET", f"{JOBSETS.format('default')}/{self.name}")
 
     def count_failures(self) -> int:
@@ -437,7 +436,6 @@ class KubernetesJob:
         self.cluster.wait(has_stepped, f"a step after attempt {attempt}")
 
     def wait_for_end(self) -> str:
-        """Wait for the end of the JobSet and return its state."""
         self.cluster.wait(
             lambda: "terminalState" in self.get().get("status", {}), "the end of the JobSet", WHOLE_RUN_DEADLINE_SECONDS
         )
