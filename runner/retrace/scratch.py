@@ -235,9 +235,9 @@ def _explain_refusal(
 ) -> InvalidError:
     """Return the error for a job that cannot begin in a scratch directory, with what helps."""
     # What is advised about a directory does not help here.
-    head, found, _ = str(error).partition(f"\n{scratch.url}: ")
+    head, found, _ = str(error).partition(f"\n  {scratch.url}: ")
     if found:
-        return InvalidError(f"{head}\n{run.url}: is repeated as it was, so this key stays")
+        return InvalidError(f"{head}\n  {run.url}: is repeated as it was, so this key stays")
     if "topology" in head and not request.is_any_device:
         return InvalidError(f"{head}\n--any-device uses the devices of this machine instead")
     if oldest is None:

@@ -34,7 +34,7 @@ def list_compiled_splits(first: str, fitting: str, deadline_seconds: float = 60.
     state = SimpleNamespace(replace=lambda **_: None)
     train_setup: Any = SimpleNamespace(compile_val=compile_val, abstract_state=state, mesh_sizes={"data": 1})
     setup_builder: Any = SimpleNamespace(
-        list_layouts=lambda *_: [first], compile=compile_train, recipe=SimpleNamespace(val_step=None)
+        list_layouts=lambda *_: [first], compile_by=compile_train, recipe=SimpleNamespace(val_step=None)
     )
     program = compile_program(setup_builder, train_setup, MACHINE)
     assert program.val_compile_seconds is not None
@@ -55,12 +55,12 @@ def test_temporaries_of_another_compiler_reject_no_step(
     offloaded = on_host
     tried: list[tuple[int, int | None]] = []
 
-    def compile_train(_: Any, limit_bytes: int, micro_batch: int | None) -> Any:
+    def compile_train(_: Any, __: Any, limit_bytes: int, micro_batch: int | None) -> Any:
         tried.append((limit_bytes, micro_batch))
         return SimpleNamespace(layout="small", text=TEXT, memory=ProgramMemory(arguments, 5, 10**12, 0))
 
     setup_builder: Any = SimpleNamespace(
-        list_layouts=lambda *_: ["small"], compile=compile_train, document=Document({}, {(): SpecLocation("x")})
+        list_layouts=lambda *_: ["small"], compile_by=compile_train, document=Document({}, {(): SpecLocation("x")})
     )
     machine: Any = SimpleNamespace(**vars(MACHINE) | {"is_faked": True, "spans_domains": True})
     with contextlib.nullcontext() if fits else pytest.raises(SpecError, match="topology: state and batch alone") as e:

@@ -295,7 +295,9 @@ def test_a_kernel_that_hangs_on_another_process_is_replaced_at_the_next_start(tm
 
 
 def test_a_plan_says_which_kernels_are_tested() -> None:
-    section = make_kernels_section([make_case(), make_case(window=3)])
+    section = make_kernels_section([make_case(), make_case(window=3)], {"tripling": "a sum: tripling has no window"})
     assert section["doubling"] == "ours (tested at start)"
     assert section.figures[0].note == "double, 2 case(s), or else a sum"
+    assert section["tripling, slow form"] == "plain XLA ops"
+    assert section.figures[1].note == "a sum: tripling has no window"
     assert json.dumps(section["doubling"])
