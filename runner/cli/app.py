@@ -336,6 +336,8 @@ def _import(module: str) -> Any:
     try:
         # JAX's plugin for GPUs, installed where there is none.
         is_plugin_idle = not has_device(GPU_DEVICES) and any(map(find_spec, GPU_PLUGINS))
+        if is_plugin_idle and os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # which JAX sets
+            os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # no warnings, of which some are about the GPU that is not there
         with _discard_messages() if is_plugin_idle else contextlib.nullcontext():
             found = importlib.import_module(module)
             if is_plugin_idle and "runner.jax_internals" in sys.modules:

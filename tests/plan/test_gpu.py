@@ -237,3 +237,20 @@ def test_a_plan_without_the_compiler_says_how_to_install_it(tmp_path: Path) -> N
         r"XLA for 2 fake CPU devices, since XLA for GPU is not installed \(pip .*\[gpu-plan\]'\)", compiler
     )
     assert jnp.isfinite(get_value(found, "roofline of a step", "lowest step time"))
+
+
+QUIET = """
+import os
+
+from runner.cli.app import _import
+
+_import("runner.jax_internals")
+print(os.environ["TF_CPP_MIN_LOG_LEVEL"])
+"""
+
+
+@pytest.mark.parametrize(("given", "wanted"), [("1", "2"), ("0", "0")])
+def test_xla_is_quiet_about_the_gpu_that_is_not_here(given: str, wanted: str) -> None:
+    variables = environment(1) | {"TF_CPP_MIN_LOG_LEVEL": given}
+    done = subprocess.run([sys.executable, "-c", QUIET], cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert done.stdout == f"{wanted}\n", done.stderr
