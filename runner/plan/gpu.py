@@ -24,7 +24,8 @@ from runner.jax_internals import fused_attention_stablehlo
 from runner.spec.imports import format_install, import_extra
 
 _USE_CUBLAS = "--xla_gpu_enable_triton_gemm=false"
-_ATTENTION_GRADIENT = re.compile(r'custom_call_target="__cudnn\$fmha\w*Backward".*')
+# Its last result is the workspace, which has no bytes unless XLA could ask cuDNN.
+_ATTENTION_GRADIENT = re.compile(r'u8\[0\]\S* custom-call\(.*custom_call_target="__cudnn\$fmha\w*Backward".*')
 # Of the scores: batch, heads of queries, queries, keys.
 _SCORES = re.compile(r'"intermediate_tensor_shape": ?\{.*?"dimensions": ?\["(\d+)", ?"(\d+)", ?"(\d+)", ?"(\d+)"\]')
 _IS_DETERMINISTIC = re.compile(r'"force_deterministic": ?true')
@@ -138,7 +139,7 @@ def describe_gpu(gpu: GpuProcessors, bytes_per_second: int, versions: CudaVersio
 
 
 def count_attention_workspace(text: str, accelerator: Accelerator | None) -> int:
-    """Return the bytes that cuDNN needs beside the arrays of a compiled program, at most; XLA asks it only on a GPU.
+    """Return the bytes that cuDNN needs, at most, beside the arrays of a program that was compiled without a GPU.
 
     On Hopper, up to cuDNN 9.24, the gradient of attention that has the same bits each time writes the gradient of every
     score: 16 bits for each pair of positions and head of queries, both rounded up to 64. Otherwise cuDNN does so where
