@@ -24,13 +24,13 @@ from typing import Any
 
 import jax
 
-from runner.accelerator import GPU_PLUGINS
+from runner.accelerator import GPU_PLUGINS, has_device
 from runner.errors import DeviceError, InvalidError, RetryableError, RunnerError
 from runner.process import read_node_name
 from runner.spec.imports import format_install, import_extra
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
-_DEVICE_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # as JAX looks for NVIDIA GPUs
+_DEVICES = ("nvidia0", "nvidiactl", "dxg")  # files below /dev by which JAX looks for NVIDIA GPUs
 _MIN_DRIVERS = {"13": (580,), "12": (525, 60, 13)}  # by CUDA's version, as JAX and NVIDIA's release notes list them
 _MIN_HELD_BYTES = 2**30  # less is that of a monitor, or of a display
 _JAX_LOGGER = "jax._src.xla_bridge"
@@ -171,7 +171,7 @@ def _format_version(version: Sequence[int]) -> str:
 
 def has_nvidia_gpu() -> bool:
     """Return True if this host has an NVIDIA GPU that JAX would look at."""
-    return any(Path(file).exists() for file in _DEVICE_FILES)
+    return has_device(_DEVICES)
 
 
 def _describe_visible() -> str:

@@ -599,9 +599,8 @@ def find_obstacle(one: _AttentionImplementation, inputs: AttentionInputs, option
     if not _is_worth_padding(q_BxTxNxH.shape[1], one.length_multiple):
         return f"{name} would pad {q_BxTxNxH.shape[1]} positions to a multiple of {one.length_multiple}"
     spec = _partition_spec(WHOLE_SEQUENCE_AXES)
-    if one.needs_even_sharding and any(
-        size % num_devices(entry) for size, entry in zip(q_BxTxNxH.shape, spec, strict=False)
-    ):
+    divides = all(size % num_devices(entry) == 0 for size, entry in zip(q_BxTxNxH.shape, spec, strict=False))
+    if one.needs_even_sharding and not divides:
         return f"{name} needs sequences and heads that divide over the mesh"
     return ""
 
