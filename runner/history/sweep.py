@@ -5,11 +5,12 @@ in a directory of its own below the root.
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from runner.attempts.layout import read_record
+from runner.attempts.layout import DamagedRecordError, read_record
 from runner.storage import JsonObject, Key, Store, encode_json
 
 SWEEP = "sweep.json"
@@ -20,10 +21,10 @@ SWEEP_KEYS = (
     Key("metric", str, "Key of `metrics.jsonl` by which runs are compared."),
     Key("is_maximised", bool, "True if a larger value of the metric is better."),
     Key("rule", dict, "How the runs were chosen, and which are stopped early: the options of the command."),
-    Key("runs", list, "Runs in their order, each with `name`, its directory below the root, and `values`."),
-    Key("runs.values", dict, "Values by dotted key of the spec."),
-    Key("runs.stopped_step", int | None, "Step at which the rule has stopped the run; null if it has not."),
-    Key("runs.stopped_value", float | None, "Metric at that step.", "of the metric"),
+    Key("runs", dict, "Runs in their order, by name: the directory below the root."),
+    Key("runs.*.values", dict, "Values by dotted key of the spec."),
+    Key("runs.*.stopped_step", int | None, "Step at which the rule has stopped the run; null if it has not."),
+    Key("runs.*.stopped_value", float | None, "Metric at that step.", "of the metric"),
     Key("submitted", dict, "Id of the engine's job by name of a run; engines that queue only."),
     Key("ladder", dict, "Sizes of a ladder, and its forecast; ladders only."),
 )
@@ -60,7 +61,8 @@ class Sweep:
 
     def encode(self) -> bytes:
         """Return the content of `sweep.json`."""
-        return encode_json({"format": 1, **asdict(self)})
+        record = {"format": 1, **asdict(self)}
+        return encode_json(record | {"runs": {run.pop("name"): run for run in record["runs"]}})
 
     def find_best(self, values: Iterable[tuple[str, float | None]]) -> str | None:
         """Return the name of the run with the best metric, the first of equal ones; `values` are metrics by name."""
@@ -80,9 +82,12 @@ def read_sweep(store: Store) -> Sweep | None:
     record = read_record(store, SWEEP, SWEEP_KEYS, [key.name for key in SWEEP_KEYS[:7]])
     if record is None:
         return None
-    runs = tuple(
-        SweepRun(run["name"], run["values"], run.get("stopped_step"), run.get("stopped_value"))
-        for run in record["runs"]
-    )
-    names = [key.name for key in SWEEP_KEYS if "." not in key.name and key.name in record]
-    return replace(Sweep(**{name: record[name] for name in names}), runs=runs)
+    for name in record["runs"]:  # never a path out of the root
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
+            raise DamagedRecordError(f"{store.url}/{SWEEP} is damaged ({name!r:.100} is no name of a run)")
+    names = {each.name for each in fields(Sweep)} & record.keys()
+    try:
+        runs = tuple(SweepRun(name=name, **run) for name, run in record["runs"].items())
+        return Sweep(**{name: record[name] for name in names} | {"runs": runs})
+    except TypeError as error:
+        raise DamagedRecordError(f"{store.url}/{SWEEP} is damaged ({error})") from error
