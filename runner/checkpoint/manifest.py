@@ -475,16 +475,28 @@ def commit(store: Store, directory: str, manifest: Manifest, attempt: int) -> No
 def uncommit(store: Store, directory: str, attempt: int) -> None:
     """Delete the manifest of a committed checkpoint, before its files are deleted. Process 0 only.
 
-    Where an earlier attempt may still be about to commit the same step, a tombstone takes its place.
+    A process of an earlier attempt may be about to commit the same step. Either the manifest or the arrays of another
+    attempt tell: then a tombstone takes the place of the manifest, and on a disk these arrays are deleted first.
     """
-    content, version = store.read_versioned(f"{directory}/{MANIFEST}") if store.root is None else (b"", ABSENT)
-    if "contested" in _parse_or_empty(content):
-        store.write_if(f"{directory}/{MANIFEST}", _encode_tombstone(attempt), version)
-    else:
-        store.remove(f"{directory}/{MANIFEST}")
-        if isinstance(store, LocalStore):
-            # After a power cut no file may be missing beside a manifest that names it.
-            store.flush_names(directory)
+    name = f"{directory}/{MANIFEST}"
+    content, version = store.read_versioned(name)
+    record = _parse_or_empty(content)
+    others = [
+        each
+        for each in store.list_names(directory)
+        if "arrays" in record
+        if each.startswith(ARRAYS) and each != record["arrays"] and not _is_newer(each, attempt)
+    ]
+    if isinstance(store, LocalStore):
+        for each in others:
+            store.remove_tree(f"{directory}/{each}")
+        store.remove(name)
+        # After a power cut no file may be missing beside a manifest that names it.
+        store.flush_names(directory)
+    elif "contested" in record or others:
+        store.write_if(name, _encode_tombstone(attempt), version)
+    elif TOMBSTONE not in record:
+        store.remove(name)
 
 
 def retire_uncommitted(store: Store, step: int, attempt: int) -> None:
@@ -520,7 +532,7 @@ def retire_uncommitted(store: Store, step: int, attempt: int) -> None:
         return
     # Only now may the files be deleted: until the tombstone existed, an earlier attempt could have committed them.
     try:
-        remove_files(store, directory)
+        remove_files(store, directory, attempt)
     except PermissionError as error:
         warn(f"{store.url}/{directory}, an unfinished save, cannot be deleted and stays: {error}")
 
@@ -539,6 +551,8 @@ def finish_retirements(store: Store) -> None:
             continue
         try:
             if not store.exists(f"{retired}/{MANIFEST}"):
+                # An earlier attempt may have deleted the manifest a moment ago: see `uncommit`.
+                as_local(store).flush_names(retired)
                 store.remove_tree(retired)
             elif not store.exists(f"{source}/{MANIFEST}"):
                 store.remove_tree(source)
@@ -548,20 +562,28 @@ def finish_retirements(store: Store) -> None:
             warn(f"{store.url}/{retired}, left by an unfinished save, cannot be cleaned up and stays: {error}")
 
 
-def remove_files(store: Store, directory: str) -> None:
+def remove_files(store: Store, directory: str, attempt: int) -> None:
     """Delete the files of a checkpoint except its manifest. On a disk, delete a directory without a manifest too.
 
-    In a bucket, arrays of a checkpoint in quarantine are kept: they have stayed where they were written.
+    Arrays of an attempt that is newer than `attempt`, whose process may have been suspended until now, are kept. In a
+    bucket, those of a checkpoint in quarantine are kept too: they have stayed where they were written.
     """
     kept = {MANIFEST}
     for place in store.list_names(QUARANTINE) if store.root is None else []:
         if place.partition(".")[0] == directory.rpartition("/")[2]:
             kept.update(name for name in store.list_names(f"{QUARANTINE}/{place}") if name.startswith(ARRAYS))
-    for name in store.list_names(directory):
+    names = store.list_names(directory)
+    kept.update(name for name in names if name.startswith(ARRAYS) and _is_newer(name, attempt))
+    for name in names:
         if name not in kept:
             store.remove_tree(f"{directory}/{name}")
-    if store.root is not None and not store.exists(f"{directory}/{MANIFEST}"):
+    if store.root is not None and not kept & {*store.list_names(directory)}:
         store.remove_tree(directory)
+
+
+def _is_newer(arrays: str, attempt: int) -> bool:
+    """Return True if a directory of arrays, `arrays.<attempt>`, is of a newer attempt."""
+    return (parse_number(arrays.split(".")[1]) or 0) > attempt
 
 
 def quarantine_files(store: Store, step: int, place: str, attempt: int) -> None:

@@ -263,7 +263,7 @@ def delete_step(attempt: Attempt, step: int) -> None:
     directory = f"{CHECKPOINTS}/{step}"
     # The manifest goes first: a kill in between leaves a directory that is not taken for a checkpoint.
     uncommit(attempt.store, directory, attempt.number)
-    remove_files(attempt.store, directory)
+    remove_files(attempt.store, directory, attempt.number)
 
 
 class _CommittedStep(NamedTuple):

@@ -144,7 +144,7 @@ def test_the_files_of_a_checkpoint_are_deleted_after_its_manifest(
     for name in ("remove", "flush_names", "remove_tree"):
         record(name)
     uncommit(store, "checkpoints/1", 1)
-    remove_files(store, "checkpoints/1")
+    remove_files(store, "checkpoints/1", 1)
     assert calls[:2] == ["remove checkpoints/1/manifest.json", "flush_names checkpoints/1"]
     assert {call.partition(" ")[0] for call in calls[2:]} == {"remove_tree"}
 

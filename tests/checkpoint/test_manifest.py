@@ -396,7 +396,7 @@ def test_settling_ignores_steps_without_a_retirement(store):
 def delete(store, attempt):
     uncommit(store, STEP, attempt)
     assert find_committer(store) is None
-    remove_files(store, STEP)
+    remove_files(store, STEP, attempt)
 
 
 def test_a_withdrawn_step_is_no_checkpoint_while_its_files_remain(store):
@@ -404,7 +404,7 @@ def test_a_withdrawn_step_is_no_checkpoint_while_its_files_remain(store):
     uncommit(store, STEP, 1)
     assert find_committer(store) is None
     assert store.exists(f"{STEP}/arrays.1/x")
-    remove_files(store, STEP)
+    remove_files(store, STEP, 1)
     assert store.list_names("checkpoints") == []
 
 
@@ -422,6 +422,40 @@ def test_a_zombie_cannot_commit_a_step_deleted_by_retention(store):
     assert find_committer(store) is None
 
 
+@pytest.mark.parametrize("deleted", ["manifest", "files"])
+def test_a_zombie_cannot_commit_a_step_that_another_attempt_has_committed_and_deleted(store, deleted):
+    """Attempt 1 commits while attempt 2 restores an older step; attempt 2 saves the step too, and 3 deletes it."""
+    save(store, 1)
+    upload_arrays(store, 2)
+    uncommit(store, STEP, 3)
+    if deleted == "files":
+        remove_files(store, STEP, 3)
+    with pytest.raises((FileExistsError, FileNotFoundError)):
+        try_commit(store, 2)
+    assert find_committer(store) is None
+
+
+def test_a_tombstone_survives_a_second_deletion(store):
+    """Attempts 2, which is superseded meanwhile, and 3 delete the same step; attempt 1 is about to commit it."""
+    upload_arrays(store, 1)
+    retire_uncommitted(store, 5, 2)
+    save(store, 2)
+    uncommit(store, STEP, 2)
+    if store.root is None:
+        uncommit(store, STEP, 3)
+        upload_arrays(store, 1)
+    with pytest.raises((FileExistsError, FileNotFoundError)):
+        try_commit(store, 1)
+
+
+def test_a_zombie_does_not_delete_the_arrays_of_a_newer_attempt(store):
+    """A process of attempt 2 goes on with its deletion after attempt 3 has saved the step."""
+    save(store, 3)
+    remove_files(store, STEP, 2)
+    assert find_committer(store) == 3
+    assert store.read(f"{STEP}/arrays.3/x") == b"xxx"
+
+
 def test_a_deleted_step_can_be_saved_again(store):
     upload_arrays(store, 1)
     retire_uncommitted(store, 5, 2)
@@ -437,6 +471,6 @@ def test_a_deleted_step_can_be_saved_again(store):
 
 def test_remove_files_keeps_the_manifest(store):
     save(store, 1)
-    remove_files(store, STEP)
+    remove_files(store, STEP, 1)
     assert store.list_names(STEP) == [MANIFEST]
     assert find_committer(store) == 1
