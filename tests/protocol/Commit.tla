@@ -184,7 +184,9 @@ FlushCommit(a) ==
     /\ pc[a] = "flushing"
     /\ IF isMoved[s]
        THEN Go(a, "fenced") /\ UNCHANGED <<isFlushed, known, promised>>
-       ELSE /\ isFlushed' = [isFlushed EXCEPT ![s] = TRUE] /\ promised' = promised \cup {s}
+       ELSE /\ isFlushed' = [isFlushed EXCEPT ![s] = TRUE]
+            \* a newer attempt may have found the step damaged meanwhile
+            /\ promised' = promised \cup {t \in {s} : manifest[t] # Nothing}
             /\ known' = [known EXCEPT ![a] = @ \cup {s}] /\ Go(a, "pruning")
     /\ UNCHANGED <<newest, manifest, former, isMoved, part, step, target, failures, damaged>>
 
@@ -250,9 +252,10 @@ PowerCut ==
                    IF part[a][s][p] = "written" THEN "absent" ELSE part[a][s][p]]]]
     /\ UNCHANGED <<newest, former, isMoved, step, target, known, damaged, promised>>
 
-\* Bytes of one checkpoint change; others of the run are good. With keep_last 1 there is nothing to fall back to.
+\* Bytes of one checkpoint change, while another one is good. With keep_last 1 there is nothing to fall back to.
 Damage(s) ==
-    /\ Keep > 1 /\ damaged = {} /\ s \in Good /\ Good # {s} /\ failures < MaxFailures
+    /\ Keep > 1 /\ damaged = {} /\ s \in Good /\ \E t \in Good \ {s} : isFlushed[t]
+    /\ failures < MaxFailures
     /\ failures' = failures + 1 /\ damaged' = {s}
     /\ UNCHANGED <<newest, store, pc, step, target, known, promised>>
 
