@@ -141,8 +141,9 @@ def test_every_logged_step_has_one_row_with_its_keys(undisturbed):
     expected |= {f"perf/{name}" for name in ("time", "attempt", "host_bytes", "host_free_bytes", "cpu_cores")}
     found = read_rows(undisturbed.store.root)
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    evaluated = {"val/loss", "val/accuracy", "perf/eval_seconds", "perf/eval_tokens_per_second"}
     for row in found:
-        assert set(row) == expected | ({"val/loss", "val/accuracy"} if row["step"] in (4, 8) else set())
+        assert set(row) == expected | (evaluated if row["step"] in (4, 8) else set())
         assert row["train/tokens"] == row["step"] * 16 * 16
     assert {row["perf/attempt"] for row in found} == {1}
     assert sorted(row["perf/time"] for row in found) == [row["perf/time"] for row in found]

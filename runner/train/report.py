@@ -165,8 +165,7 @@ class Report:
                 f"last row; set the total of the run to {step + 1} steps or more"
             )
         row = self._close_window(step) if self.lacks_last_row else {"step": 0, f"train/{self._config.data.unit}": 0}
-        found = self._evaluations.evaluate(weights, step) if is_due_now else {}
-        self.restart_clock()
+        found = self._evaluate(weights, step) if is_due_now else {}
         if found is not None:
             self._append(self._finish(row | found))
             self.lacks_last_row = False
@@ -230,7 +229,7 @@ class Report:
         row |= {} if self._timer is None else self._timer.pop_percentiles() | self._read_usage()
         # A stop during the evaluation leaves the row without it; the next attempt completes it (`complete_row`).
         if self._evaluations.list_due(step) and not self.is_suspect(row):
-            row |= self._evaluations.evaluate(weights, step) or {}
+            row |= self._evaluate(weights, step) or {}
         self.restart_clock()
         row = self._finish(row)
         try:
@@ -336,16 +335,28 @@ class Report:
 
     def remove_evaluation(self, row: Row) -> Row:
         """Return the row without metrics of an evaluation."""
-        return {key: value for key, value in row.items() if not key.startswith("val/") and key != _AT_END}
+        return {key: value for key, value in row.items() if not key.startswith(("val/", "perf/eval_", _AT_END))}
 
     def evaluate_requested(self, weights: Any, row: Row) -> Row | None:
         """Evaluate the weights of a row by all evaluators; return the metrics of the evaluation.
 
         Returns None if the job was asked to stop meanwhile.
         """
-        metrics = self._evaluations.evaluate(weights, row["step"], is_requested=True)
-        self.restart_clock()
+        metrics = self._evaluate(weights, row["step"], is_requested=True)
         return None if metrics is None else metrics | self._mark_end(row | metrics)
+
+    def _evaluate(self, weights: Any, step: int, is_requested: bool = False) -> Row | None:
+        started = time.monotonic()
+        metrics = self._evaluations.evaluate(weights, step, is_requested)
+        if metrics:
+            speed: Row = {"perf/eval_seconds": time.monotonic() - started}
+            units_per_second = self._evaluations.pop_units_per_second()
+            if units_per_second is not None:
+                speed[f"perf/eval_{self._config.data.unit}_per_second"] = units_per_second
+            # The times of processes differ, and hooks get the same row on all of them.
+            metrics |= self._attempt.hosts.agree(speed)
+        self.restart_clock()
+        return metrics
 
     def replace_row(self, row: Row) -> None:
         """Replace the newest row, of the same step, by a more complete one."""
