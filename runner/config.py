@@ -138,6 +138,11 @@ class DataConfig(TokenSource):
         description="Content of one example: a stretch of the concatenated tokens, cut anywhere (concatenate); whole "
         "documents that do not attend to each other, long ones cut (documents); or one document and padding (pad).",
     )
+    shuffle: Annotated[bool, Policy.STAGE] = Field(
+        default=True,
+        description="Another random order of the examples in each epoch. false: the order in which they lie in the "
+        "source, in each epoch; of a mixture each source by itself, interleaved by its weight.",
+    )
     validation_fraction: float = Field(
         default=0.05,
         ge=0,
@@ -232,6 +237,15 @@ class DataConfig(TokenSource):
                 raise ValueError(f"options.{unread[0]}: nothing reads it beside tokenise, but field; leave it out")
             if source.dtype is not None:
                 raise ValueError(f"dtype={source.dtype}: nothing reads it beside tokenise; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _validate_order(self) -> "DataConfig":
+        if not self.shuffle and self.packing == "documents":
+            raise ValueError(
+                "shuffle=False: packing=documents combines documents by their length, so its examples have no order of "
+                "the source; use packing: concatenate or pad, or leave shuffle out"
+            )
         return self
 
     @model_validator(mode="after")

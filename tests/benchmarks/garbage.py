@@ -103,8 +103,8 @@ def main() -> None:
     )
     for name, seconds in taken.items():
         print(
-            f"{name}: {len(seconds)} collections in {num_steps} steps, {1000 * sum(seconds) / num_steps:.3f} ms a step, longest "
-            f"{1000 * max(seconds, default=0):.1f} ms"
+            f"{name}: {len(seconds)} collections in {num_steps} steps, {1000 * sum(seconds) / num_steps:.3f} ms a "
+            f"step, longest {1000 * max(seconds, default=0):.1f} ms"
         )
     del kept
 
