@@ -546,6 +546,11 @@ class EvalConfig(FrozenModel):
     every_steps: PositiveInt | None = Field(
         default=None, description="Steps between two evaluations; null: an evaluation at the last step only."
     )
+    every_epochs: PositiveFloat | None = Field(
+        default=None,
+        description="Passes over the training data between two evaluations, such as 1 or 0.5, each rounded up to a "
+        "whole step, for a single source without stages; in addition to those of every_steps. null: none.",
+    )
     batches: PositiveInt = Field(
         default=20,
         description="Number of validation examples of an evaluation, in batches of train.global_batch_examples; fewer "
@@ -953,6 +958,14 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
             raise InvalidError(f"{num_examples:,} examples an epoch: {error}") from error
         return resolved
 
+    def find_epoch_problem(self) -> str | None:
+        """Return why the run has no epochs of one length, by which it could save or evaluate; None if it has."""
+        if self.data.mixture:
+            return f"data.mixture has {len(self.data.mixture)} sources, each with its own epochs; use every_steps"
+        return (
+            "stages may have other data and batches, each with its own epochs; use every_steps" if self.stages else None
+        )
+
     def is_default(self, key: str) -> bool:
         """Return True if `key`, dotted below `config`, has its default value."""
         section_name, _, name = key.partition(".")
@@ -1170,6 +1183,8 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
                 f"train.total_epochs={self.train.total_epochs:g} has no meaning beside stages, each with its own "
                 "examples; use total_steps or total_tokens"
             )
+        if self.eval.every_epochs is not None and (problem := self.find_epoch_problem()):
+            raise ValueError(f"eval.every_epochs={self.eval.every_epochs:g}: {problem}")
         if self.train.total_epochs is None:
             self.validate_schedule()
         has_validation = bool(self.data.validation_fraction or self.data.validation)

@@ -283,6 +283,7 @@ class Lifecycle:
                 own,
                 abstract,
                 is_own=self.make_run_identity(own).is_continued,
+                steps_per_epoch=None if job.spec.checkpoint.every_epochs is None else job.steps_per_epoch,
             )
         devices = {"devices": jax.device_count(), "device_kind": jax.devices()[0].device_kind}
         self._is_claimed = True

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from runner.checkpoint.manifest import Manifest
-from runner.checkpoint.policy import is_due
+from runner.checkpoint.policy import compute_epoch_interval, is_due
 from runner.checkpoint.save import SaveContents
 from runner.console import say, warn
 from runner.data import TRAIN, SeekablePrefetcher
@@ -368,6 +368,7 @@ class Session(JobSession):
     @functools.cached_property
     def report(self) -> Report:
         """Rows of metrics of this attempt."""
+        every_epochs = self.job.config.eval.every_epochs
         return Report(
             self.job.attempt,
             self.job.resolved_spec(),
@@ -377,6 +378,9 @@ class Session(JobSession):
             get_data_metrics=self.programs.compute_data_metrics,
             is_language_model=self.is_language_model,
             features=self.job.features,
+            epoch_steps=None
+            if every_epochs is None
+            else compute_epoch_interval(every_epochs, self.job.steps_per_epoch),
         )
 
     def _compute_mfu_per_token_rate(self) -> float:

@@ -5,6 +5,7 @@ overrides the statements of `runner.train_recipe`. All methods are called on eve
 """
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from runner.attempts.fence import RunIdentity
@@ -135,6 +136,15 @@ class BaseTrainer(TrainRecipe):
         """
         stop_step = self.session.stop_step
         return self.programs.config_in_steps.total_steps if stop_step is None else stop_step
+
+    def find_epoch_problem(self) -> str | None:
+        """Return why the data have no epochs: there are several sources or stages. None if they have."""
+        return self.config.find_epoch_problem()
+
+    @property
+    def steps_per_epoch(self) -> Fraction:
+        """Steps in which the training examples of the single source are read once. Reads the data on this host."""
+        return Fraction(self.dataset.num_train_examples, self.config.train.global_batch_examples)
 
     @property
     def done(self) -> bool:

@@ -57,6 +57,7 @@ SOME: dict[str, Any] = {
     "topology.price.as_of": "2026-11-30",
     "checkpoint.every_steps": 1,
     "checkpoint.every_minutes": 1.0,
+    "checkpoint.every_epochs": 0.1,
     "checkpoint.mean_time_between_failures_hours": 1.0,
     "checkpoint.keep_every_steps": 1,
     "checkpoint.init_from": "WARM",  # directory of a finished run
@@ -90,6 +91,7 @@ SOME: dict[str, Any] = {
     "config.stages.*.why": "anneal",
     "config.train.same_bits_devices": 8,
     "config.eval.every_steps": 2,
+    "config.eval.every_epochs": 0.1,
     "config.eval.global_batch_examples": 8,
     "config.eval.micro_batch_examples": 1,
     "config.eval.multiple_choice.*.micro_batch_examples": 1,

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Protocol
 
 import jax
@@ -62,7 +63,15 @@ class Evaluator(Protocol):
 class EvaluatorSchedule:
     """Evaluators of a job and their schedule. Made and called on every host."""
 
-    def __init__(self, attempt: Attempt, config: TrainerConfig[Any], evaluators: Sequence[Evaluator]):
+    def __init__(
+        self,
+        attempt: Attempt,
+        config: TrainerConfig[Any],
+        evaluators: Sequence[Evaluator],
+        epoch_steps: Fraction | None = None,
+    ):
+        """Check the evaluators. `epoch_steps` are the steps of `eval.every_epochs`."""
+        self._epoch_steps = epoch_steps
         self._attempt, self._config, self._last_step = attempt, config.eval, config.total_steps
         self._evaluators = list(evaluators)
         self._media = MediaWriter(attempt.store)
@@ -89,11 +98,13 @@ class EvaluatorSchedule:
             return self._evaluators if self._config.at_start else []
         last_step = self._last_step if self._config.at_end and has_end else None
 
-        def get_interval(evaluator: Evaluator) -> int | None:
+        def is_evaluator_due(evaluator: Evaluator) -> bool:
             own = getattr(evaluator, "every_steps", None)
-            return self._config.every_steps if own is None else own
+            if own is not None:
+                return is_due(step, own, last_step)
+            return is_due(step, self._config.every_steps, last_step) or is_due(step, self._epoch_steps)
 
-        return [each for each in self._evaluators if is_due(step, get_interval(each), last_step)]
+        return [each for each in self._evaluators if is_evaluator_due(each)]
 
     def are_all_due(self, step: int) -> bool:
         """Return True if all evaluators are due at `step`."""

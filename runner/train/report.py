@@ -5,6 +5,7 @@ import contextlib
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -53,16 +54,17 @@ class Report:
         get_data_metrics: Callable[[int], Row],
         is_language_model: bool = True,
         features: Sequence[Feature] = (),
+        epoch_steps: Fraction | None = None,
     ):
         """Open the metrics of an attempt, by the resolved spec and the config with its total in steps.
 
         `mfu_per_token_rate` is the MFU of one token (or example, by the unit of the data) per second, 0 if unknown.
         `get_data_metrics` returns the metrics of the data at a step. A model is no language model if its outputs are
-        not logits of tokens.
+        not logits of tokens. `epoch_steps` are the steps of `eval.every_epochs`.
         """
         self._attempt, self._spec, self._config = attempt, spec, config
         self._is_language_model = is_language_model
-        self._evaluations = EvaluatorSchedule(attempt, config, evaluators)
+        self._evaluations = EvaluatorSchedule(attempt, config, evaluators, epoch_steps)
         self._mfu_per_token_rate, self._get_data_metrics = mfu_per_token_rate, get_data_metrics
         self._metrics = open_metrics_file(attempt.store, attempt.background_writer, attempt.fence)
         self._displays: list[RowDisplay] = []
