@@ -28,7 +28,7 @@ from runner.attempts.events import ROLL_BACKS_MAX
 from runner.errors import InvalidError
 from runner.optim.config import OPTIMIZERS, SCHEDULES, OptimizerConfig, ScheduleConfig
 from runner.spec import Auto, Document, FrozenModel, JobConfig, Trajectory, is_below, is_class_path
-from runner.spec.model import CLASS_PATH, Policy, list_keys
+from runner.spec.model import CLASS_PATH, PARAMS, Policy, list_keys
 from runner.storage import JsonObject
 
 DEFAULT_SOURCE = "python-stdlib"
@@ -842,6 +842,23 @@ class MetricsConfig(FrozenModel):
     )
 
 
+class ExportConfig(FrozenModel):
+    """Export of the weights in Hugging Face's layout, once the run is done."""
+
+    directory: str = Field(
+        min_length=1,
+        description="Directory or URL of the export, outside of the run's; nothing is there yet, or this very export.",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None, description="Type of the files; null: that of the parameters."
+    )
+    weights: str = Field(
+        default=PARAMS,
+        min_length=1,
+        description="Weights to export: the trained ones (params), or an average (ema_0.999).",
+    )
+
+
 class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     """Config of a `BaseTrainer` job."""
 
@@ -887,11 +904,19 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         description="Gradient-noise scale in tokens, as train/noise_scale in metrics; null: not measured. Costs the "
         "memory of one more gradient and needs an even number of micro-batches.",
     )
+    export: Annotated[ExportConfig | None, Policy.FREE, Policy.NO_PROGRAM] = Field(
+        default=None, description="Export of the weights at the end of the run; null: none."
+    )
     stages: Annotated[list[StageConfig], Policy.FREE, Policy.NO_PROGRAM] = Field(
         default=[],
         description="Changes of the config during the run, in order; each applies from its start on, in addition to "
         "the earlier ones.",
     )
+
+    @property
+    def output_keys(self) -> frozenset[str]:
+        """The export."""
+        return frozenset({"export"})
 
     @property
     def units_per_step(self) -> int:

@@ -193,6 +193,12 @@ class Recipe:
     def discard_output(self) -> None:
         """Remove the output of an attempt that did no work, before a start with another spec. Process 0 only."""
 
+    def validate_export(self) -> None:
+        """Raise `SpecError` if `export` could not export this run. Process 0 only; called at a start and in plans."""
+
+    def export(self) -> None:
+        """Export the finished run, unless that was done. Process 0 only; called at each start of a finished run too."""
+
     def prepare(self) -> None:
         """Do slow preparations that need `attempt`, such as compiling. Does nothing by default."""
 
