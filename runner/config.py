@@ -28,7 +28,7 @@ from runner.attempts.events import ROLL_BACKS_MAX
 from runner.errors import InvalidError
 from runner.optim.config import OPTIMIZERS, SCHEDULES, OptimizerConfig, ScheduleConfig
 from runner.spec import Auto, Document, FrozenModel, JobConfig, Trajectory, is_below, is_class_path
-from runner.spec.model import CLASS_PATH, Policy, list_keys
+from runner.spec.model import CLASS_PATH, PARAMS, Policy, list_keys
 from runner.storage import JsonObject
 
 DEFAULT_SOURCE = "python-stdlib"
@@ -138,6 +138,11 @@ class DataConfig(TokenSource):
         description="Content of one example: a stretch of the concatenated tokens, cut anywhere (concatenate); whole "
         "documents that do not attend to each other, long ones cut (documents); or one document and padding (pad).",
     )
+    shuffle: Annotated[bool, Policy.STAGE] = Field(
+        default=True,
+        description="Another random order of the examples in each epoch. false: the order in which they lie in the "
+        "source, in each epoch; of a mixture each source by itself, interleaved by its weight.",
+    )
     validation_fraction: float = Field(
         default=0.05,
         ge=0,
@@ -232,6 +237,15 @@ class DataConfig(TokenSource):
                 raise ValueError(f"options.{unread[0]}: nothing reads it beside tokenise, but field; leave it out")
             if source.dtype is not None:
                 raise ValueError(f"dtype={source.dtype}: nothing reads it beside tokenise; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _validate_order(self) -> "DataConfig":
+        if not self.shuffle and self.packing == "documents":
+            raise ValueError(
+                "shuffle=False: packing=documents combines documents by their length, so its examples have no order of "
+                "the source; use packing: concatenate or pad, or leave shuffle out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -532,6 +546,11 @@ class EvalConfig(FrozenModel):
     every_steps: PositiveInt | None = Field(
         default=None, description="Steps between two evaluations; null: an evaluation at the last step only."
     )
+    every_epochs: PositiveFloat | None = Field(
+        default=None,
+        description="Passes over the training data between two evaluations, such as 1 or 0.5, each rounded up to a "
+        "whole step, for a single source without stages; in addition to those of every_steps. null: none.",
+    )
     batches: PositiveInt = Field(
         default=20,
         description="Number of validation examples of an evaluation, in batches of train.global_batch_examples; fewer "
@@ -823,6 +842,23 @@ class MetricsConfig(FrozenModel):
     )
 
 
+class ExportConfig(FrozenModel):
+    """Export of the weights in Hugging Face's layout, once the run is done."""
+
+    directory: str = Field(
+        min_length=1,
+        description="Directory or URL of the export, outside of the run's; nothing is there yet, or this very export.",
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None, description="Type of the files; null: that of the parameters."
+    )
+    weights: str = Field(
+        default=PARAMS,
+        min_length=1,
+        description="Weights to export: the trained ones (params), or an average (ema_0.999).",
+    )
+
+
 class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     """Config of a `BaseTrainer` job."""
 
@@ -868,11 +904,19 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         description="Gradient-noise scale in tokens, as train/noise_scale in metrics; null: not measured. Costs the "
         "memory of one more gradient and needs an even number of micro-batches.",
     )
+    export: Annotated[ExportConfig | None, Policy.FREE, Policy.NO_PROGRAM] = Field(
+        default=None, description="Export of the weights at the end of the run; null: none."
+    )
     stages: Annotated[list[StageConfig], Policy.FREE, Policy.NO_PROGRAM] = Field(
         default=[],
         description="Changes of the config during the run, in order; each applies from its start on, in addition to "
         "the earlier ones.",
     )
+
+    @property
+    def output_keys(self) -> frozenset[str]:
+        """The export."""
+        return frozenset({"export"})
 
     @property
     def units_per_step(self) -> int:
@@ -938,6 +982,14 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
         except ValueError as error:
             raise InvalidError(f"{num_examples:,} examples an epoch: {error}") from error
         return resolved
+
+    def find_epoch_problem(self) -> str | None:
+        """Return why the run has no epochs of one length, by which it could save or evaluate; None if it has."""
+        if self.data.mixture:
+            return f"data.mixture has {len(self.data.mixture)} sources, each with its own epochs; use every_steps"
+        return (
+            "stages may have other data and batches, each with its own epochs; use every_steps" if self.stages else None
+        )
 
     def is_default(self, key: str) -> bool:
         """Return True if `key`, dotted below `config`, has its default value."""
@@ -1156,6 +1208,8 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
                 f"train.total_epochs={self.train.total_epochs:g} has no meaning beside stages, each with its own "
                 "examples; use total_steps or total_tokens"
             )
+        if self.eval.every_epochs is not None and (problem := self.find_epoch_problem()):
+            raise ValueError(f"eval.every_epochs={self.eval.every_epochs:g}: {problem}")
         if self.train.total_epochs is None:
             self.validate_schedule()
         has_validation = bool(self.data.validation_fraction or self.data.validation)

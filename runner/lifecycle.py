@@ -92,6 +92,7 @@ class Lifecycle:
                 jax.devices()
             # A finished job claims no attempt: running the command again must change nothing.
             if hosts.run_on_main(self.validate_directory):
+                hosts.run_on_main(job.export)  # it may have been killed, or asked for later
                 if hosts.is_main:
                     result, stopped = read_result(job.store), ""
                     if result is not None and result.stop_line is not None:
@@ -283,6 +284,7 @@ class Lifecycle:
                 own,
                 abstract,
                 is_own=self.make_run_identity(own).is_continued,
+                steps_per_epoch=None if job.spec.checkpoint.every_epochs is None else job.steps_per_epoch,
             )
         devices = {"devices": jax.device_count(), "device_kind": jax.devices()[0].device_kind}
         self._is_claimed = True
@@ -301,6 +303,7 @@ class Lifecycle:
         """
         job = self.job
         config, run_identity = job.spec.checkpoint, self.make_run_identity(job.identity())
+        job.validate_export()
         newest = validate_checkpoints(job.store, run_identity)
         if newest is not None:
             self.validate_newest(newest)
@@ -422,6 +425,7 @@ class Lifecycle:
         job.attempt.finish(job.step, result, job.document)
         job.checkpointer.close()
         job.checkpointer.remove_fast_tier()
+        job.attempt.hosts.run_on_main(job.export)
         if self.is_followed:
             return
         job.attempt.say(f"{job.spec.name}: done at step {job.step}, fingerprint {result['fingerprint']}")

@@ -7,6 +7,7 @@ the process that started it dies, even by kill -9. For this purpose the file is 
 
 import contextlib
 import ctypes
+import gc
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -40,6 +41,51 @@ _THREADS_PER_FAKED_DEVICE = 4
 _ONE_HEAP = "glibc.malloc.arena_max=1"  # as `runner.__main__` sets it
 _MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # parameters of mallopt
 _PORTS = range(20_000, 30_000)  # below the ephemeral ports that systems assign to connections
+
+
+class GarbageCollection:
+    """Python's garbage collector while a job makes steps: it runs where the job says, the same on all hosts.
+
+    Otherwise it would stop one host at a time, for which all others wait. What exists after the first collection, such
+    as modules and traced programs, is frozen: later collections do not look at it. The context restores the former
+    state at its end. A process that has switched the collector off, or has frozen objects itself, keeps that.
+    """
+
+    def __init__(self) -> None:
+        self._is_used = self._may_freeze = self._is_frozen = False
+
+    def __enter__(self) -> None:
+        self._is_used, self._may_freeze = gc.isenabled(), gc.get_freeze_count() == 0
+
+    def __exit__(self, *reason: object) -> None:
+        if self._is_frozen:
+            gc.unfreeze()
+        if self._is_used:
+            gc.enable()
+        self._is_used = self._is_frozen = False
+
+    @contextlib.contextmanager
+    def allow(self) -> Iterator[None]:
+        """Allow automatic collections inside the context, and collect at its end."""
+        if self._is_used:
+            gc.enable()
+        yield
+        self.collect()
+
+    def collect(self, generation: int = 1) -> None:
+        """Collect garbage up to a generation (2: all), and allow no automatic collection from here on.
+
+        The first call collects all garbage, and freezes the rest.
+        """
+        if not self._is_used:
+            return
+        gc.disable()
+        if self._may_freeze and not self._is_frozen:
+            gc.collect()
+            gc.freeze()
+            self._is_frozen = True
+        else:
+            gc.collect(generation)
 
 
 def list_stop_signals() -> tuple[signal.Signals, ...]:

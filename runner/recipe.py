@@ -7,6 +7,7 @@ than advance the state, such as a trainer, has a `JobSession` of its own.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import jax
@@ -143,6 +144,8 @@ class Recipe:
         # `Any`, since only the subclass knows the fields of its `Config`.
         self.config: Any = validate_config(self.document, self.Config)
         self.store = open_directory(self.document, spec)
+        if self.spec.checkpoint.every_epochs is not None and (problem := self.find_epoch_problem()):
+            raise self.document.error("checkpoint.every_epochs", problem)
         self.compile_cache = CompileCache(self.store if spec.shares_compiled_programs else None)
         self.lineage: JsonObject = {}
         self.session = JobSession()
@@ -158,6 +161,15 @@ class Recipe:
     def total_steps(self) -> int:
         """Step at which the job is done; by default the config's."""
         return int(self.config.total_steps)
+
+    def find_epoch_problem(self) -> str | None:
+        """Return why the job has no epochs of data by which it could save; None if it has `steps_per_epoch`."""
+        return f"{type(self).__name__} has no epochs; use every_steps or every_minutes"
+
+    @property
+    def steps_per_epoch(self) -> Fraction:
+        """Steps in which the training data are read once. Needs `setup`, and a job without `find_epoch_problem`."""
+        raise NotImplementedError
 
     @property
     def done(self) -> bool:
@@ -180,6 +192,12 @@ class Recipe:
 
     def discard_output(self) -> None:
         """Remove the output of an attempt that did no work, before a start with another spec. Process 0 only."""
+
+    def validate_export(self) -> None:
+        """Raise `SpecError` if `export` could not export this run. Process 0 only; called at a start and in plans."""
+
+    def export(self) -> None:
+        """Export the finished run, unless that was done. Process 0 only; called at each start of a finished run too."""
 
     def prepare(self) -> None:
         """Do slow preparations that need `attempt`, such as compiling. Does nothing by default."""

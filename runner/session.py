@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from runner.checkpoint.manifest import Manifest
+from runner.checkpoint.policy import compute_epoch_interval, is_due
 from runner.checkpoint.save import SaveContents
 from runner.console import say, warn
 from runner.data import TRAIN, SeekablePrefetcher
@@ -26,6 +27,7 @@ from runner.huggingface.assets import record_assets
 from runner.metrics.meta import Meta
 from runner.metrics.rows import Row
 from runner.metrics.window import LAST_STEP
+from runner.process import GarbageCollection
 from runner.recipe import JobSession
 from runner.spec import InitFromConfig
 from runner.storage import JsonObject, Store
@@ -46,6 +48,9 @@ from runner.train.step import Batch
 from runner.train.weights import add_averages
 from runner.train_recipe import TrainRecipe
 
+# Steps between two collections of garbage where rows are farther apart.
+_COLLECT_EVERY_STEPS = 100
+
 
 class Session(JobSession):
     """Training of one attempt.
@@ -53,6 +58,7 @@ class Session(JobSession):
     Attributes:
         job: the job, whose state the session replaces.
         guard: comparison of its programs with those of earlier attempts.
+        garbage_collection: Python's garbage collector during the steps.
     """
 
     def __init__(self, job: TrainRecipe, makes_own_batches: bool):
@@ -62,6 +68,7 @@ class Session(JobSession):
         self.guard = ProgramGuard(job.spec, job.document, job.programs, job.hooks.identity())
         self._is_compiled = False
         self._hook_dispatcher: HookDispatcher | None = None
+        self.garbage_collection = GarbageCollection()
         # Of the current stage.
         self._builtin_evaluators: BuiltinEvaluators | None = None
         self._chosen_evaluators: list[Evaluator] | None = None
@@ -189,7 +196,7 @@ class Session(JobSession):
 
         An evaluation and hook calls of the present step that a stop has interrupted are completed.
         """
-        with self.report.display(self.job.step):
+        with self.report.display(self.job.step), self.garbage_collection:
             self._start()
             with contextlib.closing(SeekablePrefetcher(self.load_step)) as batches:
                 yield batches
@@ -261,10 +268,14 @@ class Session(JobSession):
         """
         job = self.job
         if not self.report.is_row_due(job.step):
+            if is_due(job.step, _COLLECT_EVERY_STEPS):
+                self.garbage_collection.collect()
             return
 
-        weights = self.get_evaluated_weights(job.state)
-        self.report.add_row(weights, job.step, self._call_hooks if self.hook_dispatcher.has_hooks else None)
+        # Evaluators and hooks may run for long and leave as much garbage as they like.
+        with self.garbage_collection.allow():
+            weights = self.get_evaluated_weights(job.state)
+            self.report.add_row(weights, job.step, self._call_hooks if self.hook_dispatcher.has_hooks else None)
         # Once the first row is written, the evaluators are compiled in the background. A stage without evaluations
         # needs none, except for hooks that request an evaluation.
         if not self.programs.has_stages or self.programs.current.plan.is_evaluated(job.config.total_steps):
@@ -286,6 +297,8 @@ class Session(JobSession):
         Raises `DivergedError` if the run went back too often, or has no such checkpoint.
         """
         job = self.job
+        # A restore needs memory, and arrays may lie in reference cycles.
+        self.garbage_collection.collect(2)
         # A save in progress may be of the step to go back to.
         job.checkpointer.wait_until_finished()
         # The stage in which the cause begins, even if a later stage fetched its loss.
@@ -318,6 +331,7 @@ class Session(JobSession):
         # These are created again, for the model, the batch and the data of this stage.
         self._builtin_evaluators = self._chosen_evaluators = None
         self.report.enter_stage(self.evaluators, self._compute_mfu_per_token_rate())
+        self.garbage_collection.collect(2)  # the program of the stage before
         job.attempt.record(
             "stage",
             step,
@@ -354,6 +368,7 @@ class Session(JobSession):
     @functools.cached_property
     def report(self) -> Report:
         """Rows of metrics of this attempt."""
+        every_epochs = self.job.config.eval.every_epochs
         return Report(
             self.job.attempt,
             self.job.resolved_spec(),
@@ -363,6 +378,9 @@ class Session(JobSession):
             get_data_metrics=self.programs.compute_data_metrics,
             is_language_model=self.is_language_model,
             features=self.job.features,
+            epoch_steps=None
+            if every_epochs is None
+            else compute_epoch_interval(every_epochs, self.job.steps_per_epoch),
         )
 
     def _compute_mfu_per_token_rate(self) -> float:

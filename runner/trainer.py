@@ -4,22 +4,28 @@ The data are tokens, or examples that are dicts of arrays, such as images and la
 overrides the statements of `runner.train_recipe`. All methods are called on every host.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from runner.attempts.fence import RunIdentity
-from runner.attempts.layout import read_result
+from runner.attempts.layout import read_owner, read_result
+from runner.checkpoint.inspect import read_document
 from runner.checkpoint.save import SaveContents
 from runner.config import ModelConfig
+from runner.console import say
 from runner.data import Dataset
 from runner.distributed.agreement import Hosts
 from runner.distributed.clock import Clock
 from runner.distributed.preemption import StopNotice
+from runner.errors import InvalidError
 from runner.evaluation.builtin import BuiltinEvaluators
+from runner.huggingface.export import ExportOptions, export_into, has_export, publish_directory
 from runner.huggingface.load import complete_model
 from runner.session import Session
-from runner.spec import Document, ExecutionSpec, Trajectory
-from runner.storage import JsonObject
+from runner.spec import Document, ExecutionSpec, Trajectory, validate_spec
+from runner.storage import JsonObject, open_store
 from runner.train.compile import CompiledStep
 from runner.train.evaluators import Validation
 from runner.train.feature import RewindError
@@ -136,6 +142,15 @@ class BaseTrainer(TrainRecipe):
         stop_step = self.session.stop_step
         return self.programs.config_in_steps.total_steps if stop_step is None else stop_step
 
+    def find_epoch_problem(self) -> str | None:
+        """Return why the data have no epochs: there are several sources or stages. None if they have."""
+        return self.config.find_epoch_problem()
+
+    @property
+    def steps_per_epoch(self) -> Fraction:
+        """Steps in which the training examples of the single source are read once. Reads the data on this host."""
+        return Fraction(self.dataset.num_train_examples, self.config.train.global_batch_examples)
+
     @property
     def done(self) -> bool:
         """True if the job has reached its end, or was ended by a hook that is in the spec with the same config."""
@@ -162,6 +177,51 @@ class BaseTrainer(TrainRecipe):
         """Return the content of `result.json`. Calls `on_end` of hooks, so the last step must be saved."""
         self.session.hook_dispatcher.on_end(self.state, self.step)
         return super().result() | self.session.hook_dispatcher.result()
+
+    def validate_export(self) -> None:
+        """Raise `SpecError` if the model has no layout of Hugging Face, or something else is where the export goes."""
+        if self.config.export is None:
+            return
+        with self.document.errors_at("config.export"):
+            family = self.family()
+            if family is None:
+                raise InvalidError(
+                    f"{self.spec.job} does not map its parameters to Hugging Face's names; implement `family` of the "
+                    "job, or remove the key"
+                )
+            # Both refuse models that the files cannot describe.
+            family.config()
+            family.pieces()
+            self._find_export(self.total_steps)
+
+    def export(self) -> None:
+        """Export the weights of the finished run to `config.export`, unless the export is complete."""
+        result, config = read_result(self.store), self.config.export
+        if config is None or result is None:
+            return
+        with self.document.errors_at("config.export"):
+            mark = self._find_export(result.step)
+            if mark is None:
+                return
+            # The spec that the run has recorded has the size of its vocabulary, which else only the data tell.
+            document = dataclasses.replace(self.given_document, data=read_document(self.store).data)
+            recorded = type(self)(validate_spec(document), document).at_step(result.step)
+            family = recorded.family()
+            assert family is not None, "checked before the first step"
+            options = ExportOptions(config.dtype, weights=config.weights, base=recorded.spec.checkpoint.initial_weights)
+            with publish_directory(config.directory, mark) as directory:
+                export_into(directory, self.store.url, result.step, family, recorded.config.data, options)
+        say(f"exported step {result.step} to {config.directory}")
+
+    def _find_export(self, step: int) -> JsonObject | None:
+        """Return the mark of an export of `step` that is to be made; None if it is complete. Raises `InvalidError`."""
+        config, owner = self.config.export, read_owner(self.store)
+        assert config is not None, "an export is asked for"
+        if f"{open_store(config.directory).url}/".startswith(f"{self.store.url}/"):
+            raise InvalidError(f"{config.directory} is in the directory of the run; name another one")
+        run = "" if owner is None else owner.id
+        mark = {"run": run, "step": step, "dtype": config.dtype, "weights": config.weights}
+        return None if has_export(config.directory, mark) else mark
 
     # Identity.
 

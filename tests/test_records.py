@@ -28,7 +28,12 @@ OWNER_KEYS = {"owners", "owners.*.leaves", "owners.*.grid", "owners.*.runs"}  # 
 PIECE_KEYS = {"shards", "shards.*.start", "shards.*.shape", "shards.*.pieces"}
 CHECKOUT_KEYS = {"environment.commit", "environment.dirty"}
 ACCELERATOR_KEYS = {"perf/mfu", "perf/peak_bytes", "perf/device_bytes", "perf/device_utilization"}  # unknown for CPUs
-ARRAY_KEYS = {"train/examples", "perf/examples_per_second", "examples"}  # see tests/train/test_arrays.py
+ARRAY_KEYS = {
+    "train/examples",
+    "perf/examples_per_second",
+    "perf/eval_examples_per_second",
+    "examples",
+}  # see tests/train/test_arrays.py
 NORM_KEYS = {"train/param_norm"}
 PADDING_KEYS = {"train/token_count"}  # see tests/metrics/test_meta.py
 AUXILIARY_KEYS = {"train/noise_scale", "train/skipped_updates", "train/roll_backs", "train/high_loss_steps"}

@@ -1,12 +1,17 @@
 """BaseTrainer: public methods, rows, memory, overridable parts, and resume on any mesh."""
 
+import contextlib
 import dataclasses
+import functools
+import gc
 import inspect
 import json
 import math
 import os
 import shlex
 import shutil
+import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -141,8 +146,9 @@ def test_every_logged_step_has_one_row_with_its_keys(undisturbed):
     expected |= {f"perf/{name}" for name in ("time", "attempt", "host_bytes", "host_free_bytes", "cpu_cores")}
     found = read_rows(undisturbed.store.root)
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    evaluated = {"val/loss", "val/accuracy", "perf/eval_seconds", "perf/eval_tokens_per_second"}
     for row in found:
-        assert set(row) == expected | ({"val/loss", "val/accuracy"} if row["step"] in (4, 8) else set())
+        assert set(row) == expected | (evaluated if row["step"] in (4, 8) else set())
         assert row["train/tokens"] == row["step"] * 16 * 16
     assert {row["perf/attempt"] for row in found} == {1}
     assert sorted(row["perf/time"] for row in found) == [row["perf/time"] for row in found]
@@ -932,3 +938,69 @@ def test_a_job_on_cpus_keeps_the_memory_of_its_steps(tmp_path, monkeypatch):
     job()
     assert kept == [jax.local_device_count() * job.compiled.memory.temporaries]
     assert kept[0] > 0
+
+
+# Garbage collection.
+
+
+class Cycle:
+    """An object that refers to itself, so that only the collector frees it."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+class LeaveGarbage(PretrainGPT):
+    """GPT that leaves a reference cycle at each step, and fails or is interrupted at the sixth."""
+
+    ending = "done"
+
+    def save_or_stop(self) -> None:
+        self.seen.append((gc.isenabled(), gc.get_freeze_count() > 0, sum(each() is not None for each in self.alive)))
+        self.alive.append(weakref.ref(Cycle()))
+        if self.step == 6 and self.ending != "done":
+            raise {"error": ValueError, "interrupt": KeyboardInterrupt}[self.ending]("asked")
+        super().save_or_stop()
+
+
+@pytest.mark.parametrize("ending", ["done", "error", "interrupt"])
+def test_garbage_is_collected_at_rows_and_the_collector_restored_at_the_end(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The tests themselves have frozen objects, which a job would respect.
+    counts = iter([0])
+    real = gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: next(counts, real()))
+    calls: list[str] = []
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, functools.partial(calls.append, name))
+    job = make_gpt(tmp_path / "run", LeaveGarbage, **{"logging.every_steps": 3, "config.eval": {"every_steps": 6}})
+    job.ending, job.seen, job.alive = ending, [], []
+    with contextlib.suppress(ValueError, KeyboardInterrupt):
+        job()
+    seen = job.seen[:6]
+    # Automatic collection ends with the first row, which may free the cycles of earlier steps at any time.
+    assert [is_enabled for is_enabled, *_ in seen] == [True, True, False, False, False, False]
+    assert [alive for *_, alive in seen[2:]] == [0, 1, 2, 0]
+    assert gc.isenabled()
+    assert calls == ["freeze", "unfreeze"]
+
+
+@pytest.mark.parametrize("state", ["off", "frozen"])
+def test_a_process_keeps_the_collector_that_it_has_set_up(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen: list[bool] = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1)
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+    monkeypatch.setattr(gc, "unfreeze", lambda: frozen.append(False))
+    job = make_gpt(tmp_path / "run", LeaveGarbage)
+    job.seen, job.alive = [], []
+    if state == "off":
+        gc.disable()
+    try:
+        job()
+        assert gc.isenabled() == (state == "frozen")
+        assert not frozen
+    finally:
+        gc.enable()

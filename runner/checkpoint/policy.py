@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from fractions import Fraction
 from typing import Literal, NamedTuple
 
 from runner.attempts.attempt import Attempt
@@ -93,13 +94,22 @@ def find_replica_advice(num_hosts: int, config: CheckpointConfig) -> str | None:
 # When to save.
 
 
-def is_due(step: int, every_steps: int | None, last_step: int | None = None) -> bool:
-    """Return True if work that is due every `every_steps` steps is due at `step`: always at `last_step`, never at 0."""
+def is_due(step: int, every_steps: int | Fraction | None, last_step: int | None = None) -> bool:
+    """Return True if work that is due every `every_steps` steps is due at `step`: always at `last_step`, never at 0.
+
+    The n-th multiple of a fraction is due at the first whole step that is not below it.
+    """
     if step <= 0:
         return False
     if step == last_step:
         return True
-    return every_steps is not None and step % every_steps == 0
+    return every_steps is not None and step // every_steps > (step - 1) // every_steps
+
+
+def compute_epoch_interval(every_epochs: float | None, steps_per_epoch: Fraction | None) -> Fraction | None:
+    """Return the steps of `every_epochs` passes over the data, as a fraction; None if there are none."""
+    # By the decimal that the user wrote: the nearest float could round up to one step too many.
+    return None if every_epochs is None or steps_per_epoch is None else Fraction(str(every_epochs)) * steps_per_epoch
 
 
 def is_overdue(now_seconds: float, since_seconds: float, every_minutes: float | None) -> bool:
@@ -139,7 +149,9 @@ class SavePolicy:
         logging_every_steps: int,
         decide: Callable[[bool], bool],
         clock: Callable[[], float] = time.monotonic,
+        steps_per_epoch: Fraction | None = None,
     ):
+        self._epoch_steps = compute_epoch_interval(config.every_epochs, steps_per_epoch)
         self._config, self._logging_every_steps = config, logging_every_steps
         self._decide, self._clock = decide, clock
         self._last_save_seconds = clock()
@@ -157,7 +169,7 @@ class SavePolicy:
         if is_due(step, config.every_steps if config.every is None else None, last_step):
             return SaveKind.REQUIRED if step == last_step else SaveKind.DURABLE
         # A step to keep forever must be saved, whatever the other intervals are.
-        if is_due(step, config.keep_every_steps):
+        if is_due(step, self._epoch_steps) or is_due(step, config.keep_every_steps):
             return SaveKind.DURABLE
         every_minutes = config.every_minutes if config.every is None else interval_seconds / 60
         # `decide` is a collective, so every host must reach it: the conditions before it are equal on all hosts.

@@ -36,6 +36,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -195,6 +196,7 @@ class Checkpointer:
         abstract: Any,
         writer: ArrayWriter | None = None,
         is_own: Callable[[Trajectory, int], bool] | None = None,
+        steps_per_epoch: Fraction | None = None,
     ):
         self._is_own = is_own or (lambda saved, step: saved == identity)
         self._attempt, self._config, self._identity, self._abstract = attempt, config, identity, abstract
@@ -210,7 +212,7 @@ class Checkpointer:
                 raise
             self._tier_problem = str(error)
         self._writer = writer or make_writer(attempt.store, attempt.hosts, attempt.run_id)
-        self._policy = SavePolicy(config, logging_every_steps, attempt.hosts.agree)
+        self._policy = SavePolicy(config, logging_every_steps, attempt.hosts.agree, steps_per_epoch=steps_per_epoch)
         best = None if config.keep_best is None else config.keep_best.mode
         self._retention = Retention(attempt, config.keep_last, config.keep_every_steps, best)
         self._max_unsaved_seconds = config.max_unsaved_minutes * 60

@@ -93,6 +93,7 @@ class TrialRun:
             "directory": str(self.directory),
             "checkpoint.every_steps": trial.every_steps,
             "checkpoint.every_minutes": None,
+            "checkpoint.every_epochs": None,
             "checkpoint.every": None,
             "checkpoint.keep_last": trial.steps + 1,
             "checkpoint.keep_every_steps": None,

@@ -178,6 +178,7 @@ _RATE = Chart("Learning rate", "per step")
 _THROUGHPUT = Chart("Throughput", "tokens / s", is_smoothed=True)
 _EXAMPLES = Chart("Examples per second", "examples / s", is_smoothed=True)
 _MFU = Chart("Model FLOPs utilisation", "share of the devices' peak", form="share", is_smoothed=True)
+_EVALUATION_TIME = Chart("Evaluation time", "seconds")
 _STEP_TIME = Chart("Step time", "seconds")
 _MEMORY = Chart("Device memory", "GiB", factor=1 / (1 << 30))
 _UTILIZATION = Chart("GPU utilisation", "share of the time with a kernel", form="share", is_smoothed=True)
@@ -191,8 +192,8 @@ _HIGH_LOSS = Chart("Steps with a high loss", "in succession")
 _MIXTURE = Chart("Mixture of the data", "share of the tokens drawn so far", form="stack")
 _EPOCHS = Chart("Epochs of each source", "passes over the source")
 CHARTS = (
-    LOSS, _BITS, _ACCURACY, _GRADIENT, _RATE, _THROUGHPUT, _EXAMPLES, _MFU, _STEP_TIME, _MEMORY, _UTILIZATION,
-    _HOST_MEMORY, _CPUS, _NOISE, _TARGETS, _SKIPPED, _ROLL_BACKS, _HIGH_LOSS, _MIXTURE, _EPOCHS,
+    LOSS, _BITS, _ACCURACY, _GRADIENT, _RATE, _THROUGHPUT, _EXAMPLES, _MFU, _STEP_TIME, _EVALUATION_TIME, _MEMORY,
+    _UTILIZATION, _HOST_MEMORY, _CPUS, _NOISE, _TARGETS, _SKIPPED, _ROLL_BACKS, _HIGH_LOSS, _MIXTURE, _EPOCHS,
     _GRADIENTS, _PARAMETERS,
 )  # fmt: skip
 
@@ -219,7 +220,10 @@ _SERIES = tuple(
         ("train/param_norm/(.+)", _PARAMETERS, "{}"),
         ("train/learning_rate", _RATE, "learning rate"),
         ("perf/tokens_per_second", _THROUGHPUT, "all devices"),
+        ("perf/eval_tokens_per_second", _THROUGHPUT, "evaluation"),
         ("perf/examples_per_second", _EXAMPLES, "all devices"),
+        ("perf/eval_examples_per_second", _EXAMPLES, "evaluation"),
+        ("perf/eval_seconds", _EVALUATION_TIME, "all evaluators"),
         ("perf/mfu", _MFU, "all devices"),
         ("perf/step_seconds_median", _STEP_TIME, "median"),
         ("perf/step_seconds_p95", _STEP_TIME, "95th percentile"),

@@ -28,7 +28,7 @@ from runner.data.packing import (
     describe_fields,
     make_token_fields,
 )
-from runner.data.sampling import LocalShuffle, Mixture, TokenSplit, probe_order, split_examples, split_tokens
+from runner.data.sampling import FileOrder, LocalShuffle, Mixture, TokenSplit, probe_order, split_examples, split_tokens
 from runner.data.source import Source
 from runner.data.source_files import PYTHON_STDLIB
 from runner.data.token_files import LOSS_WEIGHT, IdRange, TokenFiles, TokenSequence
@@ -350,10 +350,10 @@ class Dataset:
     def read_numbers(self, split: str, numbers: np.ndarray) -> Sequences:
         """Return the examples with these numbers (N,), ascending; each field has the shape (N, *shape of the field).
 
-        The training split is an endless shuffled stream. A validation set is in order, and beyond its last example
-        everything is padding, so that a loss weighted by real targets counts each validation target exactly once. All
-        examples are requested together, because a bucket answers one request for many as fast as for one. Raises
-        ValueError for an unknown split, DataError for changed or invalid data.
+        The training split is an endless stream, shuffled unless `data.shuffle` is false. A validation set is in order,
+        and beyond its last example everything is padding, so that a loss weighted by real targets counts each
+        validation target exactly once. All examples are requested together, because a bucket answers one request for
+        many as fast as for one. Raises ValueError for an unknown split, DataError for changed or invalid data.
         """
         self.validate_split(split)
         count = len(numbers)
@@ -459,10 +459,14 @@ def load_dataset(
             raise DataError(f"{label}: no document has two tokens; a document needs a token and the one after it")
         # In a mixture the seed of a source is derived from its name, so that the orders of the sources are independent.
         source_seed = zlib.crc32(f"{seed} {token_source.name}".encode()) if config.mixture else seed
-        order = examples.make_order(source_seed, share * batch_examples)
+        order: Sequence[int] = FileOrder(examples.num_examples)
+        if config.shuffle:
+            order = examples.make_order(source_seed, share * batch_examples)
         tokenizer = source.tokenizer if isinstance(source, TextTokens) else None
         text = None if tokenizer is None else [tokenizer.name, tokenizer.characters]
         parts = [source.fingerprint, asdict(train_split), type(examples).__name__, examples.fingerprint, text]
+        # A stage that changes the order begins a new epoch.
+        parts += [] if config.shuffle else ["in order"]
         train_sources.append(
             TrainSource(
                 token_source.name,

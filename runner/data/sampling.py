@@ -8,6 +8,7 @@ and the validation split share no token.
 
 - `ShuffledOrder` permutes all windows in each epoch.
 - `LocalShuffle` keeps the examples of one block of packed documents close together, so that a host reads few blocks.
+- `FileOrder` is the order of the source, in each epoch.
 - `Mixture` interleaves sources. For every k, the first k examples of a run contain each source in proportion to its
   weight, within one or two examples. The index of an example determines its source, and how many examples of that
   source precede it.
@@ -116,6 +117,19 @@ class ShuffledOrder(Sequence[int]):
 def _compute_epoch(order: ShuffledOrder, epoch: int) -> tuple[int, ...]:
     first = epoch * order.num_windows
     return tuple(order._shuffled[first + position] for position in range(order.num_windows))
+
+
+@dataclass(frozen=True)
+class FileOrder(Sequence[int]):
+    """Endless training order in which each epoch has all examples as they lie in the source."""
+
+    num_examples: int
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> int:  # type: ignore[override]
+        return index % self.num_examples
 
 
 class LocalShuffle(Sequence[int]):

@@ -135,30 +135,58 @@ class _SafetensorsWriter:
 # Publishing.
 
 
+MARK_FILE = "export.json"  # in the export that a run makes at its end: the run, its step, and the options
+
+
+def has_export(where: str, mark: JsonObject) -> bool:
+    """Return True if the export with this mark is complete at `where`, False if nothing or a part of it is there.
+
+    Raises `InvalidError` if something else is there, and `StorageError`.
+    """
+    store = open_store(where)
+    names = store.list_names("")
+    if not names:
+        return False
+    try:
+        found = parse_json(store.read(MARK_FILE))
+    except (FileNotFoundError, ValueError):
+        found = None
+    if found != mark:
+        is_own = found is not None and found.get("run") == mark["run"]
+        raise InvalidError(
+            f"{store.url} is not empty{', but an export of this run with other options or step' if is_own else ''}; "
+            "nothing is overwritten: remove it, or name another directory"
+        )
+    return CONFIG_FILE in names
+
+
 @contextlib.contextmanager
-def publish_directory(where: str) -> Iterator[Path]:
+def publish_directory(where: str, mark: JsonObject | None = None) -> Iterator[Path]:
     """Yield a local directory to write into, and publish its files at `where` at the end, all or nothing.
 
     On a disk the directory is renamed. In a bucket `config.json`, without which no reader accepts the rest, is uploaded
-    last.
+    last. A `mark` is a file of the export, the first one in a bucket, by which an upload that was killed is continued.
 
     Raises:
         InvalidError: The target is not empty, or cannot be written. Raised at the start.
     """
     store = open_store(where)
-    if store.list_names(""):
+    if store.list_names("") and (mark is None or has_export(where, mark)):
         raise InvalidError(f"{store.url} is not empty; nothing is overwritten")
     if store.root is None:
         probe_store(store)
         with tempfile.TemporaryDirectory(prefix="export-") as directory:
+            _write_mark(Path(directory), mark)
             yield Path(directory)
-            for path in sorted(Path(directory).iterdir(), key=lambda path: (path.name == CONFIG_FILE, path.name)):
+            order = {MARK_FILE: 0, CONFIG_FILE: 2}
+            for path in sorted(Path(directory).iterdir(), key=lambda path: (order.get(path.name, 1), path.name)):
                 store.upload(path, path.name, UPLOAD_SECONDS)
         return
     temporary = store.root.with_name(f".{store.root.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         with translate_errors(temporary):
             make_directory(temporary)
+        _write_mark(temporary, mark)
         yield temporary
         with translate_errors(store.root):
             # The content must be durable before the name is, or a power cut could leave an empty export.
@@ -173,6 +201,12 @@ def publish_directory(where: str) -> Iterator[Path]:
             fsync(store.root.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_mark(directory: Path, mark: JsonObject | None) -> None:
+    if mark is not None:
+        with translate_errors(directory / MARK_FILE):
+            (directory / MARK_FILE).write_bytes(encode_json(mark))
 
 
 # Export.

@@ -149,7 +149,10 @@ class Scorer:
             total = ValidationSums(0.0, 0.0)
             for first in range(0, num_batches, _STRETCH_BATCHES):
                 stretch = ValidationSet(
-                    name, min(_STRETCH_BATCHES, num_batches - first), functools.partial(self._load_batch, name, first)
+                    name,
+                    min(_STRETCH_BATCHES, num_batches - first),
+                    functools.partial(self._load_batch, name, first),
+                    self._layout.global_batch_examples * self._dataset.units_per_example,
                 )
                 sums = self._validation.sum(state, stretch)
                 assert sums is not None, "a command is never asked to stop"

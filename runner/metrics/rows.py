@@ -89,6 +89,20 @@ ROW_KEYS = (
     ),
     Key("perf/examples_per_second", float, "The same where the data are arrays.", "examples / s"),
     Key(
+        "perf/eval_seconds",
+        float,
+        "Duration of the evaluation of this row on process 0, all evaluators together.",
+        "s",
+    ),
+    Key(
+        "perf/eval_tokens_per_second",
+        float,
+        "Throughput of the loss on the validation sets, with the averages of `config.ema.evaluate`, padding included. "
+        "Waiting for the compiler and other evaluators do not count in it.",
+        "tokens / s",
+    ),
+    Key("perf/eval_examples_per_second", float, "The same where the data are arrays.", "examples / s"),
+    Key(
         "perf/mfu",
         float,
         "Model FLOPs utilisation: the model's FLOPs per second over the peak of the devices. Only on chips with a "

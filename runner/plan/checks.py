@@ -143,6 +143,7 @@ def check_weights(job: RestoreableJob, abstract_state: Any, findings: Findings) 
     if job.store.root is None and any(job.store.url in line for line in findings.service_problems):
         return  # a bucket that cannot be reached was reported
     with findings.collect(is_local=True):
+        job.validate_export()
         # A checkpoint of the run itself takes precedence over initial weights.
         if read_newest_manifest(job.store) is not None:
             return

@@ -49,7 +49,12 @@ QUIET = {
     "logging.notify": None,
     "logging.profile": None,
 }
-_NO_SAVES = {"checkpoint.every_steps": STEP_MAX, "checkpoint.every_minutes": None, "checkpoint.every": None}
+_NO_SAVES = {
+    "checkpoint.every_steps": STEP_MAX,
+    "checkpoint.every_minutes": None,
+    "checkpoint.every_epochs": None,
+    "checkpoint.every": None,
+}
 
 
 @dataclass(frozen=True)

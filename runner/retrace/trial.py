@@ -267,6 +267,7 @@ def write_specs(request: TrialRequest, job: BaseTrainer, start: int) -> tuple[Fo
     values = QUIET | {
         "checkpoint.every_steps": math.ceil(request.num_steps / _SAVES),
         "checkpoint.every_minutes": None,
+        "checkpoint.every_epochs": None,
         "checkpoint.every": None,
         "checkpoint.keep_last": 1,
         "checkpoint.keep_every_steps": None,

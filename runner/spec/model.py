@@ -239,6 +239,11 @@ class CheckpointConfig(FrozenModel):
     every_minutes: PositiveFloat | None = Field(
         default=None, description="Minutes between two saves, checked at logged steps; null: no saves by time."
     )
+    every_epochs: PositiveFloat | None = Field(
+        default=None,
+        description="Passes over the training data between two saves, such as 1 or 0.5, each rounded up to a whole "
+        "step; for a trainer with a single source and without stages. null: no saves by epochs.",
+    )
     every: Auto | None = Field(
         default=None,
         description="auto: save at the interval that loses the least time (Young and Daly), from the measured stall of "
@@ -303,20 +308,21 @@ class CheckpointConfig(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_default_interval(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or data.get("every") is None:
+        if not isinstance(data, dict) or (data.get("every") is None and data.get("every_epochs") is None):
             return data
-        if isinstance(data["every"], int):
+        if isinstance(data.get("every"), int):
             raise ValueError(f"every: got {data['every']}, needs auto; an interval in steps is every_steps")
         return {"every_steps": None} | data
 
     @model_validator(mode="after")
     def _validate_keys_together(self) -> "CheckpointConfig":
         # Only keys that the user has written count, not defaults.
-        given = {key for key in self.model_fields_set & {"every_steps", "every_minutes"} if getattr(self, key)}
+        keys = ("every_steps", "every_minutes", "every_epochs")
+        given = [key for key in keys if key in self.model_fields_set and getattr(self, key)]
         if self.every is not None and given:
-            raise ValueError("every: auto chooses the interval; leave out every_steps and every_minutes")
-        if self.every is None and self.every_steps is None and self.every_minutes is None:
-            raise ValueError("every_steps and every_minutes are both null; give one of them")
+            raise ValueError(f"every: auto chooses the interval; leave out {' and '.join(given)}")
+        if self.every is None and all(getattr(self, key) is None for key in keys):
+            raise ValueError("every_steps, every_minutes and every_epochs are all null; give one of them")
         if self.fork_from is not None and self.init_from is not None:
             raise ValueError(
                 "fork_from and init_from are both given; fork_from takes the whole state of a run, init_from weights "

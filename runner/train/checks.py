@@ -134,7 +134,7 @@ def find_unmeasured_saves(spec: ExecutionSpec, config: TrainerConfig[Any], total
     if num_both >= min(max(num_saved, 1), num_measured):
         return None
     if not saves:
-        hint = "saves by time rarely meet them"
+        hint = "saves by time or epochs rarely meet them"
     else:
         nearest = max(min(saves[0], total_steps - 1) // measured_steps, 1) * measured_steps
         every = " and ".join(map(str, saves))

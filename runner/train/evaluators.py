@@ -13,9 +13,11 @@ of averaged weights on the same sets.
 import contextlib
 import functools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any, Protocol
 
 import jax
@@ -61,7 +63,15 @@ class Evaluator(Protocol):
 class EvaluatorSchedule:
     """Evaluators of a job and their schedule. Made and called on every host."""
 
-    def __init__(self, attempt: Attempt, config: TrainerConfig[Any], evaluators: Sequence[Evaluator]):
+    def __init__(
+        self,
+        attempt: Attempt,
+        config: TrainerConfig[Any],
+        evaluators: Sequence[Evaluator],
+        epoch_steps: Fraction | None = None,
+    ):
+        """Check the evaluators. `epoch_steps` are the steps of `eval.every_epochs`."""
+        self._epoch_steps = epoch_steps
         self._attempt, self._config, self._last_step = attempt, config.eval, config.total_steps
         self._evaluators = list(evaluators)
         self._media = MediaWriter(attempt.store)
@@ -88,11 +98,13 @@ class EvaluatorSchedule:
             return self._evaluators if self._config.at_start else []
         last_step = self._last_step if self._config.at_end and has_end else None
 
-        def get_interval(evaluator: Evaluator) -> int | None:
+        def is_evaluator_due(evaluator: Evaluator) -> bool:
             own = getattr(evaluator, "every_steps", None)
-            return self._config.every_steps if own is None else own
+            if own is not None:
+                return is_due(step, own, last_step)
+            return is_due(step, self._config.every_steps, last_step) or is_due(step, self._epoch_steps)
 
-        return [each for each in self._evaluators if is_due(step, get_interval(each), last_step)]
+        return [each for each in self._evaluators if is_evaluator_due(each)]
 
     def are_all_due(self, step: int) -> bool:
         """Return True if all evaluators are due at `step`."""
@@ -120,6 +132,11 @@ class EvaluatorSchedule:
         numbers = {key: value for key, value in metrics.items() if not isinstance(value, str | list | dict)}
         self._attempt.record("evaluate", step, figures=numbers)
         return metrics
+
+    def pop_units_per_second(self) -> float | None:
+        """Return the speed of the loss on the validation sets, see `Validation.pop_units_per_second`."""
+        found = [each.pop_units_per_second() for each in self._evaluators if isinstance(each, Validation)]
+        return found[0] if found else None
 
     def _call(self, evaluator: Evaluator, weights: Any, step: int, before: Row) -> EvaluationMetrics | None:
         """Return process 0's metrics; empty if the evaluator failed on a host; None if the job was asked to stop."""
@@ -205,6 +222,7 @@ class ValidationSet:
     name: str
     num_batches: int
     batch: Callable[[int], Batch]
+    units_per_batch: int  # tokens of a batch, padding included; examples where the data are arrays
 
 
 @dataclass(frozen=True)
@@ -251,7 +269,12 @@ def make_validation_sets(
     `batch` makes a batch by set and index.
     """
     return [
-        ValidationSet(name, -(-examples.num_examples // batch_examples), functools.partial(batch, name))
+        ValidationSet(
+            name,
+            -(-examples.num_examples // batch_examples),
+            functools.partial(batch, name),
+            batch_examples * dataset.units_per_example,
+        )
         for name, examples in dataset.validation.items()
     ]
 
@@ -283,6 +306,7 @@ class Validation:
         self._abstract = abstract.replace(opt_state=(), riders={})
         self._compile_val, self._sets, self._is_stopping = compile_val, sets, is_stopping
         self._step = step
+        self._num_units, self._seconds = 0, 0.0  # of the evaluations since `pop_units_per_second`
 
     def start_compiling(self) -> None:
         """Compile in the background. Called after the first row, because tracing would slow down the first steps."""
@@ -356,20 +380,31 @@ class Validation:
         """Return the sums over the batches of a set; None if the job was asked to stop."""
         loss_sum, token_count, meta = jnp.float32(0), jnp.float32(0), {}
         sums: Any = None
+        compiled = self.compiled  # waiting for the compiler does not count in the speed
+        started = time.monotonic()
         for index in range(validation_set.num_batches):
             if self._is_stopping():
                 return None
             # Queue at most one batch ahead of the device, so that a stop need not wait for a whole queued evaluation.
             jax.block_until_ready(loss_sum)
             # The sums stay on the device; only the wait above and the end of the set need the host.
-            loss, count, meta = self.compiled(state, validation_set.batch(index))
+            loss, count, meta = compiled(state, validation_set.batch(index))
             loss_sum, token_count = loss_sum + loss, token_count + count
             if SUMS in meta:
                 sums = meta[SUMS] if sums is None else jax.tree.map(jnp.add, sums, meta[SUMS])
         last = {name: to_row_value(value) for name, value in jax.device_get(meta).items() if name != SUMS}
         # Sums are divided later, by the tokens of all batches; in float64, parts of a large set add up exactly.
         host_sums = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), jax.device_get(sums or {}))
-        return ValidationSums(float(loss_sum), float(token_count), last, host_sums)
+        result = ValidationSums(float(loss_sum), float(token_count), last, host_sums)
+        self._num_units += validation_set.num_batches * validation_set.units_per_batch
+        self._seconds += time.monotonic() - started
+        return result
+
+    def pop_units_per_second(self) -> float | None:
+        """Return the tokens (or examples) per second of the evaluations since the last call; None if there is none."""
+        num_units, seconds = self._num_units, self._seconds
+        self._num_units, self._seconds = 0, 0.0
+        return num_units / max(seconds, 1e-9) if num_units else None
 
 
 def cast_like(averages: Any, params: Any) -> Any:

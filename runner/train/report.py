@@ -5,6 +5,7 @@ import contextlib
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -53,16 +54,17 @@ class Report:
         get_data_metrics: Callable[[int], Row],
         is_language_model: bool = True,
         features: Sequence[Feature] = (),
+        epoch_steps: Fraction | None = None,
     ):
         """Open the metrics of an attempt, by the resolved spec and the config with its total in steps.
 
         `mfu_per_token_rate` is the MFU of one token (or example, by the unit of the data) per second, 0 if unknown.
         `get_data_metrics` returns the metrics of the data at a step. A model is no language model if its outputs are
-        not logits of tokens.
+        not logits of tokens. `epoch_steps` are the steps of `eval.every_epochs`.
         """
         self._attempt, self._spec, self._config = attempt, spec, config
         self._is_language_model = is_language_model
-        self._evaluations = EvaluatorSchedule(attempt, config, evaluators)
+        self._evaluations = EvaluatorSchedule(attempt, config, evaluators, epoch_steps)
         self._mfu_per_token_rate, self._get_data_metrics = mfu_per_token_rate, get_data_metrics
         self._metrics = open_metrics_file(attempt.store, attempt.background_writer, attempt.fence)
         self._displays: list[RowDisplay] = []
@@ -165,8 +167,7 @@ class Report:
                 f"last row; set the total of the run to {step + 1} steps or more"
             )
         row = self._close_window(step) if self.lacks_last_row else {"step": 0, f"train/{self._config.data.unit}": 0}
-        found = self._evaluations.evaluate(weights, step) if is_due_now else {}
-        self.restart_clock()
+        found = self._evaluate(weights, step) if is_due_now else {}
         if found is not None:
             self._append(self._finish(row | found))
             self.lacks_last_row = False
@@ -230,7 +231,7 @@ class Report:
         row |= {} if self._timer is None else self._timer.pop_percentiles() | self._read_usage()
         # A stop during the evaluation leaves the row without it; the next attempt completes it (`complete_row`).
         if self._evaluations.list_due(step) and not self.is_suspect(row):
-            row |= self._evaluations.evaluate(weights, step) or {}
+            row |= self._evaluate(weights, step) or {}
         self.restart_clock()
         row = self._finish(row)
         try:
@@ -336,16 +337,28 @@ class Report:
 
     def remove_evaluation(self, row: Row) -> Row:
         """Return the row without metrics of an evaluation."""
-        return {key: value for key, value in row.items() if not key.startswith("val/") and key != _AT_END}
+        return {key: value for key, value in row.items() if not key.startswith(("val/", "perf/eval_", _AT_END))}
 
     def evaluate_requested(self, weights: Any, row: Row) -> Row | None:
         """Evaluate the weights of a row by all evaluators; return the metrics of the evaluation.
 
         Returns None if the job was asked to stop meanwhile.
         """
-        metrics = self._evaluations.evaluate(weights, row["step"], is_requested=True)
-        self.restart_clock()
+        metrics = self._evaluate(weights, row["step"], is_requested=True)
         return None if metrics is None else metrics | self._mark_end(row | metrics)
+
+    def _evaluate(self, weights: Any, step: int, is_requested: bool = False) -> Row | None:
+        started = time.monotonic()
+        metrics = self._evaluations.evaluate(weights, step, is_requested)
+        if metrics:
+            speed: Row = {"perf/eval_seconds": time.monotonic() - started}
+            units_per_second = self._evaluations.pop_units_per_second()
+            if units_per_second is not None:
+                speed[f"perf/eval_{self._config.data.unit}_per_second"] = units_per_second
+            # The times of processes differ, and hooks get the same row on all of them.
+            metrics |= self._attempt.hosts.agree(speed)
+        self.restart_clock()
+        return metrics
 
     def replace_row(self, row: Row) -> None:
         """Replace the newest row, of the same step, by a more complete one."""

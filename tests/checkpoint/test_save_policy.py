@@ -1,6 +1,7 @@
 """Save policy as a table of rules and step times, and the optimal save interval."""
 
 import math
+from fractions import Fraction
 
 import pytest
 
@@ -32,10 +33,10 @@ class FakeClock:
         return self.seconds
 
 
-def simulate_saves(rule, *, seconds_a_step=0.0, interval_seconds=0.0, logging_every_steps=1):
+def simulate_saves(rule, *, seconds_a_step=0.0, interval_seconds=0.0, logging_every_steps=1, steps_per_epoch=None):
     """Simulate `LAST_STEP` steps and return the kind of save at each step with one, each starting at once."""
     clock = FakeClock()
-    policy = SavePolicy(CheckpointConfig(**rule), logging_every_steps, lambda answer: answer, clock)
+    policy = SavePolicy(CheckpointConfig(**rule), logging_every_steps, lambda answer: answer, clock, steps_per_epoch)
     found = {}
     for step in range(1, LAST_STEP + 1):
         clock.seconds += seconds_a_step
@@ -78,6 +79,18 @@ LOCAL = {"local_directory": "/fast", "local_every_steps": 2}
             {4: DURABLE, 5: DURABLE, 8: DURABLE, 10: DURABLE, 12: REQUIRED},
         ),
         ({"every_steps": 6, "keep_every_steps": 6}, {}, {6: DURABLE, 12: REQUIRED}),
+        ({"every_epochs": 1}, {"steps_per_epoch": Fraction(7, 2)}, {4: DURABLE, 7: DURABLE, 11: DURABLE, 12: REQUIRED}),
+        ({"every_epochs": 0.3}, {"steps_per_epoch": Fraction(10)}, {3: DURABLE, 6: DURABLE, 9: DURABLE, 12: REQUIRED}),
+        (
+            {"every_epochs": 1, "every_steps": 5} | LOCAL,
+            {"steps_per_epoch": Fraction(9)},
+            {2: FAST, 4: FAST, 5: DURABLE, 6: FAST, 8: FAST, 9: DURABLE, 10: DURABLE, 12: REQUIRED},
+        ),
+        (
+            {"every_epochs": 2},
+            {"steps_per_epoch": Fraction(1, 4)},
+            dict.fromkeys(range(1, 12), DURABLE) | {12: REQUIRED},
+        ),
         (
             {"every_steps": 6, "keep_every_steps": 4} | LOCAL,
             {},

@@ -101,6 +101,7 @@ def make_synthetic_run(
             row |= {f"data/{source}/tokens": step * 524288 * (place + 1) // 10, f"data/{source}/epochs": step / 1000}
         if (index + 1) % 10 == 0:
             row |= {"val/loss": loss + 0.12, "val/accuracy": 0.31, "val/bits_per_byte": loss / 2.9}
+            row |= {"perf/eval_seconds": 4.1, "perf/eval_tokens_per_second": 2_560_000 + numbers.gauss(0, 9000)}
             row |= {
                 f"val/sample/{number}": f"Once upon a time\nthere was, at step {step}, a <b>fox</b>."
                 for number in (0, 1)

@@ -109,6 +109,8 @@ def test_bin_means_include_all_values(values, bins_max, drawn_max):
         ("val/ema_0.99/loss", "Loss", "validation, EMA 0.99"),
         ("perf/step_seconds_median", "Step time", "median"),
         ("perf/step_seconds_p95", "Step time", "95th percentile"),
+        ("perf/eval_seconds", "Evaluation time", "all evaluators"),
+        ("perf/eval_tokens_per_second", "Throughput", "evaluation"),
         ("data/web/tokens", "Mixture of the data", "web"),
         ("data/a/b/tokens", "Mixture of the data", "a/b"),
         ("val/hellaswag/acc_norm", "Accuracy", "hellaswag, per character"),

@@ -10,7 +10,16 @@ from pydantic import ValidationError
 
 from runner.config import DataConfig
 from runner.errors import DataError
-from tests.data.datasets import KINDS, count_validation_examples, load, load_kind, write_bin, write_documents, write_npy
+from tests.data.datasets import (
+    KINDS,
+    count_validation_examples,
+    load,
+    load_kind,
+    make_config,
+    write_bin,
+    write_documents,
+    write_npy,
+)
 
 T = 8
 
@@ -142,6 +151,42 @@ def test_a_sequence_depends_on_seed_and_number_for_every_kind(tmp_path: Path, ki
             np.testing.assert_array_equal(field[0], together[name][row])
     assert any((other.read("train", 10**9, 24)[name] != field).any() for name, field in together.items())
     assert again.fingerprint == load_kind(kind, tmp_path).fingerprint != other.fingerprint
+
+
+@pytest.mark.daily(5)
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_shuffle_each_epoch_has_the_order_of_the_source(tmp_path: Path, kind: str) -> None:
+    changes: dict[str, Any] = {"shuffle": False}
+    if make_config(kind, tmp_path).get("packing") == "documents":
+        with pytest.raises(ValidationError, match="shuffle=False: packing=documents"):
+            load_kind(kind, tmp_path, **changes)
+        changes["packing"] = "pad"
+    dataset, num_examples = load_kind(kind, tmp_path, **changes), 0
+    taken: dict[str, list[tuple[int, int]]] = {}
+    for origin in dataset.find_origins(np.arange(2 * dataset.num_train_examples)):
+        taken.setdefault(origin.source.name, []).append((origin.epoch, origin.number))
+    for train in dataset.train_sources:
+        places = taken[train.name]
+        assert places == [divmod(index, train.examples.num_examples) for index in range(len(places))]
+        num_examples = train.examples.num_examples
+        starts = [spans[0][0] for index in range(num_examples) if len(spans := train.examples.get_spans(index))]
+        assert starts == sorted(starts)
+    # Neither seed nor batch changes it, and any stretch can be read by itself.
+    other = load_kind(kind, tmp_path, seed=1, batch_examples=4, **changes)
+    together = dataset.read("train", 0, num_examples + 8)
+    for name, field in other.read("train", num_examples, 8).items():
+        np.testing.assert_array_equal(field, together[name][num_examples:])
+    if len(dataset.train_sources) == 1:
+        for name, field in dataset.train_sources[0].examples.read(np.arange(num_examples)).items():
+            np.testing.assert_array_equal(together[name][:num_examples], field)
+    shuffled = load_kind(kind, tmp_path, **changes | {"shuffle": True})
+    assert dataset.fingerprint == load_kind(kind, tmp_path, **changes).fingerprint != shuffled.fingerprint
+    # A stage with the same order goes on, one with another order begins an epoch.
+    for later, first, is_restarted in ((dataset, 10, False), (shuffled, 0, True)):
+        (train,) = later.continue_stages([(dataset, 10, ())]).train_sources[:1]
+        share = dataset.compute_shares(10)[0].epochs * train.examples.num_examples
+        assert train.first_example == (round(share) if first else 0)
+        assert train.is_restarted == is_restarted
 
 
 INVALID_CONFIGS = {

@@ -13,5 +13,5 @@ def test_a_spec_constructed_in_python_needs_no_topology_and_is_frozen() -> None:
         spec.seed = 1
     with pytest.raises(ValidationError, match="only one may be"):
         MeshConfig(data="auto", tensor="auto")
-    with pytest.raises(ValidationError, match="both null"):
+    with pytest.raises(ValidationError, match="all null"):
         CheckpointConfig(every_steps=None)

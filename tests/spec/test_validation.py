@@ -41,9 +41,9 @@ def test_a_valid_spec_is_read_with_defaults(tmp_path: Path) -> None:
         (
             edit_spec("every_steps: 50", "zzz: 50"),
             "specs/x.yaml:8: checkpoint.zzz: unknown key; choose from "
-            "every_steps, every_minutes, every, mean_time_between_failures_hours, keep_last, keep_every_steps, "
-            "keep_best, init_from, fork_from, local_directory, local_every_steps, local_replicas, grace_seconds, "
-            "max_unsaved_minutes, program",
+            "every_steps, every_minutes, every_epochs, every, mean_time_between_failures_hours, keep_last, "
+            "keep_every_steps, keep_best, init_from, fork_from, local_directory, local_every_steps, local_replicas, "
+            "grace_seconds, max_unsaved_minutes, program",
         ),
         (edit_spec("seed: 7", "seed: abc"), "specs/x.yaml:4: seed: got 'abc' (text), needs a whole number"),
         (edit_spec("seed: 7", "seed: '12'"), "specs/x.yaml:4: seed: got '12' (text), needs a whole number"),
@@ -71,7 +71,7 @@ def test_a_valid_spec_is_read_with_defaults(tmp_path: Path) -> None:
         ),
         (
             edit_spec("every_steps: 50", "every_steps: null"),
-            "specs/x.yaml:7: checkpoint: every_steps and every_minutes are both null; "
+            "specs/x.yaml:7: checkpoint: every_steps, every_minutes and every_epochs are all null; "
             "give one of them",
         ),
         *(

@@ -28,6 +28,7 @@ def test_rows_and_result_count_examples(tmp_path: Path) -> None:
     rows = read_rows(tmp_path / "run")
     assert [row["train/examples"] for row in rows] == [16 * step for step in range(1, 7)]
     assert all(row["perf/examples_per_second"] > 0 for row in rows)
+    assert rows[-1]["perf/eval_examples_per_second"] > 0
     assert not any("token" in key for row in rows for key in row)
     result = read_json(job.store, "result.json")
     assert set(result) == {"step", "examples", "train_loss", "val_loss", "fingerprint"}

@@ -24,7 +24,7 @@ from runner.train.evaluators import EvaluatorSchedule, Validation
 from runner.train.weights import LazyMergedWeights
 from tests.support.attempt import make_attempt
 from tests.support.mutation import MutatingEvaluator
-from tests.support.tiny_jobs import are_leaves_equal, make_gpt, read_trajectory
+from tests.support.tiny_jobs import are_leaves_equal, make_gpt, read_rows, read_trajectory
 from tests.test_values import TrainLookup
 
 
@@ -499,3 +499,14 @@ def test_the_error_names_the_evaluator_or_hook_that_donated_the_weights(
 ) -> None:
     with pytest.raises(FailedError, match=f"{culprit}: it has donated the weights"):
         make_gpt(tmp_path / "run", job_class, hooks=hooks)()
+
+
+def test_a_row_has_the_speed_of_its_evaluation_as_long_as_it_has_the_evaluation(tmp_path: Path) -> None:
+    rule = {"config.eval": {"every_steps": None, "at_start": True}, "config.schedule": {"name": "constant"}}
+    speeds = []
+    for total_steps in (2, 4):
+        make_gpt(tmp_path / "run", **rule, **{"config.train.total_steps": total_steps})()
+        speeds.append(
+            {row["step"]: row.get("perf/eval_tokens_per_second", 0) > 0 for row in read_rows(tmp_path / "run")}
+        )
+    assert speeds == [{0: True, 1: False, 2: True}, {0: True, 1: False, 2: False, 3: False, 4: True}]
