@@ -695,6 +695,11 @@ class MemoryConfig(FrozenModel):
         description="Keep the moments of the optimizer in pinned host memory between steps (host offload): less device "
         "memory, longer steps, the same bits.",
     )
+    shard_optimizer: bool = Field(
+        default=False,
+        description="Shard the moments of the optimizer over topology.mesh.data too, where a parameter is replicated "
+        "(ZeRO-1). Gradients are reduce-scattered, each device updates its part, and new parameters are all-gathered.",
+    )
 
 
 class SpikeConfig(FrozenModel):
