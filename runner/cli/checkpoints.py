@@ -41,6 +41,7 @@ from runner.distributed.agreement import Hosts
 from runner.distributed.preemption import end_process
 from runner.distributed.rendezvous import join_job
 from runner.errors import EXIT_DONE, EXIT_RETRYABLE, InvalidError, RunnerError
+from runner.evaluation.builtin import HARNESS
 from runner.evaluation.generation import Sampler
 from runner.history.reader import read_history
 from runner.huggingface.export import ExportOptions, export_adapter, export_into, publish_directory
@@ -76,7 +77,7 @@ from runner.train.profiler import FOLDER, POLL_BUCKET_SECONDS, request_profile
 from runner.train.text_first import is_tokenised_like, tokenise_like
 from runner.trainer import BaseTrainer
 
-_HARNESS = "runner.inference.harness"  # needs the extra lm-eval, and is therefore imported on demand
+_HARNESS = "runner.inference.harness"  # as `HARNESS`
 
 
 def print_sample(arguments: SampleArguments) -> int:
@@ -169,7 +170,7 @@ def _print_records(arguments: EvaluateArguments, run: ReadOnlyRun, request: Eval
     format_lines = format_record
     if arguments.harness is not None:
         harness = import_extra(_HARNESS)
-        tasks = harness.load_tasks(arguments.harness.split(","), arguments.include_path)
+        tasks = import_extra(HARNESS).load_tasks(arguments.harness.split(","), arguments.include_path)
         make_evaluator = functools.partial(harness.HarnessEvaluator, hosts=hosts, tasks=tasks)
         format_lines = harness.format_record
     path = None if arguments.output is None else local_directory(arguments.output)

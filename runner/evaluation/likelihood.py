@@ -44,6 +44,17 @@ _ANSWERS = ("answer", "label", "gold", "answerKey")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
+@dataclass(frozen=True)
+class EvaluationContext:
+    """Model and devices of an evaluation."""
+
+    model: nn.Module
+    mesh: Mesh  # device mesh on which its weights are placed
+    sequences_per_device: int  # sequences of a batch on each device
+    vocabulary_size: int
+    is_stopping: Callable[[], bool]  # function that returns True if the job was asked to stop
+
+
 class TextPair(NamedTuple):
     """Ids of a context and of its continuation; neither is empty."""
 

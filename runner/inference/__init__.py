@@ -3,5 +3,5 @@
 - `open_run`: opens a run directory: its job (which is not run), its weights, and text from them
 - `evaluate`: loss of checkpoints on validation sets or any source, per token and per byte
 - `predict`: outputs of the model for each example of a source, as a file
-- `harness`: a run's weights as a model of lm-evaluation-harness
+- `harness`: checkpoints of a run, evaluated by tasks of lm-evaluation-harness
 """

@@ -29,12 +29,12 @@ from runner.distributed.preemption import StopNotice
 from runner.errors import DataError, InvalidError, format_error
 from runner.evaluation.builtin import (
     BuiltinEvaluators,
-    EvaluationContext,
     EvaluationData,
     load_codec_or_reason,
     select_run_data,
 )
 from runner.evaluation.generation import TextCodec, load_data_codec
+from runner.evaluation.likelihood import EvaluationContext
 from runner.inference.open_run import NEWEST, ReadOnlyRun, parse_step
 from runner.metrics.media import split_media
 from runner.metrics.meta import TOKEN_COUNT, UnfitMetricsError, parse_metrics

@@ -616,7 +616,7 @@ class TrainSetupBuilder:
                 )
             if not self.config.data.has_tokens:
                 self._validate_labels(num_logits)
-        for key in ("samples", "multiple_choice"):
+        for key in ("samples", "multiple_choice", "harness"):
             if getattr(self.config.eval, key) and not self.is_language_model(train_setup):
                 reason = "needs a language model, and the job's model returns no logits (B, T, V); leave it out"
                 raise self.document.error(f"config.eval.{key}", reason)

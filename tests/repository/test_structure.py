@@ -44,9 +44,9 @@ def test_names_of_public_classes_are_unique(structure: Structure) -> None:
 
 
 def test_sizes_and_comments_stay_in_bounds(structure: Structure) -> None:
-    assert structure.files <= 269
-    assert structure.lines <= 79_145
-    assert structure.public_names <= 1_905
+    assert structure.files <= 270
+    assert structure.lines <= 79_240
+    assert structure.public_names <= 1_908
     assert structure.called_once <= 384
     assert structure.comment_share >= 1 / 13
 
