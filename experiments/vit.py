@@ -120,3 +120,9 @@ class ClassifyImages(BaseTrainer):
         loss_B = optax.softmax_cross_entropy_with_integer_labels(logits_BxK, label_B)
         num_right = jnp.sum(is_real_B & (logits_BxK.argmax(axis=-1) == label_B), dtype=jnp.float32)
         return jnp.sum(jnp.where(is_real_B, loss_B, 0)), {"sums": {"accuracy": num_right}}
+
+    @classmethod
+    def predict(cls, apply_fn: Any, params: Any, batch: Batch) -> dict[str, jax.Array]:
+        """Return the most probable class of each image, and the logits of all."""
+        logits_BxK = apply_fn({"params": params}, batch["image"], deterministic=True)
+        return {"class": logits_BxK.argmax(axis=-1), "logits": logits_BxK}

@@ -540,6 +540,19 @@ class SamplesConfig(FrozenModel):
     )
 
 
+class HarnessConfig(FrozenModel):
+    """Tasks of lm-evaluation-harness, reported as `eval/<task>/<metric>`; needs the extra `lm-eval`."""
+
+    tasks: list[str] = Field(min_length=1, description="Names of tasks or groups of the harness.")
+    include_path: str | None = Field(
+        default=None, min_length=1, description="Directory with tasks of your own; null: those of the harness alone."
+    )
+    limit: PositiveInt | None = Field(default=None, description="Number of leading questions of each task; null: all.")
+    every_steps: PositiveInt | None = Field(
+        default=None, description="Steps between two evaluations of the tasks; null: eval.every_steps."
+    )
+
+
 class EvalConfig(FrozenModel):
     """Validation during the run; it never changes the weights."""
 
@@ -576,6 +589,9 @@ class EvalConfig(FrozenModel):
         default=[], description="Multiple-choice tasks, scored by the likelihood of each choice."
     )
     samples: SamplesConfig | None = Field(default=None, description="Text samples from the model; null: none.")
+    harness: HarnessConfig | None = Field(
+        default=None, description="Tasks of lm-evaluation-harness, run on every host; null: none."
+    )
 
     @model_validator(mode="after")
     def _validate_task_names(self) -> "EvalConfig":
@@ -713,6 +729,11 @@ class MemoryConfig(FrozenModel):
         default=False,
         description="Keep the moments of the optimizer in pinned host memory between steps (host offload): less device "
         "memory, longer steps, the same bits.",
+    )
+    shard_optimizer: bool = Field(
+        default=False,
+        description="Shard the moments of the optimizer over topology.mesh.data too, where a parameter is replicated "
+        "(ZeRO-1). Gradients are reduce-scattered, each device updates its part, and new parameters are all-gathered.",
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import optax
 
 from runner.config import ModelConfig, TrainerConfig
@@ -36,7 +37,7 @@ from runner.train.feature import Feature
 from runner.train.features import FEATURES, make_features
 from runner.train.flops import Flops, Sizing, count_forward_flops
 from runner.train.kernel_check import KernelCase
-from runner.train.loss import count_correct, cross_entropy_sum, document_arguments, target_weights
+from runner.train.loss import compute_log_probs, count_correct, cross_entropy_sum, document_arguments, target_weights
 from runner.train.optimizer import SPEC
 from runner.train.program import Programs
 from runner.train.replay import get_replay_inputs
@@ -197,6 +198,27 @@ class TrainRecipe(RestoreableJob):
         loss_sum, _ = cross_entropy_sum(logits_BxTxV, *targets)
         meta: dict[str, Any] = {} if key is not None else {SUMS: {ACCURACY: count_correct(logits_BxTxV, *targets)}}
         return loss_sum, meta
+
+    @classmethod
+    def predict(cls, apply_fn: Any, params: Any, batch: Batch) -> dict[str, jax.Array]:
+        """Return outputs (B, ...) of the model by name, for `python -m runner predict`. Pure.
+
+        By default these are `log_probs` (B, T) of the target tokens, NaN for a position that is no target, and their
+        sums `log_prob` (B); and of a model that returns no logits (B, T, V) for targets `y`, what it returns: `output`.
+
+        Args:
+            apply_fn: `apply` of the model.
+            params: parameters of the model.
+            batch: as in `forward`, with the index of each example in the data as `example` (B).
+        """
+        documents = document_arguments(apply_fn, batch)
+        output = apply_fn({"params": params}, *cls.model_inputs(batch), **documents, deterministic=True)
+        if "y" not in batch or batch["y"].ndim != 2 or getattr(output, "shape", ())[:-1] != batch["y"].shape:
+            return output if isinstance(output, dict) else {"output": output}
+        is_target_BxT = target_weights(batch) > 0
+        log_probs_BxT = compute_log_probs(output, batch["y"])
+        sum_B = jnp.sum(jnp.where(is_target_BxT, log_probs_BxT, 0), axis=-1)
+        return {"log_prob": sum_B, "log_probs": jnp.where(is_target_BxT, log_probs_BxT, jnp.nan)}
 
     @classmethod
     def optimizer(cls) -> str | optax.GradientTransformation:

@@ -116,6 +116,7 @@ def test_invalid_paths_are_rejected_and_nothing_is_created(taker: str, here: Pat
         ["report", str(RUN), "-o"],
         ["metrics", str(RUN), "-o"],
         ["evaluate", str(RUN), "--follow", "-o"],
+        ["predict", str(RUN), "--data", "x.txt", "-o"],
         ["plan", "spec.yaml", "--profile", "--trace"],
     ],
     ids=lambda words: words[0],

@@ -98,6 +98,9 @@ SOME: dict[str, Any] = {
     "config.eval.multiple_choice.*.every_steps": 1,
     "config.eval.multiple_choice.*.limit": 1,
     "config.eval.samples.every_steps": 1,
+    "config.eval.harness.include_path": "tasks",
+    "config.eval.harness.limit": 1,
+    "config.eval.harness.every_steps": 1,
     "config.memory.loss_chunk_positions": 8,
     "config.data.sequence_length": 16,
     "config.data.cache_bytes": 1 << 16,
@@ -241,6 +244,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         "config.stages": [],
     },
     "config.export.": {"config.export.directory": "EXPORT"},
+    "config.eval.harness.": {"config.eval.harness.tasks": ["some"]},
     "config.eval.samples.": {"config.eval.samples.prompts": ["7 8"], "config.eval.samples.tokens": 2},
     "config.model.window_rope.": {"config.model.layer_pattern": ["window"], "config.model.window": 4},
     "config.model.linear.": {
@@ -300,6 +304,11 @@ SEPARATE_CASES = [
     *(("checkpoint.fork_from.step", value) for value in (OPEN, "newest", "best")),
     ("config.data.sequence_length", None),  # data of arrays
     ("config.optimizer.learning_rate", None),
+    *(
+        (f"config.eval.harness.{key}", value)
+        for key in ("include_path", "limit", "every_steps")
+        for value in (OPEN, None)
+    ),
 ]  # need another job, and have their own tests
 
 

@@ -10,7 +10,7 @@ that they work beside a running job.
 - `status`: `status`, and access to a run for read-only commands
 - `retrace`: `explain`, `replay`, `trial`, `bundle`, `reproduce`
 - `inspect`: `spec`, `lineage`, `metrics`, `report`, `dashboard`, without jax
-- `checkpoints`: `checkpoints`, `checkpoints copy`, `sample`, `evaluate`, `export`, `profile`
+- `checkpoints`: `checkpoints`, `checkpoints copy`, `sample`, `evaluate`, `predict`, `export`, `profile`
 - `plan`: `plan`, `schema`, `spec-from`
 - `init`: `init`
 - `verify_resume`: `verify-resume`

@@ -79,6 +79,15 @@ COMMANDS.add(
     "Give --coordinator, --num-processes and --process-id to evaluate with several processes.",
 )
 COMMANDS.add(
+    "predict",
+    declared.PredictArguments,
+    "Write the outputs of a run's model on data",
+    "0 written; 2 invalid command line, no such run, or FILE exists; 76 the storage cannot be reached, or the output "
+    "cannot be written.",
+    "A language model gives the log-probability of each target token. Give --coordinator, --num-processes and "
+    "--process-id to compute with several processes.",
+)
+COMMANDS.add(
     "export",
     declared.ExportArguments,
     "Export weights in Hugging Face's layout",
@@ -195,6 +204,7 @@ _IMPLEMENTATIONS = {
     declared.DashboardArguments: ("runner.cli.inspect", "serve_dashboard"),
     declared.SampleArguments: ("runner.cli.checkpoints", "print_sample"),
     declared.EvaluateArguments: ("runner.cli.checkpoints", "print_evaluation"),
+    declared.PredictArguments: ("runner.cli.checkpoints", "write_predictions"),
     declared.ExportArguments: ("runner.cli.checkpoints", "export"),
     declared.CheckpointsArguments: ("runner.cli.checkpoints", "list_checkpoints"),
     declared.CopyArguments: ("runner.cli.checkpoints", "copy"),

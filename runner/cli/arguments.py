@@ -250,6 +250,32 @@ class EvaluateArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PredictArguments:
+    """Arguments of `predict`."""
+
+    where: RunLocation
+    data: Annotated[str, typer.Option(metavar="SOURCE", help="Data, in the form of config.data.validation.")]
+    output: Annotated[
+        str,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="File to create: .jsonl, one JSON object per example, or .npz, one array of NumPy per output.",
+        ),
+    ]
+    step: StepName = "newest"
+    weights: WeightsName = PARAMS
+    trust: TrustedModules = field(default_factory=list)
+    coordinator: Coordinator = None
+    num_processes: NumProcesses = None
+    process_id: ProcessId = None
+
+    def __post_init__(self) -> None:
+        validate_placement(self.coordinator, self.num_processes, self.process_id)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExportArguments:
     """Arguments of `export`."""
 

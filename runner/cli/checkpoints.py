@@ -1,4 +1,4 @@
-"""Commands on the checkpoints of a run that need jax: checkpoints, copy, sample, evaluate, export, profile."""
+"""Commands on the checkpoints of a run that need jax: checkpoints, copy, sample, evaluate, predict, export, profile."""
 
 import contextlib
 import dataclasses
@@ -23,16 +23,25 @@ from runner.cli.arguments import (
     CopyArguments,
     EvaluateArguments,
     ExportArguments,
+    PredictArguments,
     ProfileArguments,
     SampleArguments,
 )
 from runner.cli.run import find_placement
-from runner.cli.status import convert_read_errors, find_directory, find_run, open_run_store, validate_output
+from runner.cli.status import (
+    convert_read_errors,
+    find_directory,
+    find_run,
+    open_run_store,
+    validate_new_file,
+    validate_output,
+)
 from runner.console import say, warn, write_lines, write_text
 from runner.distributed.agreement import Hosts
 from runner.distributed.preemption import end_process
 from runner.distributed.rendezvous import join_job
 from runner.errors import EXIT_DONE, EXIT_RETRYABLE, InvalidError, RunnerError
+from runner.evaluation.builtin import HARNESS
 from runner.evaluation.generation import Sampler
 from runner.history.reader import read_history
 from runner.huggingface.export import ExportOptions, export_adapter, export_into, publish_directory
@@ -47,6 +56,7 @@ from runner.inference.evaluate import (
     parse_source,
 )
 from runner.inference.open_run import NEWEST, ReadOnlyRun, SampleRequest, open_run, sample
+from runner.inference.predict import PredictionWriter
 from runner.job import RestoreableJob
 from runner.metrics.file import read_encoded_rows
 from runner.spec import MAX_PROFILE_STEPS, Trust, load_job_class, validate_spec
@@ -67,7 +77,7 @@ from runner.train.profiler import FOLDER, POLL_BUCKET_SECONDS, request_profile
 from runner.train.text_first import is_tokenised_like, tokenise_like
 from runner.trainer import BaseTrainer
 
-_HARNESS = "runner.inference.harness"  # needs the extra lm-eval, and is therefore imported on demand
+_HARNESS = "runner.inference.harness"  # as `HARNESS`
 
 
 def print_sample(arguments: SampleArguments) -> int:
@@ -90,15 +100,42 @@ def print_evaluation(arguments: EvaluateArguments) -> int:
     if arguments.harness is not None:
         import_extra(_HARNESS)  # a missing package is reported before weights are loaded
     output = None if arguments.output is None else validate_output(arguments.output, [])
+    step = None if arguments.is_every_step else arguments.step or NEWEST
+    return _evaluate_on_hosts(arguments, step, output, functools.partial(_print_records, arguments))
+
+
+def write_predictions(arguments: PredictArguments) -> int:
+    """Write the outputs of a run's model on data. Called with the same arguments on every host; process 0 writes."""
+    output = validate_new_file(arguments.output, [])
+    if output.suffix not in (".jsonl", ".npz"):
+        raise InvalidError(f"-o {arguments.output}: names no format; end it in .jsonl (JSON lines) or .npz (NumPy)")
+    if output.exists():
+        raise InvalidError(f"-o {arguments.output}: exists already; name a new file")
+
+    def predict(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts) -> None:
+        source = request.data
+        assert source is not None, "PredictArguments requires it"
+        for record in evaluate(
+            run, request, hosts, lambda own: PredictionWriter(own, source, output, hosts, arguments.weights)
+        ):
+            say(f"step {record['step']}: {record['examples']:,} examples, written to {arguments.output}")
+
+    return _evaluate_on_hosts(arguments, arguments.step, output, predict)
+
+
+def _evaluate_on_hosts(
+    arguments: EvaluateArguments | PredictArguments,
+    step: str | None,
+    output: Path | None,
+    act: Callable[[ReadOnlyRun, EvaluationRequest, Hosts], None],
+) -> int:
+    """Open the run that the arguments name, join the other processes, and call `act` with the data to read."""
     with convert_read_errors():
         run = open_run(*find_run(arguments.where, arguments.trust))
         if output is not None:
             validate_outside_run(output, run.store)
-        request = EvaluationRequest(
-            None if arguments.data is None else parse_source(arguments.data),
-            None if arguments.is_every_step else arguments.step or NEWEST,
-            arguments.weights,
-        )
+        source = None if arguments.data is None else parse_source(arguments.data)
+        request = EvaluationRequest(source, step, arguments.weights)
         deadlines = run.job.spec.deadlines
         placement = find_placement(
             arguments.coordinator, arguments.num_processes, arguments.process_id, deadlines.start_seconds
@@ -110,15 +147,13 @@ def print_evaluation(arguments: EvaluateArguments) -> int:
             with tempfile.TemporaryDirectory(prefix="runner-evaluate-") as scratch:
                 if request.data is not None and has_text:
                     request = dataclasses.replace(request, data=tokenise_like(run.job.texts, request.data, scratch))
-                _print_records(run, request, hosts, arguments)
+                act(run, request, hosts)
             return EXIT_DONE
         code = EXIT_DONE
         try:
             if has_text:
-                raise InvalidError(
-                    f"--data {arguments.data}: is text, which one process can tokenise; evaluate with one"
-                )
-            _print_records(run, request, hosts, arguments)
+                raise InvalidError(f"--data {arguments.data}: is text, which one process can tokenise; use one process")
+            act(run, request, hosts)
             # Process 0 still writes its last record when the others are done; all leave together.
             hosts.barrier()
         except (RunnerError, OSError) as error:
@@ -130,12 +165,12 @@ def print_evaluation(arguments: EvaluateArguments) -> int:
     return EXIT_DONE
 
 
-def _print_records(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts, arguments: EvaluateArguments) -> None:
+def _print_records(arguments: EvaluateArguments, run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts) -> None:
     make_evaluator: Callable[[ReadOnlyRun], CheckpointEvaluator] | None = None
     format_lines = format_record
     if arguments.harness is not None:
         harness = import_extra(_HARNESS)
-        tasks = harness.load_tasks(arguments.harness.split(","), arguments.include_path)
+        tasks = import_extra(HARNESS).load_tasks(arguments.harness.split(","), arguments.include_path)
         make_evaluator = functools.partial(harness.HarnessEvaluator, hosts=hosts, tasks=tasks)
         format_lines = harness.format_record
     path = None if arguments.output is None else local_directory(arguments.output)

@@ -13,10 +13,8 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from runner.config import DataConfig, TokenSource, TrainerConfig
 from runner.data import Dataset
@@ -36,6 +34,7 @@ from runner.evaluation.generation import (
     parse_ids,
 )
 from runner.evaluation.likelihood import (
+    EvaluationContext,
     LikelihoodScorer,
     Question,
     compute_accuracies,
@@ -43,12 +42,14 @@ from runner.evaluation.likelihood import (
     read_questions,
 )
 from runner.spec import Document
+from runner.spec.imports import import_extra
 from runner.train.evaluators import EvaluationMetrics, Evaluator, Validation, ValidationSize, make_validation_sets
 from runner.train.layout import BatchLayout, make_val_layout
 from runner.train.setup import TrainSetup, TrainSetupBuilder
 from runner.train.step import Batch
 from runner.train.weights import get_model_state
 
+HARNESS = "runner.evaluation.harness"  # needs the extra lm-eval, and is therefore imported on demand
 _DECODED_TOKENS = 1 << 20  # decoded at a time, so that memory stays bounded
 
 
@@ -60,17 +61,6 @@ class MultipleChoiceTask:
     questions: Sequence[Question]
     every_steps: int | None  # steps between two evaluations; None: `eval.every_steps`
     sequences_per_device: int | None = None  # sequences that a device scores at a time; None: those of the context
-
-
-@dataclass(frozen=True)
-class EvaluationContext:
-    """Model and devices of an evaluation."""
-
-    model: nn.Module
-    mesh: Mesh  # device mesh on which its weights are placed
-    sequences_per_device: int  # sequences of a batch on each device
-    vocabulary_size: int
-    is_stopping: Callable[[], bool]  # function that returns True if the job was asked to stop
 
 
 class MultipleChoice:
@@ -108,6 +98,7 @@ class EvaluationTasks:
     codec: TextCodec | None  # codec of the data; None if unknown or not needed
     tasks: Sequence[MultipleChoiceTask]
     prompts: Sequence[tuple[str, list[int]]]  # text and ids of each prompt
+    harness: Any = None  # `HarnessTasks` of `runner.evaluation.harness`, which needs an extra
 
     @property
     def digest(self) -> str:
@@ -136,6 +127,12 @@ class EvaluationTasks:
             for task, size in zip(self.tasks, sizes, strict=True)
         ]
 
+    def make_harness_scores(self, context: EvaluationContext) -> list[Evaluator]:
+        """Return the evaluator of the tasks of lm-evaluation-harness, if the spec names some."""
+        if self.harness is None:
+            return []
+        return [import_extra(HARNESS).HarnessScores(context, self.config, self.harness)]
+
     def make_samples(self, context: EvaluationContext) -> list[SampleEvaluator]:
         """Return the evaluator that writes samples, if the spec asks for it."""
         samples = self.config.eval.samples
@@ -159,9 +156,15 @@ class EvaluationTasks:
 
 def read_evaluation_tasks(document: Document, config: TrainerConfig[Any], vocabulary_size: int) -> EvaluationTasks:
     """Read the files that `config.eval` names. Raises `SpecError` if one is invalid, or questions lack a tokenizer."""
-    samples, multiple_choice = config.eval.samples, config.eval.multiple_choice
+    samples, multiple_choice, named = config.eval.samples, config.eval.multiple_choice, config.eval.harness
+    harness: Any = None
+    if named is not None:
+        with document.errors_at("config.eval.harness"):
+            load_data_codec(config.data)  # the texts of the tasks need a tokenizer
+            harness = import_extra(HARNESS).load_tasks(named.tasks, named.include_path, "tasks")
+            harness.load()
     if not multiple_choice and samples is None:
-        return EvaluationTasks(config, None, (), ())
+        return EvaluationTasks(config, None, (), (), harness)
     with document.errors_at("config.eval"):
         codec: TextCodec | None = None
         try:
@@ -182,7 +185,7 @@ def read_evaluation_tasks(document: Document, config: TrainerConfig[Any], vocabu
             else:
                 ids = encode_prompt(codec, text) or [find_start_token(codec, config.data)]
             prompts.append((text, ids))
-        return EvaluationTasks(config, codec, tasks, prompts)
+        return EvaluationTasks(config, codec, tasks, prompts, harness)
 
 
 @dataclass(frozen=True)
@@ -321,6 +324,7 @@ class BuiltinEvaluators:
         return {
             "multiple_choice": self._tasks.make_multiple_choices(self._context),
             "samples": self._tasks.make_samples(self._context),
+            "harness": self._tasks.make_harness_scores(self._context),
         }
 
     def __iter__(self) -> Iterator[Evaluator]:

@@ -35,12 +35,24 @@ from runner.errors import DataError
 from runner.evaluation.generation import make_variables, replicate
 from runner.parallel.mesh import BATCH_AXES, count_batch_shards, use_sharding_rules
 from runner.storage import open_store
+from runner.train.loss import compute_log_probs
 
 _DELIMITER = " "  # between a question and a choice
 _CONTEXTS = ("question", "context", "query", "ctx")
 _CHOICES = ("choices", "options", "endings")
 _ANSWERS = ("answer", "label", "gold", "answerKey")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@dataclass(frozen=True)
+class EvaluationContext:
+    """Model and devices of an evaluation."""
+
+    model: nn.Module
+    mesh: Mesh  # device mesh on which its weights are placed
+    sequences_per_device: int  # sequences of a batch on each device
+    vocabulary_size: int
+    is_stopping: Callable[[], bool]  # function that returns True if the job was asked to stop
 
 
 class TextPair(NamedTuple):
@@ -84,10 +96,7 @@ class LikelihoodScorer:
         def score(variables: Any, x_BxT: Any, y_BxT: Any, mask_BxT: Any) -> tuple[jax.Array, jax.Array]:
             logits_BxTxV: Any = model.apply(variables, x_BxT, deterministic=True)
             logits_BxTxV = logits_BxTxV.astype(jnp.float32)
-            # The label is picked by comparison, which works on logits that are sharded over V.
-            is_label_BxTxV = jnp.arange(logits_BxTxV.shape[-1]) == y_BxT[..., None]
-            label_BxT = jnp.sum(jnp.where(is_label_BxTxV, logits_BxTxV, 0), axis=-1)
-            log_p_BxT = label_BxT - jax.nn.logsumexp(logits_BxTxV, axis=-1)
+            log_p_BxT = compute_log_probs(logits_BxTxV, y_BxT)
             is_best_BxT = jnp.argmax(logits_BxTxV, axis=-1) == y_BxT
             sum_B = jnp.sum(jnp.where(mask_BxT, log_p_BxT, 0), axis=-1)
             return replicate(sum_B, mesh), replicate(jnp.all(is_best_BxT | ~mask_BxT, axis=-1), mesh)

@@ -29,12 +29,12 @@ from runner.distributed.preemption import StopNotice
 from runner.errors import DataError, InvalidError, format_error
 from runner.evaluation.builtin import (
     BuiltinEvaluators,
-    EvaluationContext,
     EvaluationData,
     load_codec_or_reason,
     select_run_data,
 )
 from runner.evaluation.generation import TextCodec, load_data_codec
+from runner.evaluation.likelihood import EvaluationContext
 from runner.inference.open_run import NEWEST, ReadOnlyRun, parse_step
 from runner.metrics.media import split_media
 from runner.metrics.meta import TOKEN_COUNT, UnfitMetricsError, parse_metrics
@@ -72,10 +72,13 @@ def parse_source(text: str) -> TokenSource:
     return validate_config(Document({"config": given}, {(): place, ("config",): place}), TokenSource)
 
 
-def load_evaluation_data(run: ReadOnlyRun, token_source: TokenSource | None) -> EvaluationData:
+def load_evaluation_data(
+    run: ReadOnlyRun, token_source: TokenSource | None, is_in_order: bool = False
+) -> EvaluationData:
     """Load a whole source, or as many examples of the run's own validation sets as the run evaluates.
 
-    Called on every host. Raises InvalidError if the run has no validation set, DataError if the ids of the source are
+    With `is_in_order` no sequence of a source holds several documents, so that they keep their order. Called on every
+    host. Raises InvalidError if the run has no validation set, DataError if the ids of the source are
     known to be of another tokenizer than the run's.
     """
     job = run.job
@@ -90,6 +93,8 @@ def load_evaluation_data(run: ReadOnlyRun, token_source: TokenSource | None) -> 
         run_codec: TextCodec | None = load_data_codec(data)
     except DataError:  # the tokenizer of the run is not known, so nothing can be compared
         run_codec = None
+    if is_in_order and data.packing == "documents":
+        data = data.model_copy(update={"packing": "pad"})
     name = token_source.source
     # Losses on ids of another tokenizer would be meaningless.
     codec = load_codec_or_reason(token_source, data)
@@ -108,6 +113,16 @@ def load_evaluation_data(run: ReadOnlyRun, token_source: TokenSource | None) -> 
     return EvaluationData(dataset, {DATA_SET: codec})
 
 
+def warn_left_out(data: EvaluationData, source: TokenSource) -> None:
+    """Warn of tokens at the end of a source that fill no sequence. Called on process 0."""
+    examples = data.dataset.validation.get(DATA_SET)
+    if isinstance(examples, TokenWindows) and examples.num_left_out:
+        warn(
+            f"--data {source.source}: the last {examples.num_left_out:,} tokens are left out, since they fill no "
+            f"sequence of {data.dataset.units_per_example:,}"
+        )
+
+
 @dataclass(frozen=True)
 class Score:
     """Score of one step's weights."""
@@ -124,14 +139,14 @@ class Scorer:
     def __init__(self, run: ReadOnlyRun, dataset: Dataset, has_tasks: bool = False):
         self._dataset, job = dataset, run.job
         mesh = _make_mesh(run)
-        self._layout = _make_batch_layout(run, mesh, dataset.fields)
+        self.layout = _make_batch_layout(run, mesh, dataset.fields)
         train_setup = job.setup_builder.build_on_mesh(mesh, jax.random.key(job.spec.seed))
         self.is_language_model = job.setup_builder.is_language_model(train_setup)
         self.train_setup = train_setup
         self.abstract = job.weights(train_setup.abstract_state)
         self._validation = Validation(
             train_setup.abstract_state,
-            lambda abstract: train_setup.compile_val(job.val_step, abstract, self._layout),
+            lambda abstract: train_setup.compile_val(job.val_step, abstract, self.layout),
             (),
             lambda: False,
         )
@@ -145,7 +160,7 @@ class Scorer:
         state = self._validation.make_val_state(weights, step)
         sums_by_set = {}
         for name, examples in self._dataset.validation.items():
-            num_batches = -(-examples.num_examples // self._layout.global_batch_examples)
+            num_batches = -(-examples.num_examples // self.layout.global_batch_examples)
             total = ValidationSums(0.0, 0.0)
             for first in range(0, num_batches, _STRETCH_BATCHES):
                 stretch = ValidationSet(
@@ -164,16 +179,16 @@ class Scorer:
         """Return the evaluators that the job adds to the built-in ones. Raises what the job's `evaluator` raises."""
 
         def load_batch(name: str, index: int) -> dict[str, jax.Array]:
-            return self._layout.batch(self._dataset, name, index)
+            return self.layout.batch(self._dataset, name, index)
 
         builtin = BuiltinEvaluators(
-            job.setup_builder, self.train_setup, self._layout, job.session.evaluation_tasks, load_batch, StopNotice()
+            job.setup_builder, self.train_setup, self.layout, job.session.evaluation_tasks, load_batch, StopNotice()
         )
         chosen = job.session.list_evaluators(builtin)
         return [each for each in chosen if not any(each is known for known in builtin)]
 
     def _load_batch(self, name: str, first: int, index: int) -> dict[str, jax.Array]:
-        return self._layout.batch(self._dataset, name, first + index)
+        return self.layout.batch(self._dataset, name, first + index)
 
 
 def make_evaluation_context(run: ReadOnlyRun) -> tuple[EvaluationContext, Any]:
@@ -284,12 +299,8 @@ class LossEvaluator:
 
     def __init__(self, run: ReadOnlyRun, source: TokenSource | None, hosts: Hosts, weights: str):
         data = load_evaluation_data(run, source)
-        examples = data.dataset.validation.get(DATA_SET)
-        if hosts.is_main and source is not None and isinstance(examples, TokenWindows) and examples.num_left_out:
-            warn(
-                f"--data {source.source}: the last {examples.num_left_out:,} tokens are left out, since they fill no "
-                f"sequence of {data.dataset.units_per_example:,}"
-            )
+        if hosts.is_main and source is not None:
+            warn_left_out(data, source)
         self._scorer = Scorer(run, data.dataset, has_tasks=source is None)
         self.abstract, self.weights, self._hosts = self._scorer.abstract, weights, hosts
         # Only process 0 makes records, so the others need not decode the sets.

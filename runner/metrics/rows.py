@@ -192,6 +192,7 @@ ROW_KEYS = (
     Key("val/<name>/acc", float, "Share of the questions of `config.eval.multiple_choice` with the right answer."),
     Key("val/<name>/acc_norm", float, "Share with the right answer by log likelihood per character of each choice."),
     Key("val/<name>/acc_bytes", float, "Share with the right answer by log likelihood per byte of each choice."),
+    Key("eval/<task>/<metric>", float | None, "Metric of a task of `config.eval.harness`, as the harness names it."),
     Key("val/sample/<number>", str, "A prompt of `config.eval.samples` with the completion of the model."),
     Key(
         "train/<name>",

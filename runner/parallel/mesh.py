@@ -135,6 +135,26 @@ def fit_sharding(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | Abstr
     return NamedSharding(mesh, PartitionSpec(*mesh_axes))
 
 
+def shard_over_data(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
+    """Return a sharding that is also sharded over `data`, if any axis of the array allows it.
+
+    A dimension of a matrix is preferred to those that stack matrices, then the one with the largest shards.
+    """
+    sizes, entries = sharding.mesh.shape, (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
+    axes = [list_axes(entry) for entry in entries]
+    num_shards = [math.prod(sizes[axis] for axis in each) for each in axes]
+    fitting = [
+        (index >= len(shape) - 2, size // num_shards[index], -index)
+        for index, size in enumerate(shape)
+        if size and size % (num_shards[index] * sizes["data"]) == 0
+    ]
+    if any("data" in each for each in axes) or not fitting:
+        return sharding
+    chosen = -max(fitting)[-1]
+    axes[chosen] = (*axes[chosen], "data")
+    return NamedSharding(sharding.mesh, PartitionSpec(*axes), memory_kind=sharding.memory_kind)
+
+
 def is_mesh_possible(mesh: MeshSpec, num_devices: int) -> bool:
     """Return True if the mesh can be built from exactly `num_devices` devices."""
     try:

@@ -57,7 +57,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from runner.parallel.mesh import BATCH_AXES, count_batch_shards, enter_shard_map, is_tpu_mesh, list_manual_axes
+from runner.parallel.mesh import (
+    BATCH_AXES,
+    count_batch_shards,
+    enter_shard_map,
+    is_tpu_mesh,
+    list_axes,
+    list_manual_axes,
+)
 
 _DATA = "data"
 
@@ -69,7 +76,7 @@ def has_deferred_all_reduce(sizes: Mapping[str, int], *, is_tpu: bool) -> bool:
 
 
 def run_per_data_shard(
-    function: Callable[[Any, Any], tuple[Any, Any, Any]], whole: Any, batch: Any
+    function: Callable[[Any, Any], tuple[Any, Any, Any]], whole: Any, batch: Any, specs: Sequence[Any] | None = None
 ) -> tuple[Any, Any, Any]:
     """Call `function(whole, batch)` on each shard along `data`, and all-reduce the first value that it returns.
 
@@ -77,25 +84,53 @@ def run_per_data_shard(
     `whole` is replicated along `data`, and B of the batch (S, B, ...) is sharded over it. The function returns (sums,
     last, own). The result is the sum over all shards, `last` of the last shard, and `own` of all shards, stacked along
     a new first axis.
+
+    If `data` is the only axis with several devices, arrays are reduce-scattered by `specs`, which then has for each
+    item of the tuple `sums` a tree of shardings, or None. With other axes the partitioner would gather an array along
+    them first; there the arrays are all-reduced.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not has_deferred_all_reduce(mesh.shape, is_tpu=is_tpu_mesh(mesh)):
         sums, last, own = function(whole, batch)
         return sums, last, jax.tree.map(lambda leaf: leaf[None], own)
 
+    specs = specs if mesh.shape[_DATA] == mesh.size else None
+
+    def find_dimension(spec: PartitionSpec) -> int | None:
+        return next((index for index, entry in enumerate(spec) if _DATA in list_axes(entry)), None)
+
+    def reduce(array: jax.Array, spec: PartitionSpec) -> jax.Array:
+        dimension = find_dimension(spec)
+        if dimension is None:
+            return lax.psum(array, _DATA)
+        return lax.psum_scatter(array, _DATA, scatter_dimension=dimension, tiled=True)
+
+    def keep(spec: PartitionSpec) -> PartitionSpec:
+        dimension = find_dimension(spec)
+        return PartitionSpec() if dimension is None else PartitionSpec(*[None] * dimension, _DATA)
+
     def run_shard(whole: Any, batch: Any) -> tuple[Any, Any, Any]:
         with enter_shard_map((_DATA,), mesh):
             sums, last, own = function(whole, batch)
         gather = functools.partial(lax.all_gather, axis_name=_DATA)
+        if specs is None:
+            total = lax.psum(sums, _DATA)
+        else:
+            pairs = zip(sums, specs, strict=True)
+            total = tuple(lax.psum(each, _DATA) if of is None else jax.tree.map(reduce, each, of) for each, of in pairs)
         return (
-            lax.psum(sums, _DATA),
+            total,
             jax.tree.map(lambda x: gather(jnp.asarray(x))[-1], last),
             jax.tree.map(gather, own),
         )
 
     # The gathered values are the same on all devices, which the check of `shard_map` cannot see.
-    specs, axes = (PartitionSpec(), PartitionSpec(None, _DATA)), list_manual_axes((_DATA,))
-    return jax.shard_map(run_shard, in_specs=specs, out_specs=PartitionSpec(), axis_names=axes, check_vma=False)(
+    in_specs, axes = (PartitionSpec(), PartitionSpec(None, _DATA)), list_manual_axes((_DATA,))
+    out_specs: Any = PartitionSpec()
+    if specs is not None:
+        kept = tuple(PartitionSpec() if each is None else jax.tree.map(keep, each) for each in specs)
+        out_specs = (kept, PartitionSpec(), PartitionSpec())
+    return jax.shard_map(run_shard, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)(
         whole, batch
     )
 

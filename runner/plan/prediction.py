@@ -215,7 +215,8 @@ class Predictor:
 
     def shard_state(self, sizes: MeshSizes) -> Any:
         """Return the abstract state, shapes and shardings, on a mesh of no devices."""
-        return reshard_abstract_state(self.single_device_state, make_abstract_mesh(dict(sizes)))
+        mesh, is_sharded = make_abstract_mesh(dict(sizes)), self.job.config.memory.shard_optimizer
+        return reshard_abstract_state(self.single_device_state, mesh, is_sharded)
 
     def measure_state(self, abstract_state: Any) -> StateSize:
         """Return the size of an abstract state with shardings."""

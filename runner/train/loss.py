@@ -102,6 +102,15 @@ def validate_fields_read(
         )
 
 
+def compute_log_probs(logits_BxTxV: jax.Array, y_BxT: jax.Array) -> jax.Array:
+    """Return log p(y) of each token in float32, (B, T). The logits may be sharded over V, as in `cross_entropy_sum`."""
+    logits_BxTxV = logits_BxTxV.astype(jnp.float32)
+    # The label is picked by comparison, which works on logits that are sharded over V.
+    is_label_BxTxV = jnp.arange(logits_BxTxV.shape[-1]) == y_BxT[..., None]
+    label_BxT = jnp.sum(jnp.where(is_label_BxTxV, logits_BxTxV, 0), axis=-1)
+    return label_BxT - jax.nn.logsumexp(logits_BxTxV, axis=-1)
+
+
 def cross_entropy_sum(
     logits_BxTxV: jax.Array,
     y_BxT: jax.Array,

@@ -61,7 +61,8 @@ class TrainSetup:
     mesh: Mesh  # may be abstract
     key: jax.Array  # random key of the run; the key of step k is `fold_in(key, k)`
     schedule: optax.Schedule | None  # learning rate by completed steps; None if a custom optimizer contains its own
-    optimizer: optax.GradientTransformation  # the whole transformation, clipping included; it works in float32
+    # Whole transformation, clipping included; it works in float32.
+    optimizer: optax.GradientTransformation | train_state.ShardedOptimizer
     abstract_state: TrainState  # shape, dtype and sharding of every leaf
     # Function from a key to the state at step 0, to be jitted with the shardings of `abstract_state`.
     make_state: Callable[[jax.Array], TrainState]
@@ -203,6 +204,7 @@ def build_train_setup(
     compute: str = "float32",
     rules: Sequence[LogicalAxisRule] = LOGICAL_AXIS_RULES,
     offload_optimizer: bool = False,
+    shard_optimizer: bool = False,
     model_inputs: Callable[[Any], tuple[Any, ...]] = get_tokens,
     kernels: KernelUse | None = None,
 ) -> TrainSetup:
@@ -212,7 +214,8 @@ def build_train_setup(
     their shardings, `model_inputs` one from a batch (B, ...) to the positional arguments of the model, and
     `make_optimizer` one from a tree of `Parameter` to the optax transformation. The model is traced with one example
     of the `fields` to find its shapes. An `adapter` is trained instead of the model's own parameters, and merged in the
-    dtype `compute`. `offload_optimizer` keeps the arrays of the optimizer state in pinned host memory.
+    dtype `compute`. `offload_optimizer` keeps the arrays of the optimizer state in pinned host memory,
+    `shard_optimizer` shards them over `data` too.
     """
     _validate_model(model)
 
@@ -249,10 +252,13 @@ def build_train_setup(
     trained = boxed[PARAMS] if adapter is None else make_abstract_adapter(boxed[PARAMS], adapter)
     merge = None if adapter is None else AdapterMerge(adapter.alpha / adapter.rank, compute)
     # Only what is trained has optimizer state; the frozen base of an adapter has none.
-    optimizer = update_in_float32(make_optimizer(describe_parameters(trained)))
+    optimizer: Any = update_in_float32(make_optimizer(describe_parameters(trained)))
     if adapter is not None:
         shapes = combine_with_base(shapes, nn.unbox(trained))
         shardings = combine_with_base(shardings, train_state.compute_variable_shardings(trained, mesh, rules))
+
+    if shard_optimizer and mesh.shape["data"] > 1:
+        optimizer = train_state.make_sharded_optimizer(optimizer, shapes[PARAMS], shardings[PARAMS])
 
     # 3. The whole state.
     def make_state(variables: Any) -> TrainState:
@@ -263,7 +269,7 @@ def build_train_setup(
         return variables if adapter is None else combine_with_base(variables, init_adapter(trained, key))
 
     abstract = train_state.make_abstract_state(
-        make_state, shapes, shardings[PARAMS], mesh, drop_params(shardings), offload_optimizer
+        make_state, shapes, shardings[PARAMS], mesh, drop_params(shardings), offload_optimizer, shard_optimizer
     )
     return TrainSetup(
         mesh=mesh,
@@ -558,6 +564,7 @@ class TrainSetupBuilder:
             compute=self.config.precision.compute,
             rules=self.rules,
             offload_optimizer=self.config.memory.offload_optimizer,
+            shard_optimizer=self.config.memory.shard_optimizer,
             model_inputs=self.recipe.model_inputs,
             kernels=KernelUse(self.config.memory.attention),
         )
@@ -609,7 +616,7 @@ class TrainSetupBuilder:
                 )
             if not self.config.data.has_tokens:
                 self._validate_labels(num_logits)
-        for key in ("samples", "multiple_choice"):
+        for key in ("samples", "multiple_choice", "harness"):
             if getattr(self.config.eval, key) and not self.is_language_model(train_setup):
                 reason = "needs a language model, and the job's model returns no logits (B, T, V); leave it out"
                 raise self.document.error(f"config.eval.{key}", reason)

@@ -17,11 +17,12 @@ Nothing here does I/O.
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from flax import struct
 from flax.training import train_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -30,7 +31,7 @@ from runner.accelerator import HOST_MEMORY
 from runner.checkpoint.leaves import BASE, AdapterMerge, is_on_host, make_strongly_typed, merge_params
 from runner.errors import InvalidError
 from runner.optim.transforms import is_averaged, restart_average
-from runner.parallel.mesh import LogicalAxisRule, fit_sharding, get_active_rules, use_sharding_rules
+from runner.parallel.mesh import LogicalAxisRule, fit_sharding, get_active_rules, shard_over_data, use_sharding_rules
 from runner.train.auxiliary import AuxiliaryState, Scalars, init_auxiliary
 
 PARAMS, VARIABLES, OPTIMIZER = "params", "variables", "opt_state"
@@ -39,6 +40,46 @@ STATISTICS = "statistics"
 _OVERWRITTEN_BY_GRADIENT = "_overwrite_with_gradient"  # collection in which flax.linen.fp8_ops keeps its scales
 # (variables, statistics summed over the step) -> (variables of the next step, scalars for the step's metrics)
 UpdateVariables = Callable[[Any, Any], tuple[Any, Scalars]]
+
+
+class ShardedOptimizer(NamedTuple):
+    """Optimizer whose moments are sharded over `data` too, beside parameters that are not (ZeRO-1).
+
+    `moments` and `params` are the shardings of the moments and of the parameters, by leaf of the parameters.
+    """
+
+    init: Callable[[Any], Any]
+    update: Callable[..., Any]
+    moments: tuple[PartitionSpec, ...]
+    params: tuple[PartitionSpec, ...]
+
+
+def make_sharded_optimizer(optimizer: optax.GradientTransformation, shapes: Any, shardings: Any) -> ShardedOptimizer:
+    """Return `optimizer` with the shardings of moments that `make_abstract_state` chooses with `shard_optimizer`."""
+    leaves = [*zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)]
+    moments = tuple(shard_over_data(leaf.shape, sharding).spec for leaf, sharding in leaves)
+    return ShardedOptimizer(optimizer.init, optimizer.update, moments, tuple(sharding.spec for _, sharding in leaves))
+
+
+def get_moment_specs(state: Any) -> Any:
+    """Return a tree like the parameters with the shardings of their moments; None if they are not sharded further."""
+    if not isinstance(state.tx, ShardedOptimizer):
+        return None
+    return jax.tree.unflatten(jax.tree.structure(state.params), state.tx.moments)
+
+
+def shard_like_moments(state: Any, params: Any) -> Any:
+    """Return parameters of which each device has the part whose moments it has. For traced code."""
+    specs = get_moment_specs(state)
+    return params if specs is None else jax.tree.map(jax.lax.with_sharding_constraint, params, specs)
+
+
+def gather_params(state: Any, params: Any) -> Any:
+    """Return updated parameters in their own sharding again. For traced code."""
+    if not isinstance(state.tx, ShardedOptimizer):
+        return params
+    specs = jax.tree.unflatten(jax.tree.structure(state.params), state.tx.params)
+    return jax.tree.map(jax.lax.with_sharding_constraint, params, specs)
 
 
 class TrainState(train_state.TrainState):
@@ -53,6 +94,15 @@ class TrainState(train_state.TrainState):
     variables: Any = struct.field(default_factory=dict)
     riders: Any = struct.field(default_factory=dict)
     merge: AdapterMerge | None = struct.field(pytree_node=False, default=None)
+
+    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Any:
+        """Return the state after an update. Moments that are sharded over `data` update one part of a parameter."""
+        if not isinstance(self.tx, ShardedOptimizer):
+            return super().apply_gradients(grads=grads, **kwargs)
+        params = shard_like_moments(self, self.params)
+        updates, opt_state = self.tx.update(grads, self.opt_state, params)
+        params = gather_params(self, optax.apply_updates(params, shard_like_moments(self, updates)))
+        return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
 
 
 # Variables of the model.
@@ -181,12 +231,13 @@ def make_abstract_state(
     mesh: Mesh,
     variable_shardings: Any = None,
     offload_optimizer: bool = False,
+    shard_optimizer: bool = False,
 ) -> TrainState:
     """Return shape, dtype and sharding of every leaf of the train state `make(argument)`, which is only traced.
 
     Moments and auxiliary states are sharded like the parameter of the same name and shape. Other auxiliary leaves are
     replicated. With `offload_optimizer` the arrays of the optimizer state are placed in pinned host memory, and its
-    scalars stay on the device.
+    scalars stay on the device; with `shard_optimizer` they are sharded over `data` too.
     """
 
     def get_keys(path: Any) -> tuple[str, ...]:
@@ -210,6 +261,8 @@ def make_abstract_state(
             NamedSharding(mesh, PartitionSpec()) if is_auxiliary else fit_sharding(leaf.shape, PartitionSpec(), mesh)
         )
         sharding = found or other
+        if shard_optimizer and keys[0] == OPTIMIZER:
+            sharding = shard_over_data(leaf.shape, sharding)
         is_offloaded = offload_optimizer and keys[0] == OPTIMIZER and leaf.ndim > 0
         return _place(leaf, sharding.with_memory_kind(HOST_MEMORY) if is_offloaded else sharding)
 
@@ -219,7 +272,7 @@ def make_abstract_state(
     return abstract.replace(variables=jax.tree.map(_place, shapes.variables, variable_shardings))
 
 
-def reshard_abstract_state(abstract: Any, mesh: Mesh) -> Any:
+def reshard_abstract_state(abstract: TrainState, mesh: Mesh, shard_optimizer: bool = False) -> TrainState:
     """Return an abstract state, built on a mesh whose axes are all 1, with the shardings it would have on another mesh.
 
     On a mesh of ones every axis divides every leaf, so the partition specs name each axis that may shard a leaf. This
@@ -233,7 +286,11 @@ def reshard_abstract_state(abstract: Any, mesh: Mesh) -> Any:
         sharding = replicated if is_replicated else fit_sharding(leaf.shape, leaf.sharding.spec, mesh)
         return _place(leaf, sharding.with_memory_kind(HOST_MEMORY) if is_on_host(leaf) else sharding)
 
-    return jax.tree.map(reshard, abstract)
+    resharded: TrainState = jax.tree.map(reshard, abstract)
+    if not shard_optimizer:
+        return resharded
+    place = lambda leaf: _place(leaf, shard_over_data(leaf.shape, leaf.sharding))  # noqa: E731
+    return resharded.replace(opt_state=jax.tree.map(place, resharded.opt_state))
 
 
 # Host offload.

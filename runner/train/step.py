@@ -77,10 +77,13 @@ from runner.train.state import (
     UpdateVariables,
     bind_variables,
     drop_statistics,
+    gather_params,
+    get_moment_specs,
     get_variables,
     keep_variables,
     make_params_merger,
     replace_variables,
+    shard_like_moments,
     sum_statistics,
     validate_no_gradient,
 )
@@ -343,10 +346,20 @@ def _compute_gradients(
     # Schedule-free optimizers take the gradient at another point than the averaged parameters.
     params = compute_gradient_point(state.params, state.opt_state)
 
+    specs = get_moment_specs(state)
+    if specs is not None:
+        specs = split_frozen(specs, state.opt_state)[0]
+    # Where the partitioner reduces gradients, it is told that a device needs no more than its part of them.
+    is_scattered = specs is not None and reduction.count_gradient_shards() == 1
+
     def on_part(whole: tuple[Any, Any, jax.Array, jax.Array | None], batch: Batch) -> tuple[Any, ...]:
         params, variables, key, num_tokens = whole
         here = _replace_arrays(state, params, variables)
-        value_and_grad, trained = _make_gradient_function(forward, here, params, batch, key, num_tokens)
+        value_and_whole_grad, trained = _make_gradient_function(forward, here, params, batch, key, num_tokens)
+
+        def value_and_grad(trained: Any, micro: Batch) -> Any:
+            found, grads = value_and_whole_grad(trained, micro)
+            return found, jax.tree.map(lax.with_sharding_constraint, grads, specs) if is_scattered else grads
 
         def accumulate(carry: tuple[jax.Array, Any], micro: Batch) -> tuple[tuple[jax.Array, Any], Any]:
             (loss, meta), grads = value_and_grad(trained, micro)
@@ -383,7 +396,12 @@ def _compute_gradients(
     whole, numbered = (params, getattr(state, VARIABLES, {}), key, num_tokens), _number_examples(batch)
     if replay is not None:
         numbered = reduction.rotate_shards(numbered, replay.shift, 1, reduction.count_gradient_shards())
-    (loss, grads, totals, halves), last_meta, digests = reduction.run_per_data_shard(on_part, whole, numbered)
+    (loss, grads, totals, halves), last_meta, digests = reduction.run_per_data_shard(
+        on_part, whole, numbered, None if specs is None else (None, specs, None, None)
+    )
+    if specs is not None:
+        # Before anything else reads them, so that XLA need not all-reduce whole gradients.
+        grads = jax.tree.map(lax.with_sharding_constraint, grads, specs)
     if replay is not None:
         digests = jnp.roll(digests, -replay.shift, axis=0)
     if halves is not None:
@@ -579,16 +597,19 @@ def apply_gradients_stochastically(state: Any, grads: Any, key: jax.Array) -> An
     Each leaf draws one number per element from its own key, made of the step's `key` and the leaf's index, so that the
     bits do not depend on the mesh. Parameters of other types are updated as usual.
     """
-    updates, opt_state = state.tx.update(grads, state.opt_state, state.params)
+    own_params = shard_like_moments(state, state.params)
+    updates, opt_state = state.tx.update(grads, state.opt_state, own_params)
+    updates = shard_like_moments(state, updates)
     key = jax.random.fold_in(key, _ROUNDING_KEY)
-    params, structure = jax.tree.flatten(state.params)
+    params, structure = jax.tree.flatten(own_params)
     new_params = [
         round_stochastically(param.astype(jnp.float32) + update, jax.random.fold_in(key, number))
         if param.dtype == jnp.bfloat16
         else optax.apply_updates(param, update)
         for number, (param, update) in enumerate(zip(params, jax.tree.leaves(updates), strict=True))
     ]
-    return state.replace(step=state.step + 1, params=jax.tree.unflatten(structure, new_params), opt_state=opt_state)
+    gathered = gather_params(state, jax.tree.unflatten(structure, new_params))
+    return state.replace(step=state.step + 1, params=gathered, opt_state=opt_state)
 
 
 def round_stochastically(values: jax.Array, key: jax.Array) -> jax.Array:

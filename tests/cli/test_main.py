@@ -37,6 +37,7 @@ REQUIRED_ARGUMENTS = {
     ("dashboard",): ["runs"],
     ("sample",): ["run"],
     ("evaluate",): ["run"],
+    ("predict",): ["run", "--data", "x.txt", "-o", "out.npz"],
     ("export",): ["run", "-o", "out"],
     ("checkpoints",): ["run"],
     ("checkpoints", "copy"): ["run", "other"],
@@ -65,6 +66,7 @@ OPTIONS = {
     ("sample",): "--prompt --chat --step --weights --tokens --temperature --top-p --seed --trust",
     ("evaluate",): "--data --step --all --weights --follow -o --output --harness --include-path --json --coordinator "
     "--num-processes --process-id --trust",
+    ("predict",): "--data --step --weights -o --output --coordinator --num-processes --process-id --trust",
     ("export",): "--step --weights --dtype --adapter --context --tokenizer --trust -o --push --public --license "
     "--base-model",
     ("checkpoints",): "--verify --deep",

@@ -112,6 +112,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "key as an option": (["specs/gpt_nano.yaml", "--config.x=3"], r"did you mean --set config\.x=3\?"),
     "key and value as words": (["plan", "specs/gpt_nano.yaml", "--seed.x", "3"], r"did you mean --set seed\.x=3\?"),
     "--set without a value": (["plan", "specs/gpt_nano.yaml", "--set", "seed"], r"--set seed: needs the form"),
+    "predictions in no format": (["predict", "runs/a", "--data", "x", "-o", "x.csv"], r"-o x\.csv: names no format"),
     "status of nothing": (["status", "runs/none"], r"runs/none: no run is here"),
 }
 

@@ -108,6 +108,7 @@ COMMANDS: dict[str, Callable[[str, Path, str], list[str]]] = {
     "sample of a checkpoint": lambda run, out, name: ["sample", run, "--step", "1"],
     "evaluate": lambda run, out, name: ["evaluate", run, "--step", "3"],
     "evaluate data": lambda run, out, name: ["evaluate", run, "--data", name],
+    "predict": lambda run, out, name: ["predict", run, "--step", "3", "--data", "x.txt", "-o", str(out / "o.npz")],
     "export": lambda run, out, name: ["export", run, "--step", "1", "-o", str(out / "export")],
     "export of a checkpoint": lambda run, out, name: ["export", f"{run}/checkpoints/{name}", "-o", str(out / "export")],
     "spec": lambda run, out, name: [f"{out}/{name}.yaml"],

@@ -114,6 +114,8 @@ def test_bin_means_include_all_values(values, bins_max, drawn_max):
         ("data/web/tokens", "Mixture of the data", "web"),
         ("data/a/b/tokens", "Mixture of the data", "a/b"),
         ("val/hellaswag/acc_norm", "Accuracy", "hellaswag, per character"),
+        ("eval/hellaswag/acc_norm", "Accuracy", "hellaswag, per character"),
+        ("eval/some/word_perplexity", "Eval some word perplexity", "eval some word perplexity"),
         ("train/router_z_loss", "Router z loss", "training"),
         ("val/router_z_loss", "Router z loss", "validation"),
         ("train/layer_3/norm", "Layer # norm", "layer 3 norm"),

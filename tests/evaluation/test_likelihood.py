@@ -201,11 +201,12 @@ def test_the_harness_computes_the_same_accuracy(
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     harness = pytest.importorskip("runner.inference.harness", reason="needs pip install -e '.[lm-eval]'")
+    harness_tasks = pytest.importorskip("runner.evaluation.harness")
     task = TASK | {"dataset_kwargs": {"data_files": {"test": str(evaluated_run.parent / "questions.jsonl")}}}
     (tmp_path / "made_up.yaml").write_text(yaml.safe_dump(task))
     opened = open_run(str(evaluated_run))
     hosts = Hosts.single_process()
-    tasks, evaluators = harness.load_tasks(["made_up"], str(tmp_path)), []
+    tasks, evaluators = harness_tasks.load_tasks(["made_up"], str(tmp_path)), []
 
     def make_evaluator(run: ReadOnlyRun) -> Any:
         evaluators.append(harness.HarnessEvaluator(run, hosts, tasks))
