@@ -167,7 +167,7 @@ class Scorer:
                     name,
                     min(_STRETCH_BATCHES, num_batches - first),
                     functools.partial(self._load_batch, name, first),
-                    self._layout.global_batch_examples * self._dataset.units_per_example,
+                    self.layout.global_batch_examples * self._dataset.units_per_example,
                 )
                 sums = self._validation.sum(state, stretch)
                 assert sums is not None, "a command is never asked to stop"
