@@ -11,7 +11,7 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -252,18 +252,24 @@ class SweepReader:
     def __init__(self, root: Store):
         self._root, self._readers = root, dict[str, HistoryReader]()
 
-    def read(self, sweep: Sweep) -> SweepStatus:
-        """Return the runs as they are now, `RUNS_MAX` at most. Raises `StorageError` if a bucket does not answer."""
-        with ThreadPoolExecutor(_NUM_READERS if self._root.root is None else 1) as pool:
-            return compare_runs(sweep, list(pool.map(lambda run: self._read_run(sweep, run), sweep.runs[:RUNS_MAX])))
+    def read(self, sweep: Sweep, look: Callable[[str, History], None] = lambda name, history: None) -> SweepStatus:
+        """Return the runs as they are now, `RUNS_MAX` at most; `look` is called with name and history of each.
 
-    def _read_run(self, sweep: Sweep, run: SweepRun) -> SweepRow:
+        Raises `StorageError` if a bucket does not answer.
+        """
+        with ThreadPoolExecutor(_NUM_READERS if self._root.root is None else 1) as pool:
+            rows = pool.map(lambda run: self._read_run(sweep, run, look), sweep.runs[:RUNS_MAX])
+            return compare_runs(sweep, list(rows))
+
+    def _read_run(self, sweep: Sweep, run: SweepRun, look: Callable[[str, History], None]) -> SweepRow:
         store = open_sweep_run(self._root, run.name)
         try:
             if run.name not in self._readers and not store.exists(OWNER):
                 return join_run(sweep, run, None)
             reader = self._readers.setdefault(run.name, HistoryReader(store))
-            return join_run(sweep, run, reader.read())
+            history = reader.read()
+            look(run.name, history)
+            return join_run(sweep, run, history)
         except (InvalidError, DiskError) as error:  # One damaged run must not hide the others.
             return join_run(sweep, run, None, to_single_line(str(error)))
 
