@@ -36,7 +36,7 @@ from runner.history.hosts import RULE, HostRecord, merge_hosts, read_hosts
 from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader, format_changes, open_text_stores
 from runner.history.records import History, RunState, StageRecord, Verification, to_json
-from runner.history.sweep import SWEEP, SweepReader, SweepStatus, read_sweep
+from runner.history.sweep import SWEEP, Sweep, SweepReader, SweepStatus, read_sweep_or_problem
 from runner.metrics.rows import POLICY_COUNTS, format_metrics, list_own_metrics
 from runner.spec import list_named_modules, load_document, validate_spec
 from runner.storage import DiskError, JsonObject, Store, find_kind, local_directory, open_store
@@ -105,7 +105,7 @@ def validate_output(where: str, stores: Sequence[Store], kind: str = "a file", o
     path = Path(os.path.realpath(path))
     for store in stores:
         root = None if store.root is None else Path(os.path.realpath(store.root))
-        if root is not None and path.is_relative_to(root) and {*path.relative_to(root).parts[:1]} & {*LAYOUT}:
+        if root is not None and path.is_relative_to(root) and {*path.relative_to(root).parts[:1]} & {*LAYOUT, SWEEP}:
             raise InvalidError(f"{option} {where}: would be a part of the run {store.url} itself; use another name")
     return path
 
@@ -229,18 +229,16 @@ def _follow(
 
 def _follow_sweep(store: Store, arguments: StatusArguments) -> str | None:
     """Print the sweep whose root is `store`; return one line instead if its record cannot be read."""
+    if isinstance(problem := read_sweep_or_problem(store), str):
+        return f"{problem}; its runs are shown one by one"
     reader = SweepReader(store)
 
     def read() -> SweepStatus:
-        sweep = read_sweep(store)
-        if sweep is None:
-            raise InvalidError(f"{store.url}: no sweep is here any more")
+        sweep = read_sweep_or_problem(store)
+        if not isinstance(sweep, Sweep):
+            raise InvalidError(sweep or f"{store.url}: no sweep is here any more")
         return reader.read(sweep)
 
-    try:
-        read_sweep(store)
-    except (ValueError, DiskError) as error:
-        return f"{to_single_line(str(error))}; its runs are shown one by one"
     _follow(
         read,
         lambda found: dump_sweep(store.url, found),

@@ -27,9 +27,9 @@ from runner.dashboard.view import build_view, truncate
 from runner.errors import InvalidError
 from runner.history.ledger import to_single_line
 from runner.history.records import ForkRecord, History
-from runner.history.sweep import SWEEP, SweepReader, read_sweep
+from runner.history.sweep import SWEEP, Sweep, SweepReader, read_sweep_or_problem
 from runner.metrics.media import CONTENT_TYPES, read_media
-from runner.storage import DiskError, JsonObject, Store, make_store
+from runner.storage import JsonObject, Store, make_store
 
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 _MEDIA_BYTES_MAX = 1 << 23  # of the images and audio in a report
@@ -148,14 +148,14 @@ def render_report(stores: Sequence[Store]) -> str:
     roots = [store for store in stores if store.exists(SWEEP) and not store.exists(OWNER)]
     if roots and len(stores) > 1:
         raise InvalidError(f"{roots[0].url}: is the root of a sweep; make its page alone, or give some of its runs")
-    if roots:
-        try:
-            return _render_sweep(roots[0])
-        except (ValueError, DiskError) as error:
-            stores = [run.store for run in find_runs(roots[0]).runs[:_DAMAGED_RUNS_MAX]]
-            notes = [f"{error}; the first {len(stores)} runs are compared without it"]
-            if not stores:
-                raise InvalidError(str(error)) from error
+    for root in roots:
+        sweep = read_sweep_or_problem(confine(root))
+        if isinstance(sweep, Sweep):
+            return _render_sweep(confine(root), sweep)
+        stores = [run.store for run in find_runs(root).runs[:_DAMAGED_RUNS_MAX]]
+        notes = [f"{sweep or root.url}; the first {len(stores)} runs are compared without it"]
+        if not stores:
+            raise InvalidError(sweep or f"{root.url}: no run is here")
     names = make_run_names([store.url for store in stores])
     snapshots = [RunReader(store, name).read() for store, name in zip(stores, names, strict=True)]
     title = names[0] if len(names) == 1 else f"{len(names)} runs" + (f": {', '.join(names)}" if len(names) < 4 else "")
@@ -171,10 +171,7 @@ def render_report(stores: Sequence[Store]) -> str:
     return render_report_page(title, view | {"made": time.time(), "notes": notes})
 
 
-def _render_sweep(root: Store) -> str:
-    root = confine(root)
-    if (sweep := read_sweep(root)) is None:
-        raise InvalidError(f"{root.url}: no sweep is here")
+def _render_sweep(root: Store, sweep: Sweep) -> str:
     curves: dict[str, JsonObject] = {}
     bins_max = count_bins(len(sweep.runs), POINTS_MAX)
 

@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from runner.attempts.layout import OWNER, DamagedRecordError, read_record
-from runner.errors import InvalidError
+from runner.errors import InvalidError, NewerFormatError
 from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader
 from runner.history.records import History, RunState
 from runner.spec import format_setting
-from runner.storage import ConfinedStore, DiskError, JsonObject, Key, Store, encode_json, make_store
+from runner.storage import ConfinedStore, DiskError, JsonObject, Key, Store, WrongKindError, encode_json, make_store
 
 RUNS_MAX = 1000  # of a sweep that are read
 SEED = "seed"  # key in whose values equal settings may differ
@@ -108,6 +108,17 @@ def read_sweep(store: Store) -> Sweep | None:
         return Sweep(**{name: record[name] for name in names} | {"runs": runs})
     except TypeError as error:
         raise DamagedRecordError(f"{store.url}/{SWEEP} is damaged ({error})") from error
+
+
+def read_sweep_or_problem(store: Store) -> Sweep | str | None:
+    """Return the sweep whose root is `store`, one line on what is wrong with its record, or None if there is none.
+
+    Raises `StorageError` if a bucket does not answer.
+    """
+    try:
+        return read_sweep(store)
+    except (DamagedRecordError, NewerFormatError, WrongKindError, DiskError) as error:
+        return to_single_line(str(error))
 
 
 @dataclass(frozen=True)

@@ -1071,12 +1071,15 @@
       : element("span", { class: "note" }, "tick up to ten runs to compare them");
     const notes = data.notes.map((text) => element("p", { class: "note" }, text));
     const tally = element("span", { class: "note" }, shown.length === data.table.length ? `${count(shown.length)} runs` : `${count(shown.length)} of ${count(data.table.length)} runs`);
-    if (!data.table.length) {
+    if (!data.table.length && !data.sweeps.length) {
       const next = element("div", { class: "empty" }, element("p", {}, "No runs here yet. Start the first one:"), copied(data.next));
       return [data.notes.length ? null : next, ...notes];
     }
+    const sweeps = data.sweeps.length ? element("section", { id: "sweeps" }, element("h2", {}, "Sweeps"), table(["sweep", "runs", "best", "settings of the best"],
+      data.sweeps.map((sweep) => [element("a", { href: `sweep/${sweep.id}` }, sweep.name), sweep.counts, sweep.best, sweep.values]))) : null;
+    if (!data.table.length) return [sweeps, ...notes];
     return [
-      element("div", { class: "controls" }, filterField, tally, compare), section("columns", "Columns", element("div", { class: "choices" }, ...choices)),
+      sweeps, sweeps && element("h2", {}, "Other runs"), element("div", { class: "controls" }, filterField, tally, compare), section("columns", "Columns", element("div", { class: "choices" }, ...choices)),
       sortable(columns.filter(isShown), shown, null, { key: "alive", isDescending: true, name: "newest activity" }), ...notes,
     ];
   }
@@ -1309,7 +1312,7 @@
       trace.marker.size.push(isBest ? 15 : isMarked ? 11 : sweep.runs.length > 100 ? 6 : 8);
     }
     if (!trace.x.length) return null;
-    const drawn = layout(key.title, { height: 230 });
+    const drawn = layout("", { height: 220 });
     Object.assign(drawn.yaxis, { range: [Math.min(range[0] - margin, worst - margin), Math.max(range[1] + margin, worst + margin)], tickformat: sweep.form === "share" ? ".0%" : undefined, nticks: 5, zeroline: false });
     const known = ascending(key.numbers);
     const [low, high] = [known[0], known[known.length - 1]];
@@ -1333,7 +1336,7 @@
   // Returns the parallel coordinates, drawn as lines: those of Plotly need WebGL, and compile code, which the page forbids.
   function sweepParallel(sweep, tint) {
     const range = metricRange(sweep);
-    const keys = sweep.keys.map((key, place) => ({ ...key, place })).filter((key) => new Set(key.numbers).size > 1).slice(0, AXES_MAX);
+    const keys = sweep.keys.map((key, place) => ({ ...key, place })).filter((key) => key.place !== sweep.seed && new Set(key.numbers).size > 1).slice(0, AXES_MAX);
     if (!range || !keys.length || sweep.runs.filter((run) => run.metric !== null).length < 3) return null;
     const isUpright = isNarrow(); // on a narrow page the axes lie over each other
     const clip = (value) => Math.min(Math.max(value, 0), 1);
@@ -1368,7 +1371,7 @@
       const ends = isUpright ? { x0: 0, x1: 1, y0: place, y1: place } : { x0: place, x1: place, y0: 0, y1: 1 };
       drawn.shapes.push({ type: "line", ...ends, layer: "below", line: { color: style("--quiet"), width: 1.5 } });
       const isLast = place === axes.length - 1;
-      const title = { showarrow: false, font: { size: 12, color: style("--text") }, text: `<b>${cutText(axis.title, isUpright ? 40 : most)}</b>` };
+      const title = { showarrow: false, bgcolor: style("--panel"), font: { size: 12, color: style("--text") }, text: `<b>${cutText(axis.title, isUpright ? 40 : most)}</b>` };
       drawn.annotations.push(isUpright ? { ...title, x: 0, y: place, xanchor: "left", yanchor: "bottom", yshift: 5 } : { ...title, x: place, y: 1, xanchor: isLast ? "right" : place ? "center" : "left", yanchor: "bottom", yshift: 8 });
       let before = -Infinity;
       for (const [at, text] of [...axis.ticks].sort((a, b) => a[0] - b[0])) {
@@ -1385,7 +1388,7 @@
     Object.assign(drawn.yaxis, isUpright ? along : across);
     drawn.margin = { l: 10, r: 10, t: isUpright ? 10 : 34, b: 10 };
     drawn.uirevision = String(isUpright);
-    const left = sweep.keys.length - keys.length;
+    const left = sweep.keys.length - keys.length - (sweep.seed === null ? 0 : 1);
     const caption = element("figcaption", {}, "Parallel coordinates", element("span", { class: "unit" }, ` a line for each run${left > 0 ? `; ${left} more keys are left out` : ""}`));
     return element("figure", { class: "wide" }, caption, sweepPlot(sweep, "parallel", lines, drawn));
   }
@@ -1495,7 +1498,8 @@
     const caret = [filterField.selectionStart, filterField.selectionEnd];
     queue = [];
     const links = [];
-    if (first.source && !data.table) links.push(element("a", { href: first.top }, "all runs"));
+    if (first.source && !data.table && !data.is_top) links.push(element("a", { href: first.top }, "all runs"));
+    if (first.source && data.sweep && data.sweep_id) links.push(element("a", { href: `${first.top}report/sweep/${data.sweep_id}${location.hash}` }, "report: this page as one file"));
     if (data.table && data.table.length) links.push(element("a", { href: "hosts" }, "hosts"));
     if (first.source && data.run_ids) links.push(element("a", { href: `${first.top}report/${data.run_ids}${location.hash}` }, "report: this page as one file"));
     if (data.links) links.push(element("a", { href: data.links.top }, "all runs"), element("a", { href: data.links.live }, "live page"));
