@@ -1282,10 +1282,10 @@
     if (new Set(known).size <= 5) return [...new Set(known)];
     return key.log ? ticksOfLog(low, high) : roundTicks(low, high);
   };
-  // Returns four to eight round numbers between two others.
+  // Returns three to eight round numbers between two others.
   function roundTicks(low, high) {
-    const size = 10 ** Math.floor(Math.log10((high - low) / 4));
-    const step = size * [5, 2, 1].find((part) => (high - low) / (part * size) >= 4);
+    const size = 10 ** Math.floor(Math.log10((high - low) / 3));
+    const step = size * [5, 2, 1].find((part) => (high - low) / (part * size) >= 3);
     const begin = Math.ceil(low / step - 1e-9);
     return Array.from({ length: Math.floor(high / step + 1e-9) - begin + 1 }, (_, index) => (begin + index) * step);
   }
@@ -1297,13 +1297,18 @@
     if (!range || key.numbers.filter((value) => value !== null).length < 2) return null;
     const margin = 0.07 * (range[1] - range[0]);
     const worst = sweep.maximised ? range[0] - margin : range[1] + margin;
+    // Where few values have many runs, their points are spread a little.
+    const [known, scale] = [ascending(key.numbers), scaleOfKey(key)];
+    const [low, high] = [known[0], known[known.length - 1]];
+    const spread = key.categories ? 0.22 : new Set(known).size <= 6 && known.length > 20 ? 0.02 * (scale(high) - scale(low)) : 0;
+    const spreadOut = (value, index) => (key.log ? value * 10 ** (spread * jitter(index)) : value + spread * jitter(index));
     const trace = { type: "scatter", mode: "markers", x: [], y: [], customdata: [], hoverinfo: "none", marker: { color: [], symbol: [], size: [], opacity: sweep.runs.length > 100 ? 0.75 : 0.9, line: { width: 1, color: [] } } };
     for (const index of drawnOrder(sweep)) {
       const [run, value] = [sweep.runs[index], key.numbers[index]];
       if (value === null || (run.metric === null && run.mark !== "broken")) continue;
       const isFar = run.mark === "broken" || run.metric < range[0] || run.metric > range[1];
       const [isBest, isMarked] = [run.name === sweep.best, state.marked.has(run.name)];
-      trace.x.push(key.categories ? value + 0.22 * jitter(index) : value);
+      trace.x.push(spreadOut(value, index));
       trace.y.push(isFar ? worst : run.metric);
       trace.customdata.push(index);
       trace.marker.color.push(isMarked ? style("--text") : run.mark === "broken" ? style("--bad") : tint.of(index));
@@ -1314,8 +1319,6 @@
     if (!trace.x.length) return null;
     const drawn = layout("", { height: 220 });
     Object.assign(drawn.yaxis, { range: [Math.min(range[0] - margin, worst - margin), Math.max(range[1] + margin, worst + margin)], tickformat: sweep.form === "share" ? ".0%" : undefined, nticks: 5, zeroline: false });
-    const known = ascending(key.numbers);
-    const [low, high] = [known[0], known[known.length - 1]];
     if (key.categories) {
       const texts = key.categories.map((text) => plain(text.length > 14 ? `${text.slice(0, 13)}…` : text));
       Object.assign(drawn.xaxis, { range: [-0.6, key.categories.length - 0.4], tickmode: "array", tickvals: texts.map((text, index) => index), ticktext: texts, zeroline: false, showgrid: false });
