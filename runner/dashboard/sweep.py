@@ -70,8 +70,9 @@ def build_sweep_view(
     short = shorten_keys(keys)
     chart, label = find_chart(sweep.metric)
     metric = truncate(f"{label} {chart.title.lower()}")
-    ranks = {row.name: rank for rank, row in enumerate(row for row in status.rows if _is_ranked(row))}
+    ranks = {row.name: rank for rank, row in enumerate(row for row in status.rows if row.is_ranked)}
     best = next((row for row in status.rows if row.name == status.best), None)
+    stops = [row.stopped_step for row in status.rows if row.stopped_step is not None]
     num_done, num_runs = status.counts.get(RunState.DONE.value, 0), len(status.rows)
     counts = [f"{count:,} {state}" for state, count in status.counts.items()]
     direction = "highest" if sweep.is_maximised else "lowest"
@@ -131,7 +132,7 @@ def build_sweep_view(
                 for setting in status.settings[:_SETTINGS_MAX]
             ],
             "seed": keys.index(SEED) if status.settings and SEED in keys else None,
-            "rungs": _count_stops(status.rows),
+            "rungs": [[step, stops.count(step)] for step in sorted(set(stops))],
             "rule": [[truncate(key), truncate(text)] for key, text in rule],
             # Sizes of a ladder and the fit of their law belong here, for a chart of their own above the curves.
         },
@@ -153,16 +154,6 @@ def _build_row(row: SweepRow, keys: Sequence[str]) -> JsonObject:
         "seconds": None if row.seconds is None else round(row.seconds),
         "values": [format_value(row.values, key) for key in keys],
     }
-
-
-def _is_ranked(row: SweepRow) -> bool:
-    return row.metric is not None and row.state != DIVERGED
-
-
-def _count_stops(rows: Sequence[SweepRow]) -> list[list[int]]:
-    """Return the steps at which the rule has stopped runs, each with their number."""
-    steps = [row.stopped_step for row in rows if row.stopped_step is not None]
-    return [[step, steps.count(step)] for step in sorted(set(steps))]
 
 
 def _build_key(key: str, short: str, rows: Sequence[SweepRow]) -> JsonObject:

@@ -142,6 +142,11 @@ class SweepRow:
         """True if the sweep does not continue the run."""
         return self.state in _ENDED
 
+    @property
+    def is_ranked(self) -> bool:
+        """True if the run is compared with others."""
+        return self.metric is not None and self.state != DIVERGED
+
 
 @dataclass(frozen=True)
 class SweepSetting:
@@ -172,7 +177,7 @@ def compare_runs(sweep: Sweep, rows: Sequence[SweepRow]) -> SweepStatus:
     sign = -1 if sweep.is_maximised else 1
 
     def rank(row: SweepRow) -> tuple[int, int, float]:
-        if row.metric is None or row.state == DIVERGED:
+        if row.metric is None or not row.is_ranked:
             return 2, 0, 0.0
         is_done = row.state == RunState.DONE.value
         return int(not is_done), 0 if is_done else -(row.metric_step or 0), sign * row.metric
@@ -273,7 +278,9 @@ class SweepReader:
             return compare_runs(sweep, list(rows))
 
     def _read_run(self, sweep: Sweep, run: SweepRun, look: Callable[[str, History], None]) -> SweepRow:
-        store = open_sweep_run(self._root, run.name)
+        root = self._root
+        # Links are not followed out of the root, since others may write to it.
+        store = make_store(f"{root.url}/{run.name}") if root.root is None else ConfinedStore(root.root, run.name)
         try:
             if run.name not in self._readers and not store.exists(OWNER):
                 return join_run(sweep, run, None)
@@ -283,11 +290,6 @@ class SweepReader:
             return join_run(sweep, run, history)
         except (InvalidError, DiskError) as error:  # One damaged run must not hide the others.
             return join_run(sweep, run, None, to_single_line(str(error)))
-
-
-def open_sweep_run(root: Store, name: str) -> Store:
-    """Return the directory of a run of a sweep, without following links out of it."""
-    return make_store(f"{root.url}/{name}") if root.root is None else ConfinedStore(root.root, name)
 
 
 def shorten_keys(keys: Sequence[str]) -> dict[str, str]:
