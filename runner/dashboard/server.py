@@ -294,9 +294,9 @@ class PageData:
                     "application/json", encode_json(self._read_sweep(root) | {"is_top": True})
                 )
             page = self._read_table()
-            lines = [line for line in page["table"] if line["id"] not in self._trials]
-            more = {"table": lines, "sweeps": [self._build_sweep_line(found) for found in self._found.sweeps]}
-            return ResponseBody.from_text("application/json", encode_json(page | more))
+            page["table"] = [line for line in page["table"] if line["id"] not in self._trials]
+            page["sweeps"] = [self._build_sweep_line(found) for found in self._found.sweeps]
+            return ResponseBody.from_text("application/json", encode_json(page))
         if name.startswith(f"{SWEEPS}/"):
             sweep_id = name.removeprefix(f"{SWEEPS}/")
             if sweep_id not in self._sweeps:
