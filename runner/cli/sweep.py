@@ -69,7 +69,8 @@ def draw_sweep(status: SweepStatus) -> RenderableType:
     )
     if status.left_seconds:
         summary.append(f"; about {format_duration(status.left_seconds)} left")
-    summary.append(f"\nbest by {to_single_line(sweep.metric)}, the {direction} at the end")
+    if sweep.metric:
+        summary.append(f"\nbest by {to_single_line(sweep.metric)}, the {direction} at the end")
     if len(status.rows) < len(sweep.runs):
         summary.append(f"\nonly the first {len(status.rows):,} runs are shown")
     parts: list[RenderableType] = [summary]

@@ -69,7 +69,7 @@ def build_sweep_view(
     keys = sweep.keys[:_KEYS_MAX]
     short = shorten_keys(keys)
     chart, label = find_chart(sweep.metric)
-    metric = truncate(f"{label} {chart.title.lower()}")
+    metric = truncate(f"{label} {chart.title.lower()}").strip() or "metric"  # a sweep may have none
     ranks = {row.name: rank for rank, row in enumerate(row for row in status.rows if row.is_ranked)}
     best = next((row for row in status.rows if row.name == status.best), None)
     stops = [row.stopped_step for row in status.rows if row.stopped_step is not None]

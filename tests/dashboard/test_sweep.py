@@ -379,6 +379,14 @@ def test_a_run_behind_a_link_is_not_followed(root: Path, tmp_path: Path) -> None
     assert [row.state for row in status.rows] == ["not started"]
 
 
+def test_a_sweep_without_a_metric_ranks_no_run(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_record(root, [SweepRun("000", {RATE: 1}), SweepRun("001", {RATE: 2})], metric="")
+    assert main(["status", str(root)]) == 0
+    assert "best" not in capfd.readouterr().out
+    sweep = read_page(render_report([LocalStore(root)]))["sweep"]
+    assert (sweep["metric"], sweep["best"], [run["rank"] for run in sweep["runs"]]) == ("metric", None, [None, None])
+
+
 def test_a_report_without_a_run_says_so(tmp_path: Path) -> None:
     write_record(tmp_path, [SweepRun("000", {"a": 1})])
     assert read_page(render_report([LocalStore(tmp_path)]))["sweep"]["runs"][0]["state"] == "not started"
