@@ -7,6 +7,7 @@ that they work beside a running job.
 - `arguments`: arguments and options of each command, without jax
 - `traceback`: text of an error in code of the user's own
 - `run`: `runner SPEC`
+- `sweep`: screen of a sweep, for `status`
 - `status`: `status`, and access to a run for read-only commands
 - `retrace`: `explain`, `replay`, `trial`, `bundle`, `reproduce`
 - `inspect`: `spec`, `lineage`, `metrics`, `report`, `dashboard`, without jax

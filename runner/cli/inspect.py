@@ -21,6 +21,7 @@ from runner.errors import EXIT_DONE, InvalidError, suggest_choices
 from runner.history.ledger import to_single_line
 from runner.history.lineage import RunLineage, build_tree, format_tree, read_lineage
 from runner.history.records import to_json
+from runner.history.sweep import SWEEP
 from runner.metrics.file import read_encoded_rows
 from runner.metrics.rows import format_csv
 from runner.storage import DiskError, LocalStore, open_store
@@ -91,7 +92,8 @@ def write_report_page(arguments: ReportArguments) -> int:
     with convert_read_errors():
         stores = [open_store(find_directory(where)) for where in arguments.where]
         # The output is checked first: reading the runs may take a minute.
-        path = validate_new_file(arguments.output, stores)
+        below = [run.store for store in stores if store.exists(SWEEP) for run in find_runs(store).runs]
+        path = validate_new_file(arguments.output, [*stores, *below])
         num_bytes = write_report(stores, path)
     say(f"{arguments.output}: {num_bytes / 1e6:.1f} MB")
     return EXIT_DONE

@@ -13,9 +13,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -25,6 +25,7 @@ from rich.text import Text
 
 from runner.attempts.layout import LAYOUT, OWNER, read_owner
 from runner.cli.arguments import StatusArguments
+from runner.cli.sweep import draw_sweep, dump_sweep
 from runner.console import escape_controls, finish_output, format_duration, warn, write_text
 from runner.dashboard.reader import DiscoveryResult, confine, find_runs
 from runner.distributed.clock import TimeCategory
@@ -35,6 +36,7 @@ from runner.history.hosts import RULE, HostRecord, merge_hosts, read_hosts
 from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader, format_changes, open_text_stores
 from runner.history.records import History, RunState, StageRecord, Verification, to_json
+from runner.history.sweep import SWEEP, Sweep, SweepReader, SweepStatus, read_sweep_or_problem
 from runner.metrics.rows import POLICY_COUNTS, format_metrics, list_own_metrics
 from runner.spec import list_named_modules, load_document, validate_spec
 from runner.storage import DiskError, JsonObject, Store, find_kind, local_directory, open_store
@@ -103,7 +105,7 @@ def validate_output(where: str, stores: Sequence[Store], kind: str = "a file", o
     path = Path(os.path.realpath(path))
     for store in stores:
         root = None if store.root is None else Path(os.path.realpath(store.root))
-        if root is not None and path.is_relative_to(root) and {*path.relative_to(root).parts[:1]} & {*LAYOUT}:
+        if root is not None and path.is_relative_to(root) and {*path.relative_to(root).parts[:1]} & {*LAYOUT, SWEEP}:
             raise InvalidError(f"{option} {where}: would be a part of the run {store.url} itself; use another name")
     return path
 
@@ -153,11 +155,18 @@ def print_status(arguments: StatusArguments) -> int:
         store = open_store(find_directory(arguments.where))
         if arguments.hosts:
             return _print_hosts(store, arguments.as_json)
-        # A directory without anything of a run may have runs below it.
         if store.root is None or store.root.is_dir():
-            has_run = bool({*LAYOUT, "events"} & {*store.list_names("")})
-            if not has_run and (below := find_runs(store)).runs:
+            names, problem = store.list_names(""), None
+            if SWEEP in names and OWNER not in names:
+                problem = _follow_sweep(store, arguments)
+                if problem is None:
+                    return EXIT_DONE
+            # A directory without anything of a run may have runs below it.
+            if not {*LAYOUT, "events"} & {*names} and (below := find_runs(store)).runs:
+                below.notes.extend([] if problem is None else [problem])
                 return _print_runs(store, below, arguments.as_json)
+            if problem is not None:
+                raise InvalidError(problem)
         readers: dict[str, HistoryReader] = {}
 
         def read() -> tuple[History, bool]:
@@ -168,35 +177,76 @@ def print_status(arguments: StatusArguments) -> int:
                 readers[shown.url] = HistoryReader(shown)
             return readers[shown.url].read(), phase is not None
 
-        console = Console(markup=False, highlight=False, emoji=False)
+        def dump(found: tuple[History, bool]) -> JsonObject:
+            history, is_text = found
+            content = to_json(history) | {"cost": to_json(compute_cost(history))}
+            return content | ({"phase": "tokenise"} if is_text else {})
 
-        def show(history: History, is_text: bool) -> bool:
-            if arguments.as_json:
-                content = to_json(history) | {"cost": to_json(compute_cost(history))}
-                write_text(json.dumps(content | ({"phase": "tokenise"} if is_text else {})) + "\n")
-            else:
-                if is_text:
-                    console.print("the text of the run is tokenised, before it trains; that job:")
-                console.print(draw(history))
-            return finish_output()
+        def draw_found(found: tuple[History, bool]) -> RenderableType:
+            words = [Text("the text of the run is tokenised, before it trains; that job:")] * found[1]
+            return Group(*words, draw(found[0]))
 
-        def is_watched(history: History, is_text: bool) -> bool:
-            # The run continues with training when the text is tokenised.
-            return arguments.is_watch and (is_text or history.state is not RunState.DONE)
-
-        found = read()
-        if arguments.is_watch and console.is_terminal and not arguments.as_json:
-            # A terminal gets one screen that is redrawn, and keeps the last one in its scrollback (`show` below).
-            with Live(draw(found[0]), console=console, auto_refresh=False, screen=True) as live:
-                while finish_output() and is_watched(*found):
-                    time.sleep(WATCH_SECONDS)
-                    found = read()
-                    live.update(draw(found[0]), refresh=True)
-        # `status RUN --watch | head` ends when `head` does.
-        while show(*found) and is_watched(*found):
-            time.sleep(WATCH_SECONDS)
-            found = read()
+        # The run continues with training when the text is tokenised.
+        _follow(read, dump, draw_found, lambda found: not found[1] and found[0].state is RunState.DONE, arguments)
     return EXIT_DONE
+
+
+Found = TypeVar("Found")
+
+
+def _follow(
+    read: Callable[[], Found],
+    dump: Callable[[Found], JsonObject],
+    draw_found: Callable[[Found], RenderableType],
+    is_over: Callable[[Found], bool],
+    arguments: StatusArguments,
+) -> None:
+    """Print what `read` returns, as a screen or as JSON: once, or if it is watched repeatedly until it is over."""
+    console = Console(markup=False, highlight=False, emoji=False)
+    found = read()
+
+    def is_watched() -> bool:
+        return arguments.is_watch and not is_over(found)
+
+    if arguments.is_watch and console.is_terminal and not arguments.as_json:
+        # A terminal gets one screen that is redrawn, and keeps the last one in its scrollback (the loop below).
+        with Live(draw_found(found), console=console, auto_refresh=False, screen=True) as live:
+            while finish_output() and is_watched():
+                time.sleep(WATCH_SECONDS)
+                found = read()
+                live.update(draw_found(found), refresh=True)
+    while True:
+        if arguments.as_json:
+            write_text(json.dumps(dump(found)) + "\n")
+        else:
+            console.print(draw_found(found))
+        # `status RUN --watch | head` ends when `head` does.
+        if not finish_output() or not is_watched():
+            return
+        time.sleep(WATCH_SECONDS)
+        found = read()
+
+
+def _follow_sweep(store: Store, arguments: StatusArguments) -> str | None:
+    """Print the sweep whose root is `store`; return one line instead if its record cannot be read."""
+    if isinstance(problem := read_sweep_or_problem(store), str):
+        return f"{problem}; its runs are shown one by one"
+    reader = SweepReader(store)
+
+    def read() -> SweepStatus:
+        sweep = read_sweep_or_problem(store)
+        if not isinstance(sweep, Sweep):
+            raise InvalidError(sweep or f"{store.url}: no sweep is here any more")
+        return reader.read(sweep)
+
+    _follow(
+        read,
+        lambda found: dump_sweep(store.url, found),
+        lambda found: _PrintableText(draw_sweep(found)),
+        lambda found: all(row.has_ended for row in found.rows),
+        arguments,
+    )
+    return None
 
 
 def _print_runs(root: Store, found: DiscoveryResult, as_json: bool) -> int:

@@ -36,6 +36,7 @@ from runner.metrics.media import CONTENT_TYPES, MEDIA_FOLDER
 
 _COOKIE = "runner_token"
 HOSTS = "hosts"  # name of the table of hosts
+SWEEPS = "sweep"  # begins the names of sweeps, followed by a slash and the id
 METRICS = "metrics"  # name of the figures of all runs in Prometheus' text format
 _CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; media-src 'self'; "
@@ -157,9 +158,9 @@ class DashboardApp:
     """WSGI application (PEP 3333)."""
 
     access: AccessPolicy
-    # Function that returns the data of a run's page by its id, of the table of all runs by "", of that of hosts by
-    # `HOSTS`, or the text for Prometheus by `METRICS`; None if there is no such run. It returns quickly, is called from
-    # several threads, and may raise `TimeoutError`.
+    # Function that returns the data of a run's page by its id, of a sweep's by `SWEEPS` and its id, of the table of all
+    # runs by "", of that of hosts by `HOSTS`, or the text for Prometheus by `METRICS`; None if there is no such run. It
+    # returns quickly, is called from several threads, and may raise `TimeoutError`.
     get_data: Callable[[str], ResponseBody | None]
     # Function that returns a file of images or audio by the id of its run and its name; None if no row refers to it.
     get_media: Callable[[str, str], bytes | None] = lambda run, name: None
@@ -249,6 +250,19 @@ class DashboardApp:
                 return ResponseBody.from_text(_HTML, page, f"{make_report_policy()}; {_REPORT_POLICY}")
             case ["", "data", run] if _RUN_IDS.fullmatch(run):
                 return self.get_data(run)
+            case ["", "sweep", sweep] if _RUN_ID.fullmatch(sweep):
+                if self.get_data(f"{SWEEPS}/{sweep}") is None:
+                    return None
+                return ResponseBody.from_text(_HTML, render_live_page("Sweep", "../", f"../data/sweep/{sweep}"))
+            case ["", "data", "sweep", sweep] if _RUN_ID.fullmatch(sweep):
+                return self.get_data(f"{SWEEPS}/{sweep}")
+            case ["", "report", "sweep", sweep] if _RUN_ID.fullmatch(sweep):
+                data = self.get_data(f"{SWEEPS}/{sweep}")
+                if data is None:
+                    return None
+                more = {"made": time.time(), "links": {"top": "../../", "live": f"../../sweep/{sweep}"}}
+                page = render_report_page("Sweep", json.loads(data.plain) | more)
+                return ResponseBody.from_text(_HTML, page, f"{make_report_policy()}; {_REPORT_POLICY}")
             case ["", "media", run, step, name] if _RUN_ID.fullmatch(run):
                 content = self.get_media(run, f"{MEDIA_FOLDER}/{step}/{name}")
                 # The type follows from the name, whatever the file contains.

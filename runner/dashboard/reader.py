@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from runner.attempts.events import ROLL_BACK_FOLDER, ROLL_BACKS_MAX
@@ -24,6 +24,7 @@ from runner.errors import InvalidError, SpecError
 from runner.history.ledger import get_step
 from runner.history.reader import HistoryReader
 from runner.history.records import ForkRecord, History
+from runner.history.sweep import SWEEP
 from runner.metrics.file import MetricsTail
 from runner.metrics.media import MEDIA_FOLDER, thin_steps
 from runner.metrics.rows import Row
@@ -51,7 +52,7 @@ Value = TypeVar("Value")
 
 
 class DiscoveredRun(NamedTuple):
-    """Run below the root. Its `id` is its name in addresses, and does not reveal the path."""
+    """Run or sweep below the root. Its `id` is its name in addresses, and does not reveal the path."""
 
     id: str
     path: str
@@ -60,15 +61,17 @@ class DiscoveredRun(NamedTuple):
 
 @dataclass(frozen=True)
 class DiscoveryResult:
-    """Runs in order of path, and notes about the search for the user."""
+    """Runs and sweeps in order of path, and notes about the search for the user."""
 
     runs: list[DiscoveredRun]
     notes: list[str]
+    sweeps: list[DiscoveredRun] = field(default_factory=list)  # roots; their runs are among `runs`
 
 
 def find_runs(root: Store) -> DiscoveryResult:
-    """Search below `root`, which may be a run itself. Raises OSError if it cannot be read."""
+    """Search below `root`, which may be a run or a sweep itself. Raises OSError if it cannot be read."""
     runs: list[DiscoveredRun] = []
+    sweeps: list[DiscoveredRun] = []
     notes: list[str] = []
     level = [""]
     num_directories = 0
@@ -84,21 +87,26 @@ def find_runs(root: Store) -> DiscoveryResult:
                 )
                 break
             names = _list_children(root, path)
-            if _RUN_FILE in names:
+            if _RUN_FILE in names or SWEEP in names:
                 if not path:
                     store = root
                 else:
                     store = make_store(f"{root.url}/{path}") if root.root is None else ConfinedStore(root.root, path)
-                # Paths may hold any bytes, so an address holds a digest of the path.
-                run_id = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
-                runs.append(DiscoveredRun(run_id, path, store))
-            elif depth < _LEVELS_MAX:
+                found = DiscoveredRun(make_id(path), path, store)
+                (runs if _RUN_FILE in names else sweeps).append(found)
+            if _RUN_FILE not in names and depth < _LEVELS_MAX:
                 below = (name for name, may_be_directory in names.items() if may_be_directory)
                 next_level += [f"{path}/{name}".lstrip("/") for name in below if not name.startswith(".")]
         if notes:
             break
         level = next_level
-    return DiscoveryResult(sorted(runs, key=lambda run: run.path), notes)
+    runs, sweeps = (sorted(each, key=lambda run: run.path) for each in (runs, sweeps))
+    return DiscoveryResult(runs, notes, sweeps)
+
+
+def make_id(path: str) -> str:
+    """Return the name in addresses of a run or sweep: paths may hold any bytes, so it is a digest of the path."""
+    return hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
 
 
 def _list_children(root: Store, path: str) -> dict[str, bool]:

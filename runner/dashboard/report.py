@@ -20,10 +20,14 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from runner.dashboard.reader import RunReader, confine, read_ancestors
-from runner.dashboard.view import build_view
+from runner.attempts.layout import OWNER
+from runner.dashboard.reader import RunReader, confine, find_runs, read_ancestors
+from runner.dashboard.sweep import build_sweep_curves, build_sweep_view, count_bins
+from runner.dashboard.view import build_view, truncate
 from runner.errors import InvalidError
-from runner.history.records import ForkRecord
+from runner.history.ledger import to_single_line
+from runner.history.records import ForkRecord, History
+from runner.history.sweep import SWEEP, Sweep, SweepReader, read_sweep_or_problem
 from runner.metrics.media import CONTENT_TYPES, read_media
 from runner.storage import JsonObject, Store, make_store
 
@@ -31,6 +35,7 @@ _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 _MEDIA_BYTES_MAX = 1 << 23  # of the images and audio in a report
 _MEDIA_FILES_MAX = 64  # that are read for a report; in a bucket each takes two requests
 _MEDIA_STEPS_MAX = 8  # of a key in a report, the newest
+_DAMAGED_RUNS_MAX = 20  # of a sweep whose record cannot be read
 POINTS_MAX = 60_000  # of all curves together; a point takes about 40 bytes
 
 
@@ -135,7 +140,22 @@ def list_parent_places(fork: ForkRecord, url: str) -> list[Store]:
 
 
 def render_report(stores: Sequence[Store]) -> str:
-    """Return the page about the runs in these directories. Raises OSError, or InvalidError where there is no run."""
+    """Return the page about the runs in these directories, or about the sweep whose root is the only one.
+
+    Raises OSError, or InvalidError where there is no run.
+    """
+    notes: list[str] = []
+    roots = [store for store in stores if store.exists(SWEEP) and not store.exists(OWNER)]
+    if roots and len(stores) > 1:
+        raise InvalidError(f"{roots[0].url}: is the root of a sweep; make its page alone, or give some of its runs")
+    for root in roots:
+        sweep = read_sweep_or_problem(confine(root))
+        if isinstance(sweep, Sweep):
+            return _render_sweep(confine(root), sweep)
+        stores = [run.store for run in find_runs(root).runs[:_DAMAGED_RUNS_MAX]]
+        notes = [f"{sweep or root.url}; the first {len(stores)} runs are compared without it"]
+        if not stores:
+            raise InvalidError(sweep or f"{root.url}: no run is here")
     names = make_run_names([store.url for store in stores])
     snapshots = [RunReader(store, name).read() for store, name in zip(stores, names, strict=True)]
     title = names[0] if len(names) == 1 else f"{len(names)} runs" + (f": {', '.join(names)}" if len(names) < 4 else "")
@@ -148,7 +168,19 @@ def render_report(stores: Sequence[Store]) -> str:
     for run, each in zip(view["runs"], stores, strict=True):
         run["address"] = confine(each)
     embed_media(view, read_media)
-    return render_report_page(title, view | {"made": time.time()})
+    return render_report_page(title, view | {"made": time.time(), "notes": notes})
+
+
+def _render_sweep(root: Store, sweep: Sweep) -> str:
+    curves: dict[str, JsonObject] = {}
+    bins_max = count_bins(len(sweep.runs), POINTS_MAX)
+
+    def look(name: str, history: History) -> None:
+        curves[name] = build_sweep_curves(sweep.metric, history, bins_max)
+
+    status = SweepReader(root).read(sweep, look)
+    title = truncate(to_single_line(sweep.name))
+    return render_report_page(title, build_sweep_view(title, status, curves) | {"made": time.time()})
 
 
 def embed_media(view: JsonObject, read: Callable[[Any, str], bytes | None]) -> None:

@@ -37,6 +37,7 @@ from runner.console import format_duration, say
 from runner.dashboard.app import (
     HOSTS,
     METRICS,
+    SWEEPS,
     DashboardApp,
     ResponseBody,
     is_loopback,
@@ -50,9 +51,11 @@ from runner.dashboard.reader import (
     confine,
     find_runs,
     flatten_spec,
+    make_id,
     read_ancestors,
 )
 from runner.dashboard.report import encode_json
+from runner.dashboard.sweep import build_sweep_curves, build_sweep_view, count_bins
 from runner.dashboard.view import (
     build_view,
     format_number,
@@ -67,6 +70,19 @@ from runner.history.hosts import KINDS, RULE, HostRecord, merge_hosts, read_host
 from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader
 from runner.history.records import ForkRecord, History, RunState
+from runner.history.sweep import (
+    RUNS_MAX,
+    SWEEP,
+    Sweep,
+    SweepRow,
+    SweepRun,
+    SweepStatus,
+    compare_runs,
+    format_value,
+    join_run,
+    read_sweep_or_problem,
+    shorten_keys,
+)
 from runner.metrics.media import read_media
 from runner.storage import JsonObject, Store, parse_number
 
@@ -83,6 +99,7 @@ LIVING_SECONDS = 5.0
 _BUCKET_SECONDS = 15.0
 _ROUND_SECONDS = 5.0
 POINTS_MAX = 6000  # of the curves of one run, which are sent repeatedly
+_SWEEP_POINTS_MAX = 24_000  # likewise, of all runs of a sweep
 _SAME_NAMES_MAX = 20  # runs of one last name that are asked for their id
 _READERS_MAX = 16  # kept for the runs that were requested last
 _NUM_THREADS_PER_TABLE = 8
@@ -93,7 +110,16 @@ _KEYS_SHOWN_MAX = 40  # in which runs differ
 _VALUE_CHARACTERS_MAX = 80
 _TAGS_MAX = 20
 _SHOWN_ANYWAY = ("name", "directory", "project", "group", "logging.wandb_tags")  # in columns of their own
-_WATCHED_FILES = ("events.jsonl", "metrics.jsonl", "result.json", "spec.yaml", "job.json", "checkpoints", "attempts")
+_WATCHED_FILES = (
+    SWEEP,
+    "events.jsonl",
+    "metrics.jsonl",
+    "result.json",
+    "spec.yaml",
+    "job.json",
+    "checkpoints",
+    "attempts",
+)
 
 # Settings of the HTTP server.
 _NUM_THREADS = 16
@@ -169,6 +195,15 @@ class SharedReader:
 
 
 @dataclass(frozen=True)
+class _Trial:
+    """Place of a run in a sweep."""
+
+    sweep: Sweep
+    run: SweepRun
+    bins_max: int  # of each of its curves
+
+
+@dataclass(frozen=True)
 class _RunSummary:
     """Line of the table of all runs."""
 
@@ -178,9 +213,16 @@ class _RunSummary:
     signature: Signature | None  # state of the run's files, None in a bucket
     is_living: bool  # the run is running or stalled
     reader: HistoryReader | None  # reader of a living run, which continues where it stopped
+    trial: "_Trial | None" = None  # place of the run in a sweep when it was read
+    row: SweepRow | None = None  # the run in the table of that sweep
+    curves: JsonObject | None = None
 
-    def is_current(self, signature: Signature | None, now: float) -> bool:
-        """Return True if a run whose files now have this signature need not be read again."""
+    def is_current(self, signature: Signature | None, now: float, trial: _Trial | None) -> bool:
+        """Return True if a run whose files and place in a sweep are now these need not be read again."""
+        if (trial and (trial.sweep.metric, trial.run, trial.bins_max)) != (
+            self.trial and (self.trial.sweep.metric, self.trial.run, self.trial.bins_max)
+        ):
+            return False
         # In a bucket each look at a file is a request, so there age decides.
         if signature is None:
             return now - self.when < _BUCKET_SECONDS
@@ -215,6 +257,10 @@ class PageData:
         self._found = DiscoveryResult([], [])
         self._found_when = -SEARCH_SECONDS
         self._summaries: dict[str, _RunSummary] = {}
+        self._sweeps: dict[str, Sweep | str] = {}  # the sweeps that were found, each with its record or what is wrong
+        self._trials: dict[str, _Trial] = {}
+        # Record of each sweep, with the state of its files and the time of reading.
+        self._records: dict[str, tuple[Signature | None, float, Sweep | str]] = {}
         self._readers: dict[str, RunReader] = {}
         # Hosts of each run, with the state of its files and the time of reading.
         self._hosts: dict[str, tuple[Signature | None, float, list[HostRecord]]] = {}
@@ -229,15 +275,33 @@ class PageData:
             self._found_when = time.monotonic()
             known = {run.id for run in self._found.runs}
             self._summaries = {key: value for key, value in self._summaries.items() if key in known}
+            roots = {sweep.id for sweep in self._found.sweeps}
+            self._records = {key: value for key, value in self._records.items() if key in roots}
             self._hosts = {key: value for key, value in self._hosts.items() if key in known}
             self._media = {key: value for key, value in self._media.items() if key in known}
+        if name in ("", METRICS) or name.startswith(SWEEPS):
+            self._read_records()
         if name == METRICS:
             text = format_prometheus(self._read_table()["table"], time.time())
             return ResponseBody.from_text("text/plain; version=0.0.4; charset=utf-8", text)
         if name == HOSTS:
             return ResponseBody.from_text("application/json", encode_json(self._read_hosts()))
         if not name:
-            return ResponseBody.from_text("application/json", encode_json(self._read_table()))
+            root = make_id("")
+            others = [run for run in self._found.runs if run.id not in self._trials]
+            if isinstance(self._sweeps.get(root), Sweep) and len(self._sweeps) == 1 and not others:
+                return ResponseBody.from_text(
+                    "application/json", encode_json(self._read_sweep(root) | {"is_top": True})
+                )
+            page = self._read_table()
+            page["table"] = [line for line in page["table"] if line["id"] not in self._trials]
+            page["sweeps"] = [self._build_sweep_line(found) for found in self._found.sweeps]
+            return ResponseBody.from_text("application/json", encode_json(page))
+        if name.startswith(f"{SWEEPS}/"):
+            sweep_id = name.removeprefix(f"{SWEEPS}/")
+            if sweep_id not in self._sweeps:
+                return None
+            return ResponseBody.from_text("application/json", encode_json(self._read_sweep(sweep_id)))
         known_runs = {run.id: run for run in self._found.runs}
         runs = [known_runs[run_id] for run_id in dict.fromkeys(name.split(",")) if run_id in known_runs]
         if len(runs) != len(set(name.split(","))):
@@ -290,13 +354,82 @@ class PageData:
         name = fork.run.rpartition("/")[2]
         return [run.store for run in self._found.runs if run.store.url.rpartition("/")[2] == name][:_SAME_NAMES_MAX]
 
-    def _read_table(self) -> JsonObject:
+    def _read_records(self) -> None:
+        """Read the records of all sweeps, and find the place of each run in its sweep."""
+        self._sweeps, self._trials = {}, {}
+        for found in self._found.sweeps:
+            signature, before = _read_signature(found.store.root), self._records.get(found.id)
+            now = time.monotonic()
+            if before is not None and (
+                now - before[1] < _BUCKET_SECONDS if signature is None else before[0] == signature
+            ):
+                sweep = before[2]
+            else:
+                sweep = _try_reading(functools.partial(read_sweep_or_problem, confine(found.store))) or "it is gone"
+                self._records[found.id] = signature, now, sweep
+            self._sweeps[found.id] = sweep
+            if isinstance(sweep, Sweep):
+                bins_max = count_bins(len(sweep.runs), _SWEEP_POINTS_MAX)
+                for run in sweep.runs[:RUNS_MAX]:
+                    self._trials[make_id(f"{found.path}/{run.name}".lstrip("/"))] = _Trial(sweep, run, bins_max)
+
+    def _join_sweep(self, sweep_id: str) -> tuple[SweepStatus, dict[str, str]]:
+        """Return the runs of a sweep that have been read by now or have not started, and the ids of their pages."""
+        (path,) = (found.path for found in self._found.sweeps if found.id == sweep_id)
+        sweep = self._sweeps[sweep_id]
+        assert isinstance(sweep, Sweep)
+        known, addresses = {run.id for run in self._found.runs}, dict[str, str]()
+        rows: list[SweepRow] = []
+        for run in sweep.runs[:RUNS_MAX]:
+            run_id = make_id(f"{path}/{run.name}".lstrip("/"))
+            if run_id not in known:
+                rows.append(join_run(sweep, run, None))
+            elif run_id in self._summaries and (row := self._summaries[run_id].row) is not None:
+                addresses[run.name] = run_id
+                rows.append(row)
+        return compare_runs(sweep, rows), addresses
+
+    def _read_sweep(self, sweep_id: str) -> JsonObject:
+        (found,) = (found for found in self._found.sweeps if found.id == sweep_id)
+        sweep, title = self._sweeps[sweep_id], _make_title(found)
+        if isinstance(sweep, str):
+            return {"title": title, "problem": sweep}
+        self._refresh(
+            [run for run in self._found.runs if run.id in self._trials and self._trials[run.id].sweep is sweep]
+        )
+        status, addresses = self._join_sweep(sweep_id)
+        curves = {name: self._summaries[run_id].curves or {} for name, run_id in addresses.items()}
+        view = build_sweep_view(title, status, curves, addresses) | {"sweep_id": sweep_id}
+        num_left = min(len(sweep.runs), RUNS_MAX) - len(status.rows)
+        return view | {"notes": [*view["notes"], *([f"{num_left} more runs are being read."] if num_left else [])]}
+
+    def _build_sweep_line(self, found: DiscoveredRun) -> JsonObject:
+        """Return the line of a sweep in the table of all runs."""
+        sweep = self._sweeps[found.id]
+        line = {"id": found.id, "name": _make_title(found), "counts": "", "best": "", "values": ""}
+        if not isinstance(sweep, Sweep):
+            return line | {"counts": sweep}
+        status, _ = self._join_sweep(found.id)
+        best = next((row for row in status.rows if row.name == status.best), None)
+        metric, chosen = (None, {}) if best is None else (best.metric, best.values)
+        if status.best_setting is not None:
+            metric, chosen = status.best_setting.mean, status.best_setting.values
+        short = shorten_keys(sweep.keys)
+        values = (f"{short[key]} {format_value(chosen, key)}" for key in itertools.islice(chosen, _KEYS_SHOWN_MAX))
+        return line | {
+            "counts": ", ".join(f"{count:,} {state}" for state, count in status.counts.items()),
+            "best": format_number(metric, ".4f"),
+            "values": truncate(", ".join(values)),
+        }
+
+    def _refresh(self, runs: Sequence[DiscoveredRun]) -> None:
+        """Read those of the runs again that have changed, in a bounded time."""
         began = time.monotonic()
-        signatures = {run.id: _read_signature(run.store.root) for run in self._found.runs}
+        signatures = {run.id: _read_signature(run.store.root) for run in runs}
         stale = []
-        for run in self._found.runs:
+        for run in runs:
             summary = self._summaries.get(run.id)
-            if summary is None or not summary.is_current(signatures[run.id], began):
+            if summary is None or not summary.is_current(signatures[run.id], began, self._trials.get(run.id)):
                 stale.append(run)
         # The runs that have waited longest come first, so every run is reached in some round.
         stale.sort(key=lambda run: self._summaries[run.id].when if run.id in self._summaries else 0.0)
@@ -308,6 +441,9 @@ class PageData:
                 some = stale[start : start + _NUM_THREADS_PER_TABLE]
                 summaries = pool.map(lambda run: self._summarize(run, signatures[run.id]), some)
                 self._summaries |= {run.id: summary for run, summary in zip(some, summaries, strict=True)}
+
+    def _read_table(self) -> JsonObject:
+        self._refresh(self._found.runs)
         known = [self._summaries[run.id] for run in self._found.runs if run.id in self._summaries]
         num_left = len(self._found.runs) - len(known)
         notes = [*self._found.notes, *([f"{num_left} more runs are being read."] if num_left else [])]
@@ -356,20 +492,27 @@ class PageData:
         before = self._summaries.get(run.id)
         reader = (None if before is None else before.reader) or HistoryReader(run.store)
 
-        def read() -> tuple[JsonObject, dict[str, str], bool]:
+        trial = self._trials.get(run.id)
+
+        def read() -> _RunSummary:
             history = reader.read()
             is_living = history.state in (RunState.RUNNING, RunState.STALLED)
             texts = itertools.islice(flatten_spec(history.spec).items(), _KEYS_MAX)
             keys = {key: text.strip('"')[:_VALUE_CHARACTERS_MAX] for key, text in texts if key not in _SHOWN_ANYWAY}
-            return _build_line(run, history), keys, is_living
+            line, kept = _build_line(run, history), reader if is_living else None
+            joined = curves = None
+            if trial is not None:
+                joined = join_run(trial.sweep, trial.run, history)
+                curves = build_sweep_curves(trial.sweep.metric, history, trial.bins_max)
+            return _RunSummary(line, keys, time.monotonic(), signature, is_living, kept, trial, joined, curves)
 
         found = _try_reading(read)
-        if isinstance(found, str):
-            line = {"id": run.id, "name": _make_title(run), "state": found, "kind": "bad", "trend": []}
-            # A run that cannot be read counts as living, so that it is tried again.
-            return _RunSummary(line, {}, time.monotonic(), signature, is_living=True, reader=None)
-        line, keys, is_living = found
-        return _RunSummary(line, keys, time.monotonic(), signature, is_living, reader if is_living else None)
+        if not isinstance(found, str):
+            return found
+        line = {"id": run.id, "name": _make_title(run), "state": found, "kind": "bad", "trend": []}
+        row = None if trial is None else join_run(trial.sweep, trial.run, None, found)
+        # A run that cannot be read counts as living, so that it is tried again.
+        return _RunSummary(line, {}, time.monotonic(), signature, is_living=True, reader=None, trial=trial, row=row)
 
 
 def _make_title(run: DiscoveredRun) -> str:

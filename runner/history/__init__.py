@@ -9,6 +9,6 @@ categories of time are explained in `.github/docs/status.md` and in `runner.dist
 - `cost`: dollars of a run, from the price in its spec
 - `reader`: `HistoryReader`, the history of one directory
 - `lineage`: ancestors and forks of runs
-- `sweep`: record of a sweep, the runs below one root
+- `sweep`: record of a sweep, the runs below one root, and their comparison
 - `hosts`: incidents of each host over all attempts and runs
 """

@@ -1,18 +1,35 @@
-"""Record of a sweep: the runs below one root, and the keys in which their specs differ.
+"""Record of a sweep: the runs below one root, and the keys in which their specs differ; and how far its runs are.
 
 `launch.sweep` writes `sweep.json` in the root; `status`, `report` and `dashboard` read it. Each run is an ordinary run
 in a directory of its own below the root.
+
+Runs are compared by the metric in their last row. A run that is not finished comes after all finished ones, and after
+those that went further. Where runs differ in their seed, settings are compared by the mean over their seeds instead.
 """
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from runner.attempts.layout import DamagedRecordError, read_record
-from runner.storage import JsonObject, Key, Store, encode_json
+from runner.attempts.layout import OWNER, DamagedRecordError, read_record
+from runner.errors import InvalidError, NewerFormatError
+from runner.history.ledger import get_float, to_single_line
+from runner.history.reader import HistoryReader
+from runner.history.records import History, RunState
+from runner.spec import format_setting
+from runner.storage import ConfinedStore, DiskError, JsonObject, Key, Store, WrongKindError, encode_json, make_store
 
+RUNS_MAX = 1000  # of a sweep that are read
+SEED = "seed"  # key in whose values equal settings may differ
+DIVERGED, STOPPED, NOT_STARTED, UNREADABLE = "diverged", "stopped", "not started", "unreadable"
+_ENDED = (RunState.DONE.value, RunState.FAILED.value, RunState.INVALID.value, DIVERGED, STOPPED)
+_NUM_READERS = 8
+_VALUE_CHARACTERS_MAX = 80
 SWEEP = "sweep.json"
 SWEEP_KEYS = (
     Key("name", str, "Name in the spec that is swept."),
@@ -91,3 +108,203 @@ def read_sweep(store: Store) -> Sweep | None:
         return Sweep(**{name: record[name] for name in names} | {"runs": runs})
     except TypeError as error:
         raise DamagedRecordError(f"{store.url}/{SWEEP} is damaged ({error})") from error
+
+
+def read_sweep_or_problem(store: Store) -> Sweep | str | None:
+    """Return the sweep whose root is `store`, one line on what is wrong with its record, or None if there is none.
+
+    Raises `StorageError` if a bucket does not answer.
+    """
+    try:
+        return read_sweep(store)
+    except (DamagedRecordError, NewerFormatError, WrongKindError, DiskError) as error:
+        return to_single_line(str(error))
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """One run of a sweep with the end of its history. A value that is not known is None."""
+
+    name: str
+    values: Mapping[str, Any]  # values by dotted key of the spec
+    state: str  # a `RunState`, or `diverged`, `stopped`, `not started` or `unreadable`
+    reason: str | None = None  # reason of a failure
+    step: int = 0
+    total_steps: int | None = None
+    metric: float | None = None  # metric of the sweep in the last row that has it; None if it is not finite
+    metric_step: int | None = None  # step of that row
+    stopped_step: int | None = None  # step at which the rule of the sweep has stopped it
+    seconds: float | None = None  # wall time
+    left_seconds: float | None = None  # estimated time to its last step, if it is alive
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the sweep does not continue the run."""
+        return self.state in _ENDED
+
+    @property
+    def is_ranked(self) -> bool:
+        """True if the run is compared with others."""
+        return self.metric is not None and self.state != DIVERGED
+
+
+@dataclass(frozen=True)
+class SweepSetting:
+    """Runs of a sweep whose values are equal but for the seed."""
+
+    values: Mapping[str, Any]  # without the seed
+    runs: tuple[str, ...]
+    count: int  # seeds that are finished and have the metric
+    mean: float | None = None  # of the metric over these
+    deviation: float | None = None  # sample standard deviation over these; None for a single one
+
+
+@dataclass(frozen=True)
+class SweepStatus:
+    """Runs of a sweep and their comparison. `status --json` prints it."""
+
+    sweep: Sweep
+    rows: tuple[SweepRow, ...]  # those with a metric first, from the best to the worst; the others as in the record
+    best: str | None  # name of the best run; None if none is finished and some go on, or if settings are compared
+    settings: tuple[SweepSetting, ...]  # from the best to the worst; empty if no setting has several seeds
+    best_setting: SweepSetting | None  # None if no setting has several finished seeds
+    counts: Mapping[str, int]  # number of runs by state
+    left_seconds: float | None  # estimated time until all runs have ended, with as many at a time as are running
+
+
+def compare_runs(sweep: Sweep, rows: Sequence[SweepRow]) -> SweepStatus:
+    """Return the rows in the order of their rank, the best one, the settings over their seeds, and the time left."""
+    sign = -1 if sweep.is_maximised else 1
+
+    def rank(row: SweepRow) -> tuple[int, int, float]:
+        if row.metric is None or not row.is_ranked:
+            return 2, 0, 0.0
+        is_done = row.state == RunState.DONE.value
+        return int(not is_done), 0 if is_done else -(row.metric_step or 0), sign * row.metric
+
+    ranked = sorted(rows, key=rank)
+    groups: dict[str, list[SweepRow]] = {}
+    for row in rows if SEED in sweep.keys else ():
+        groups.setdefault(repr({key: value for key, value in row.values.items() if key != SEED}), []).append(row)
+    settings = []
+    for group in groups.values() if any(len(group) > 1 for group in groups.values()) else ():
+        found = [row.metric for row in group if row.metric is not None and row.state == RunState.DONE.value]
+        settings.append(
+            SweepSetting(
+                {key: value for key, value in group[0].values.items() if key != SEED},
+                tuple(row.name for row in group),
+                len(found),
+                statistics.fmean(found) if found else None,
+                statistics.stdev(found) if len(found) > 1 else None,
+            )
+        )
+    # The mean of fewer seeds is less certain, so it does not come before that of more.
+    settings.sort(key=lambda each: (-each.count, 0.0 if each.mean is None else sign * each.mean))
+    is_decided = bool(ranked) and rank(ranked[0])[0] < (2 if all(row.has_ended for row in rows) else 1)
+    counts = Counter(row.state for row in rows)
+    return SweepStatus(
+        sweep,
+        tuple(ranked),
+        ranked[0].name if is_decided and not settings else None,
+        tuple(settings),
+        settings[0] if settings and settings[0].count > 1 else None,
+        dict(counts.most_common()),
+        _estimate_left(rows),
+    )
+
+
+def _estimate_left(rows: Sequence[SweepRow]) -> float | None:
+    running = [row for row in rows if row.state == RunState.RUNNING.value]
+    left = [row.left_seconds for row in running if row.left_seconds is not None]
+    whole = [row.seconds for row in rows if row.state == RunState.DONE.value and row.seconds is not None]
+    whole += [row.seconds + row.left_seconds for row in running if row.seconds and row.left_seconds is not None]
+    if not left or len(left) < len(running):
+        return None
+    num_waiting = sum(not row.has_ended and row.state != UNREADABLE for row in rows) - len(running)
+    return max(*left, (sum(left) + num_waiting * statistics.fmean(whole)) / len(running), 0.0)
+
+
+def join_run(sweep: Sweep, run: SweepRun, history: History | None, problem: str | None = None) -> SweepRow:
+    """Return the row of a run. Without a history the run has not started, or cannot be read because of `problem`."""
+    if history is None:
+        return SweepRow(run.name, run.values, NOT_STARTED if problem is None else UNREADABLE, problem)
+    state = history.state.value
+    is_short = history.total_steps is None or history.step < history.total_steps
+    if history.state is RunState.FAILED and (history.reason or "").startswith("DivergedError"):
+        state = DIVERGED
+    elif run.stopped_step is not None and is_short and history.state is not RunState.RUNNING:
+        state = STOPPED
+    points = [(run.stopped_step, get_float({"": run.stopped_value}, "")), *list_points(sweep.metric, history)]
+    metric_step, metric = points[-1]
+    return SweepRow(
+        name=run.name,
+        values=run.values,
+        state=state,
+        reason=history.reason,
+        step=history.step,
+        total_steps=history.total_steps,
+        metric=metric,
+        metric_step=metric_step,
+        stopped_step=run.stopped_step,
+        seconds=history.wall_seconds,
+        left_seconds=history.speed.left_seconds,
+    )
+
+
+def list_points(metric: str, history: History) -> list[tuple[int, float | None]]:
+    """Return step and value of a metric in a sample of the rows, in order; the value is None if it is not finite."""
+    found = {row["step"]: get_float(row, metric) for row in history.trend if metric in row}
+    if metric == "val/loss":
+        found |= dict(history.validation)
+    # Rows with an evaluation may be too rare for the sample.
+    elif not found and metric in history.figures:
+        found[history.step] = history.figures[metric]
+    return sorted(found.items())
+
+
+class SweepReader:
+    """Reader of the runs of a sweep. Keep it to read them repeatedly: it reads each event once."""
+
+    def __init__(self, root: Store):
+        self._root, self._readers = root, dict[str, HistoryReader]()
+
+    def read(self, sweep: Sweep, look: Callable[[str, History], None] = lambda name, history: None) -> SweepStatus:
+        """Return the runs as they are now, `RUNS_MAX` at most; `look` is called with name and history of each.
+
+        Raises `StorageError` if a bucket does not answer.
+        """
+        with ThreadPoolExecutor(_NUM_READERS if self._root.root is None else 1) as pool:
+            rows = pool.map(lambda run: self._read_run(sweep, run, look), sweep.runs[:RUNS_MAX])
+            return compare_runs(sweep, list(rows))
+
+    def _read_run(self, sweep: Sweep, run: SweepRun, look: Callable[[str, History], None]) -> SweepRow:
+        root = self._root
+        # Links are not followed out of the root, since others may write to it.
+        store = make_store(f"{root.url}/{run.name}") if root.root is None else ConfinedStore(root.root, run.name)
+        try:
+            if run.name not in self._readers and not store.exists(OWNER):
+                return join_run(sweep, run, None)
+            reader = self._readers.setdefault(run.name, HistoryReader(store))
+            history = reader.read()
+            look(run.name, history)
+            return join_run(sweep, run, history)
+        except (InvalidError, DiskError) as error:  # One damaged run must not hide the others.
+            return join_run(sweep, run, None, to_single_line(str(error)))
+
+
+def shorten_keys(keys: Sequence[str]) -> dict[str, str]:
+    """Return a short name of each dotted key: as many of its last parts as tell it from the others."""
+    parts = {key: key.split(".") for key in keys}
+    short = {}
+    for key, own in parts.items():
+        lengths = range(1, len(own) + 1)
+        is_alone = (
+            length for length in lengths if sum(each[-length:] == own[-length:] for each in parts.values()) == 1
+        )
+        short[key] = ".".join(own[-next(is_alone, len(own)) :])
+    return short
+
+
+def format_value(values: Mapping[str, Any], key: str) -> str:
+    """Return the value of a key as one short line; empty if the run does not set it."""
+    return to_single_line(format_setting(values[key]))[:_VALUE_CHARACTERS_MAX] if key in values else ""

@@ -12,9 +12,11 @@ import pytest
 from runner.dashboard.app import DashboardApp, make_access_policy
 from runner.dashboard.report import render_report
 from runner.dashboard.server import PageData, SharedReader, make_server
+from runner.history.sweep import SweepRun
 from runner.metrics.file import read_rows
 from runner.storage import LocalStore, Store
 from tests.dashboard.scenes import SCENES, make_pictures, make_suspect_hosts
+from tests.dashboard.sweeps import make_sweep, write_record
 from tests.dashboard.synthetic_runs import make_run
 from tests.dashboard.test_report import HOSTILE, PLACES
 from tests.support.browser import Browser
@@ -155,6 +157,56 @@ def test_a_slider_shows_the_images_and_audio_of_other_steps(tmp_path, kind):
         browser.evaluate("new Promise((done) => setTimeout(done, 500))")
         assert browser.evaluate(f"{image}.alt") == f"own/digit at step {step}"
         browser.wait_for("document.querySelector('audio').duration === 0.5")
+        assert browser.page_errors == []
+
+
+@pytest.mark.parametrize("scene", ["three", "seeds", "halving"])
+def test_the_page_of_a_sweep_is_legible_at_every_width(tmp_path, scene):
+    root = tmp_path / "runs"
+    options = {"three": (3, 1, False), "seeds": (30, 5, False), "halving": (60, 1, True)}
+    num_runs, num_seeds, is_halving = options[scene]
+    make_sweep(root, num_runs, num_seeds=num_seeds, is_halving=is_halving, kinds=scene == "halving")
+    (tmp_path / "report.html").write_text(render_report([LocalStore(root)]))
+    with Browser(tmp_path / "profile") as browser:
+        assert measure(browser, (tmp_path / "report.html").as_uri()) == []
+        browser.set_viewport(1600)
+        browser.open((tmp_path / "report.html").as_uri())
+        browser.wait_for(DRAWN)
+        if scene == "halving":
+            # All runs are shown on request, and a run that is marked stands out in every chart.
+            press_button(browser, "show all 60 runs")
+            assert browser.evaluate("document.querySelectorAll('table.runs tbody tr').length") == 60
+            name = browser.evaluate("document.querySelectorAll('.chip.mark')[2].textContent")
+            browser.evaluate("document.querySelectorAll('.chip.mark')[2].click()")
+            assert browser.evaluate("location.hash") == f"#marked={name}"
+            is_marked = "(each) => each.data.some((trace) => trace.line?.width === 3)"
+            browser.wait_for(f"[...document.querySelectorAll('.plot')].filter({is_marked}).length === 3")
+        assert browser.page_errors == []
+
+
+def test_the_runs_of_a_sweep_are_shown_by_the_pointer_and_have_pages(tmp_path):
+    root = tmp_path / "runs"
+    make_sweep(root, 12)
+    hostile = {f"config.{text}": text for text in HOSTILE[:6]}
+    runs = [SweepRun(f"{index:03}", hostile | {"n": index}) for index in range(12)]
+    with serve_dashboard(root) as top, Browser(tmp_path / "profile") as browser:
+        browser.set_viewport(1600)
+        browser.open(top)
+        browser.wait_for("document.querySelectorAll('.plot .main-svg').length > 8")
+        point = "document.querySelector('.plot .points path').getBoundingClientRect()"
+        browser.evaluate("document.querySelector('.plot').scrollIntoView()")
+        box = browser.evaluate(f"(({{left, top, width, height}}) => [left + width / 2, top + height / 2])({point})")
+        move_pointer(browser, "mouseMoved", *box)
+        browser.wait_for("document.querySelector('.tooltip')")
+        shown = browser.evaluate("document.querySelector('.tooltip').textContent")
+        assert "learning_rate" in shown
+        assert "validation loss" in shown
+        write_record(root, runs)
+        browser.wait_for("document.querySelector('table.runs thead').textContent.includes('{7*7}')")
+        browser.evaluate("new Promise((done) => setTimeout(done, 500))")
+        assert browser.evaluate("document.body.id") == ""
+        browser.open(browser.evaluate("document.querySelector('td a').href"))
+        browser.wait_for("document.querySelector('h1').textContent.startsWith('0')")
         assert browser.page_errors == []
 
 

@@ -21,7 +21,7 @@
   // The view: what is drawn, and how. It is kept in the part of the address after `#`, so that a link shows the same.
 
   const CHOICES = { axis: ["step", "tokens", "time"], scale: ["auto", "linear", "log"], smoothing: [0.012, 0, 0.004, 0.04] }; // the first is initial
-  const SETS = ["hidden", "toggled", "chosen", "columns"]; // runs, entries of legends, ticked runs, columns that are toggled
+  const SETS = ["hidden", "toggled", "chosen", "columns", "marked"]; // runs, entries of legends, ticked runs, columns that are toggled, runs of a sweep
 
   function readView() {
     const given = new URLSearchParams(location.hash.slice(1));
@@ -30,6 +30,7 @@
     const zoom = (given.get("zoom") || "").split(",").map(Number);
     state.zoom = zoom.length === 2 && zoom.every(Number.isFinite) && zoom[0] < zoom[1] ? zoom : null;
     state.filter = given.get("filter") || "";
+    state.colour = given.get("colour") || "";
     state.sort = { key: given.get("sort"), isDescending: given.get("order") === "descending" };
   }
 
@@ -39,6 +40,7 @@
     if (state.zoom) shown.set("zoom", state.zoom.map((value) => Number(value.toPrecision(8))).join(","));
     for (const name of SETS) for (const value of state[name]) shown.append(name, value);
     if (state.filter) shown.set("filter", state.filter);
+    if (state.colour) shown.set("colour", state.colour);
     if (state.sort.key) shown.set("sort", state.sort.key);
     if (state.sort.isDescending) shown.set("order", "descending");
     const hash = shown.toString();
@@ -185,8 +187,12 @@
     });
     const left = known.length - shown.length;
     tooltip.replaceChildren(element("div", { class: "note" }, `${count6(place)} ${axisOf(state.data.runs).title}${left ? `, ${left} more curves` : ""}`), element("table", {}, element("tbody", {}, ...rows)));
+    placeTooltip(event);
+  }
+
+  // Shows the tooltip to the right of the pointer, or to its left where there is no room.
+  function placeTooltip(event) {
     document.body.append(tooltip);
-    // To the right of the pointer, or to its left where there is no room.
     const { offsetWidth: width, offsetHeight: height } = tooltip;
     const [x, y] = [event.clientX, event.clientY];
     tooltip.style.left = `${Math.max(x + 18 + width < window.innerWidth ? x + 18 : x - 18 - width, 4)}px`;
@@ -841,7 +847,7 @@
   const badge = (kind, text) => element("span", { class: `state ${kind || ""}`.trim(), title: text }, text);
 
   // Returns a table whose rows are sorted by a click on a head, and which is a list of cards where it is narrow.
-  function sortable(columns, items, kindOf, initial = { key: null, isDescending: false }) {
+  function sortable(columns, items, kindOf, initial = { key: null, isDescending: false, name: "as found" }, rowsMax = Infinity) {
     const order = state.sort.key ? state.sort : initial;
     const chosen = columns.find((column) => column.key === order.key);
     const sorted = [...items];
@@ -862,13 +868,13 @@
       const arrow = !isChosen ? "" : order.isDescending ? " ▾" : " ▴";
       return element("th", { "aria-sort": direction }, element("button", { type: "button", class: "sort", onclick: () => sortBy(column.key, isChosen && !order.isDescending) }, column.title, arrow));
     });
-    const rows = sorted.map((item) => element("tr", { class: kindOf ? kindOf(item) : null }, ...columns.map((column) => {
+    const rows = sorted.slice(0, rowsMax).map((item) => element("tr", { class: kindOf ? kindOf(item) : null }, ...columns.map((column) => {
       const cell = column.show(item);
       const isEmpty = cell === "" || cell === null || cell === undefined;
       return element("td", { "data-label": textOf(column.title), class: isEmpty ? "none" : null }, isEmpty ? "" : cell);
     })));
     const choice = element("select", { "aria-label": "sort by", onchange: (event) => sortBy(event.target.value || null, false) },
-      element("option", { value: "" }, initial.key ? "newest activity" : "as found"), ...columns.filter((column) => column.of).map((column) => element("option", { value: column.key, selected: column === chosen ? "" : null }, textOf(column.title))));
+      element("option", { value: "" }, initial.name), ...columns.filter((column) => column.of).map((column) => element("option", { value: column.key, selected: column === chosen ? "" : null }, textOf(column.title))));
     return element("div", {}, element("label", { class: "narrow sorting" }, "sort by ", choice),
       element("div", { class: "scroll" }, element("table", { class: "runs" }, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows))));
   }
@@ -1065,13 +1071,16 @@
       : element("span", { class: "note" }, "tick up to ten runs to compare them");
     const notes = data.notes.map((text) => element("p", { class: "note" }, text));
     const tally = element("span", { class: "note" }, shown.length === data.table.length ? `${count(shown.length)} runs` : `${count(shown.length)} of ${count(data.table.length)} runs`);
-    if (!data.table.length) {
+    if (!data.table.length && !data.sweeps.length) {
       const next = element("div", { class: "empty" }, element("p", {}, "No runs here yet. Start the first one:"), copied(data.next));
       return [data.notes.length ? null : next, ...notes];
     }
+    const sweeps = data.sweeps.length ? element("section", { id: "sweeps" }, element("h2", {}, "Sweeps"), table(["sweep", "runs", "best", "settings of the best"],
+      data.sweeps.map((sweep) => [element("a", { href: `sweep/${sweep.id}` }, sweep.name), sweep.counts, sweep.best, sweep.values]))) : null;
+    if (!data.table.length) return [sweeps, ...notes];
     return [
-      element("div", { class: "controls" }, filterField, tally, compare), section("columns", "Columns", element("div", { class: "choices" }, ...choices)),
-      sortable(columns.filter(isShown), shown, null, { key: "alive", isDescending: true }), ...notes,
+      sweeps, sweeps && element("h2", {}, "Other runs"), element("div", { class: "controls" }, filterField, tally, compare), section("columns", "Columns", element("div", { class: "choices" }, ...choices)),
+      sortable(columns.filter(isShown), shown, null, { key: "alive", isDescending: true, name: "newest activity" }), ...notes,
     ];
   }
 
@@ -1098,6 +1107,357 @@
     return [
       data.hosts.length ? sortable(columns, data.hosts) : element("p", { class: "empty" }, "No hosts are recorded yet."),
       ...notes.filter(Boolean).map((text) => element("p", { class: "note" }, text)), section("kinds", "Kinds of incidents", table(null, data.kinds, "facts")),
+    ];
+  }
+
+  // A sweep: all its runs in each chart, coloured by their rank or by the value of a key.
+
+  const RAMP = ["#440154", "#482878", "#3e4989", "#31688e", "#26828e", "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725"]; // viridis
+  const LEVELS = 24; // runs of one level share a trace
+  const rowsMax = () => (isNarrow() ? 4 : 12); // of the table until all are asked for
+  const AXES_MAX = 12; // of the parallel coordinates
+
+  // Returns the colour of a share from 0 to 1, the strongest at 1: the end of the ramp that is pale on the page is left out.
+  function ramp(share) {
+    const place = (isDark.matches ? 0.15 + 0.85 * share : 0.88 * (1 - share)) * (RAMP.length - 1);
+    const [low, part] = [Math.min(Math.floor(place), RAMP.length - 2), place - Math.min(Math.floor(place), RAMP.length - 2)];
+    const channel = (colour, index) => parseInt(colour.slice(1 + 2 * index, 3 + 2 * index), 16);
+    return `rgb(${[0, 1, 2].map((index) => Math.round(channel(RAMP[low], index) * (1 - part) + channel(RAMP[low + 1], index) * part)).join(",")})`;
+  }
+
+  const quantile = (sorted, share) => sorted[Math.round(share * (sorted.length - 1))];
+  const ascending = (values) => values.filter((value) => value !== null && value !== undefined).sort((a, b) => a - b);
+  // Returns a number between -1 and 1 that is always the same for one run, so that its points do not lie over those of others.
+  const jitter = (index) => 2 * ((index * 0.618034) % 1) - 1;
+
+  // Returns the colours of the runs by the chosen key, and the legend of them.
+  function sweepColours(sweep) {
+    const { runs, keys } = sweep;
+    const key = keys.findIndex((each) => each.key === state.colour);
+    const chosen = keys[key];
+    const gradient = (from, to) => {
+      const bar = element("span", { class: "gradient" });
+      bar.style.background = `linear-gradient(to right, ${[0, 0.25, 0.5, 0.75, 1].map(ramp).join(", ")})`;
+      return element("span", { class: "named" }, `${from} `, bar, ` ${to}`);
+    };
+    if (!chosen) {
+      const last = Math.max(...runs.map((run) => run.rank ?? 0), 1);
+      const shares = runs.map((run) => (run.rank === null ? null : 1 - run.rank / last));
+      const legend = [gradient("worst", "best"), element("span", { class: "note" }, "grey: not ranked")];
+      return { shares, of: (index) => (shares[index] === null ? GREY : ramp(level(shares[index]))), legend };
+    }
+    if (chosen.categories) {
+      const of = (index) => (chosen.numbers[index] === null ? GREY : colourOf(chosen.numbers[index]));
+      const legend = chosen.categories.map((text, index) => element("span", { class: "named" }, stroke(colourOf(index), "solid", 3), ` ${text}`));
+      return { shares: runs.map(() => null), of, legend };
+    }
+    const [scale, known] = [scaleOfKey(chosen), ascending(chosen.numbers)];
+    const span = scale(known[known.length - 1]) - scale(known[0]) || 1;
+    const shares = chosen.numbers.map((value) => (value === null ? null : (scale(value) - scale(known[0])) / span));
+    return { shares, of: (index) => (shares[index] === null ? GREY : ramp(level(shares[index]))), legend: [gradient(count6(known[0]), count6(known[known.length - 1]))] };
+  }
+
+  const level = (share) => Math.round(share * (LEVELS - 1)) / (LEVELS - 1);
+  const scaleOfKey = (key) => (key.log ? Math.log10 : (value) => value);
+  const describeRun = (sweep, index) => sweep.keys.map((key, place) => [key.title, sweep.runs[index].values[place]]).filter(([, text]) => text !== "");
+
+  function showRun(sweep, { points, event }) {
+    const index = points[0] && points[0].customdata;
+    const run = sweep.runs[index];
+    if (!run) return tooltip.remove();
+    const rows = [["state", run.state], ["step", count(run.step)], [sweep.metric, run.metric === null ? "" : count6(run.metric)], ...describeRun(sweep, index)];
+    tooltip.replaceChildren(element("strong", {}, `run ${run.name}${run.rank === null ? "" : `, rank ${run.rank + 1}`}`),
+      element("table", {}, element("tbody", {}, ...rows.filter(([, text]) => text !== "").map((row) => element("tr", {}, ...row.map((text) => element("td", {}, text)))))));
+    placeTooltip(event);
+  }
+
+  function sweepPlot(sweep, id, traces, drawn) {
+    const made = plot(id, traces, drawn);
+    queue.push(() => {
+      made.sweep = sweep;
+      if (made.dataset.linked) return;
+      made.dataset.linked = "yes";
+      made.on("plotly_hover", (found) => showRun(made.sweep, found));
+      made.on("plotly_unhover", () => tooltip.remove());
+      made.on("plotly_click", ({ points }) => {
+        const run = made.sweep.runs[points[0].customdata];
+        if (run) setTimeout(() => toggle("marked", run.name));
+      });
+    });
+    return made;
+  }
+
+  // Returns the runs in the order in which they are drawn: the best and the marked ones last, over the others.
+  const drawnOrder = (sweep) => sweep.runs.map((run, index) => index).sort((a, b) => {
+    const place = ({ name, rank }) => [state.marked.has(name) ? 1 : 0, rank === null ? -Infinity : -rank];
+    const [left, right] = [place(sweep.runs[a]), place(sweep.runs[b])];
+    return left[0] - right[0] || (left[1] === right[1] ? 0 : left[1] - right[1]);
+  });
+
+  // Returns traces of lines, one for each colour; `of` returns x and y of a run.
+  function sweepLines(sweep, tint, of, more = {}) {
+    const few = sweep.runs.length <= 40;
+    const traces = new Map();
+    for (const index of drawnOrder(sweep)) {
+      const run = sweep.runs[index];
+      const [x, y] = of(run, index);
+      if (!x.length) continue;
+      const [isBest, isMarked] = [run.name === sweep.best, state.marked.has(run.name)];
+      const colour = isMarked ? style("--text") : tint.of(index);
+      const name = isBest || isMarked ? `run ${run.name}` : colour;
+      if (!traces.has(name)) {
+        const width = isMarked ? 3 : isBest ? 3.5 : few ? 1.8 : 1.2;
+        // Marked runs stand out among others that are faint.
+        const opacity = isMarked || (isBest && !state.marked.size) ? 1 : state.marked.size ? 0.25 : few ? 0.9 : 0.7;
+        traces.set(name, { type: "scatter", mode: x.length === 1 ? "markers" : "lines", x: [], y: [], customdata: [], opacity, line: { color: colour, width, ...more }, marker: { color: colour, size: 4 }, hoverinfo: "none", connectgaps: false });
+      }
+      const trace = traces.get(name);
+      trace.x.push(...x, null); trace.y.push(...y, null); trace.customdata.push(...x.map(() => index), null);
+    }
+    return [...traces.values()];
+  }
+
+  const SIGNS = { done: "circle", stopped: "circle-open", broken: "x", on: "diamond" };
+
+  // Returns the range of values worth looking at: the end of most runs, not their first steps or the worst of them.
+  function endRange(sweep, name) {
+    const last = Math.max(...sweep.runs.map((run) => (run.curves[name] && run.curves[name].step[run.curves[name].step.length - 1]) || 0));
+    const late = ascending(sweep.runs.flatMap((run) => (run.curves[name] ? run.curves[name].value.filter((value, index) => run.curves[name].step[index] >= 0.12 * last) : [])));
+    if (late.length < 3) return null;
+    const all = [late[0], late[late.length - 1]];
+    const [low, high] = sweep.maximised ? [quantile(late, 0.08), all[1]] : [all[0], quantile(late, 0.92)];
+    const margin = 0.06 * (high - low);
+    return margin ? [low - margin, high + margin] : null;
+  }
+
+  function sweepCurves(sweep, name, title, unit, tint) {
+    const known = sweep.runs.filter((run) => run.curves[name] && run.curves[name].step.length);
+    if (!known.length) return null;
+    const lines = sweepLines(sweep, tint, (run) => (run.curves[name] ? [run.curves[name].step, run.curves[name].value] : [[], []]));
+    const ends = { type: "scatter", mode: "markers", x: [], y: [], customdata: [], hoverinfo: "none", marker: { color: [], symbol: [], size: 7 } };
+    for (const index of drawnOrder(sweep)) {
+      const run = sweep.runs[index];
+      if (!run.curves[name] || !run.curves[name].step.length || run.mark === "done") continue;
+      ends.x.push(run.curves[name].step[run.curves[name].step.length - 1]); ends.y.push(run.curves[name].value[run.curves[name].value.length - 1]); ends.customdata.push(index);
+      ends.marker.color.push(run.mark === "broken" ? style("--bad") : tint.of(index)); ends.marker.symbol.push(SIGNS[run.mark]);
+    }
+    const drawn = layout("optimizer steps", { height: isNarrow() ? 300 : 400 });
+    drawn.xaxis.tickformat = "~s";
+    const form = sweep.form === "share" && name === "metric" ? "share" : "";
+    Object.assign(drawn.yaxis, scaleOf({ form, auto: false, zero: false }, lines, null));
+    const range = state.scale === "auto" ? endRange(sweep, name) : null;
+    if (range) Object.assign(drawn.yaxis, { type: "linear", range });
+    drawn.uirevision = `${state.scale} ${range}`;
+    const last = Math.max(...known.map((run) => run.curves[name].step[run.curves[name].step.length - 1]));
+    let before = -Infinity;
+    for (const [step, stopped] of sweep.rungs) {
+      drawn.shapes = [...(drawn.shapes || []), { type: "line", xref: "x", yref: "paper", x0: step, x1: step, y0: 0, y1: 1, layer: "below", line: { color: GREY, width: 1, dash: "dot" } }];
+      if (step - before < (isNarrow() ? 0.22 : 0.1) * last) continue;
+      before = step;
+      drawn.annotations = [...(drawn.annotations || []), { x: step, y: 1, xref: "x", yref: "paper", yanchor: "bottom", showarrow: false, text: `${count(stopped)} stopped`, font: { size: 11, color: style("--quiet") } }];
+    }
+    const caption = element("figcaption", {}, title, element("span", { class: "unit" }, ` ${unit}`));
+    return element("figure", { class: "half" }, caption, sweepPlot(sweep, `curves ${name}`, ends.x.length ? [...lines, ends] : lines, drawn));
+  }
+
+  // Returns the range of the metric without values that are far from the best ones, which would flatten the others.
+  function metricRange(sweep) {
+    const known = ascending(sweep.runs.filter((run) => run.mark !== "broken").map((run) => run.metric));
+    if (known.length < 2) return null;
+    const [low, high, middle] = [known[0], known[known.length - 1], quantile(known, 0.5)];
+    const reach = sweep.maximised ? Math.max(low, high - 4 * (high - middle || high - low)) : Math.min(high, low + 4 * (middle - low || high - low));
+    const [from, to] = sweep.maximised ? [reach, high] : [low, reach];
+    return from < to ? [from, to] : null;
+  }
+
+  const ticksOfLog = (low, high) => {
+    const [from, to] = [Math.log10(low), Math.log10(high)];
+    const parts = to - from < 1.3 ? [1, 2, 5] : [1];
+    const found = [];
+    for (let decade = Math.floor(from); decade <= to; decade++) for (const part of parts) if (part * 10 ** decade >= low * 0.999 && part * 10 ** decade <= high * 1.001) found.push(part * 10 ** decade);
+    return found.length > 1 ? found : [low, high];
+  };
+  const ticksOf = (key, known) => {
+    const [low, high] = [known[0], known[known.length - 1]];
+    if (new Set(known).size <= 5) return [...new Set(known)];
+    return key.log ? ticksOfLog(low, high) : roundTicks(low, high);
+  };
+  // Returns three to eight round numbers between two others.
+  function roundTicks(low, high) {
+    const size = 10 ** Math.floor(Math.log10((high - low) / 3));
+    const step = size * [5, 2, 1].find((part) => (high - low) / (part * size) >= 3);
+    const begin = Math.ceil(low / step - 1e-9);
+    return Array.from({ length: Math.floor(high / step + 1e-9) - begin + 1 }, (_, index) => (begin + index) * step);
+  }
+  const textOfTick = (value) => (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e5) ? Number(value.toPrecision(3)).toExponential().replace("e+", "e") : String(Number(value.toPrecision(3))));
+
+  function sweepScatter(sweep, place, tint) {
+    const key = sweep.keys[place];
+    const range = metricRange(sweep);
+    if (!range || key.numbers.filter((value) => value !== null).length < 2) return null;
+    const margin = 0.07 * (range[1] - range[0]);
+    const worst = sweep.maximised ? range[0] - margin : range[1] + margin;
+    // Where few values have many runs, their points are spread a little.
+    const [known, scale] = [ascending(key.numbers), scaleOfKey(key)];
+    const [low, high] = [known[0], known[known.length - 1]];
+    const spread = key.categories ? 0.22 : new Set(known).size <= 6 && known.length > 20 ? 0.02 * (scale(high) - scale(low)) : 0;
+    const spreadOut = (value, index) => (key.log ? value * 10 ** (spread * jitter(index)) : value + spread * jitter(index));
+    const trace = { type: "scatter", mode: "markers", x: [], y: [], customdata: [], hoverinfo: "none", marker: { color: [], symbol: [], size: [], opacity: sweep.runs.length > 100 ? 0.75 : 0.9, line: { width: 1, color: [] } } };
+    for (const index of drawnOrder(sweep)) {
+      const [run, value] = [sweep.runs[index], key.numbers[index]];
+      if (value === null || (run.metric === null && run.mark !== "broken")) continue;
+      const isFar = run.mark === "broken" || run.metric < range[0] || run.metric > range[1];
+      const [isBest, isMarked] = [run.name === sweep.best, state.marked.has(run.name)];
+      trace.x.push(spreadOut(value, index));
+      trace.y.push(isFar ? worst : run.metric);
+      trace.customdata.push(index);
+      trace.marker.color.push(isMarked ? style("--text") : run.mark === "broken" ? style("--bad") : tint.of(index));
+      trace.marker.line.color.push(isBest || isMarked ? style("--text") : run.mark === "stopped" ? tint.of(index) : "rgba(0,0,0,0)");
+      trace.marker.symbol.push(isBest ? "star" : isFar && run.mark !== "broken" ? (sweep.maximised ? "triangle-down" : "triangle-up") : SIGNS[run.mark]);
+      trace.marker.size.push(isBest ? 15 : isMarked ? 11 : sweep.runs.length > 100 ? 6 : 8);
+    }
+    if (!trace.x.length) return null;
+    const drawn = layout("", { height: 220 });
+    Object.assign(drawn.yaxis, { range: [Math.min(range[0] - margin, worst - margin), Math.max(range[1] + margin, worst + margin)], tickformat: sweep.form === "share" ? ".0%" : undefined, nticks: 5, zeroline: false });
+    if (key.categories) {
+      const texts = key.categories.map((text) => plain(text.length > 14 ? `${text.slice(0, 13)}…` : text));
+      Object.assign(drawn.xaxis, { range: [-0.6, key.categories.length - 0.4], tickmode: "array", tickvals: texts.map((text, index) => index), ticktext: texts, zeroline: false, showgrid: false });
+    } else if (key.log) {
+      const pad = 0.05 * (Math.log10(high / low) || 1);
+      const ticks = ticksOf(key, known);
+      Object.assign(drawn.xaxis, { type: "log", range: [Math.log10(low) - pad, Math.log10(high) + pad], tickmode: "array", tickvals: ticks, ticktext: ticks.map(textOfTick) });
+    } else {
+      const pad = 0.05 * (high - low) || 0.5;
+      const few = new Set(known).size <= 5 ? { tickmode: "array", tickvals: [...new Set(known)], ticktext: [...new Set(known)].map(textOfTick) } : {};
+      Object.assign(drawn.xaxis, { range: [low - pad, high + pad], nticks: 5, zeroline: false, ...few });
+    }
+    drawn.uirevision = `${low} ${high}`;
+    const caption = element("figcaption", {}, key.title, element("span", { class: "unit" }, key.key === key.title ? "" : ` ${key.key}`));
+    return element("figure", {}, caption, sweepPlot(sweep, `scatter ${key.key}`, [trace], drawn));
+  }
+
+  // Returns the parallel coordinates, drawn as lines: those of Plotly need WebGL, and compile code, which the page forbids.
+  function sweepParallel(sweep, tint) {
+    const range = metricRange(sweep);
+    const keys = sweep.keys.map((key, place) => ({ ...key, place })).filter((key) => key.place !== sweep.seed && new Set(key.numbers).size > 1).slice(0, AXES_MAX);
+    if (!range || !keys.length || sweep.runs.filter((run) => run.metric !== null).length < 3) return null;
+    const isUpright = isNarrow(); // on a narrow page the axes lie over each other
+    const clip = (value) => Math.min(Math.max(value, 0), 1);
+    const axes = keys.map((key) => {
+      const isMissing = key.numbers.includes(null);
+      const bottom = isMissing ? 0.14 : 0; // below it stand the runs without the key
+      const known = ascending(key.numbers);
+      const [low, high] = [known[0], known[known.length - 1]];
+      const scale = scaleOfKey(key);
+      const at = key.categories
+        ? (value) => bottom + (1 - bottom) * (key.categories.length > 1 ? value / (key.categories.length - 1) : 0.5)
+        : (value) => bottom + (1 - bottom) * (high > low ? (scale(value) - scale(low)) / (scale(high) - scale(low)) : 0.5);
+      const ticks = key.categories ? key.categories.map((text, index) => [at(index), text]) : ticksOf(key, known).map((value) => [at(value), textOfTick(value)]);
+      return { title: key.title, ticks: isMissing ? [[0, "not set"], ...ticks] : ticks, of: (run, index) => (key.numbers[index] === null ? 0 : at(key.numbers[index]) + (key.categories && key.categories.length > 1 ? 0.025 * jitter(index) : 0)) };
+    });
+    const share = (value) => (sweep.form === "share" ? share100(value) : String(Number(value.toPrecision(4))));
+    axes.push({
+      title: sweep.metric, ticks: roundTicks(...range).map((value) => [(value - range[0]) / (range[1] - range[0]), share(value)]),
+      of: (run) => (run.metric === null ? null : clip((run.metric - range[0]) / (range[1] - range[0]))),
+    });
+    const lines = sweepLines(sweep, tint, (run, index) => {
+      if (run.metric === null || run.mark === "broken") return [[], []];
+      const [place, value] = [axes.map((axis, each) => each), axes.map((axis) => axis.of(run, index))];
+      return isUpright ? [value, place] : [place, value];
+    });
+    if (!lines.length) return null;
+    const drawn = layout("", { height: isUpright ? 84 * axes.length + 20 : 400, shapes: [], annotations: [] });
+    const width = (document.documentElement.clientWidth - 90) / axes.length;
+    const most = Math.max(Math.floor(width / 7), 6);
+    const cutText = (text, length) => plain(text.length > length ? `${text.slice(0, length - 1)}…` : text);
+    axes.forEach((axis, place) => {
+      const ends = isUpright ? { x0: 0, x1: 1, y0: place, y1: place } : { x0: place, x1: place, y0: 0, y1: 1 };
+      drawn.shapes.push({ type: "line", ...ends, layer: "below", line: { color: style("--quiet"), width: 1.5 } });
+      const isLast = place === axes.length - 1;
+      const title = { showarrow: false, bgcolor: style("--panel"), font: { size: 12, color: style("--text") }, text: `<b>${cutText(axis.title, isUpright ? 40 : most)}</b>` };
+      drawn.annotations.push(isUpright ? { ...title, x: 0, y: place, xanchor: "left", yanchor: "bottom", yshift: 5 } : { ...title, x: place, y: 1, xanchor: isLast ? "right" : place ? "center" : "left", yanchor: "bottom", yshift: 8 });
+      let before = -Infinity;
+      for (const [at, text] of [...axis.ticks].sort((a, b) => a[0] - b[0])) {
+        if (at - before < (isUpright ? 0.16 : 0.06)) continue;
+        before = at;
+        const tick = { showarrow: false, font: { size: 11, color: style("--text") }, bgcolor: style("--panel"), borderpad: 1, opacity: 0.85, text: cutText(text, isUpright ? 8 : most) };
+        drawn.annotations.push(isUpright ? { ...tick, x: at, y: place, xanchor: at < 0.05 ? "left" : at > 0.95 ? "right" : "center", yanchor: "top", yshift: -3 } : { ...tick, x: place, y: at, xanchor: isLast ? "right" : "left", xshift: isLast ? -4 : 4 });
+      }
+    });
+    const hidden = { visible: false, showgrid: false, zeroline: false, fixedrange: true };
+    const along = { ...hidden, range: isUpright ? [axes.length - 0.6, -0.55] : [-0.03, axes.length - 0.97] };
+    const across = { ...hidden, range: isUpright ? [-0.02, 1.02] : [-0.04, 1.04] };
+    Object.assign(drawn.xaxis, isUpright ? across : along);
+    Object.assign(drawn.yaxis, isUpright ? along : across);
+    drawn.margin = { l: 10, r: 10, t: isUpright ? 10 : 34, b: 10 };
+    drawn.uirevision = String(isUpright);
+    const left = sweep.keys.length - keys.length - (sweep.seed === null ? 0 : 1);
+    const caption = element("figcaption", {}, "Parallel coordinates", element("span", { class: "unit" }, ` a line for each run${left > 0 ? `; ${left} more keys are left out` : ""}`));
+    return element("figure", { class: "wide" }, caption, sweepPlot(sweep, "parallel", lines, drawn));
+  }
+
+  function sweepTable(sweep) {
+    const link = (run) => {
+      const top = first.source ? first.top : state.data.links && state.data.links.top;
+      const chip = element("button", { type: "button", class: "chip mark", "aria-pressed": String(state.marked.has(run.name)), title: "mark in all charts", onclick: () => toggle("marked", run.name) },
+        stroke(state.marked.has(run.name) ? style("--text") : sweep.tint.of(sweep.runs.indexOf(run)), "solid", 3), run.name);
+      const page = run.address && top ? element("a", { href: `${top}run/${run.address}` }, "page") : null;
+      return element("span", {}, chip, page, run.name === sweep.best ? element("span", { class: "best" }, "★ best") : null);
+    };
+    const columns = [
+      { title: "run", key: "label", of: (run) => run.name, show: link },
+      { title: sweep.metric, key: "rank", of: (run) => run.rank ?? Infinity, show: (run) => metricText(sweep, run.metric) },
+      ...sweep.keys.map((key, place) => ({ title: cut(key.title, 28), key: key.key, of: (run) => sortValue(run.values[place]), show: (run) => cut(run.values[place], 24) })),
+      { title: "state", key: "state", of: (run) => run.state, show: (run) => element("span", { class: `state ${run.kind}`.trim(), title: run.reason || null }, run.state) },
+      { title: "progress", key: "step", of: (run) => run.step, show: (run) => progressCell({ values: { step: run.step, total_steps: run.total }, steps: run.total ? `${count(run.step)} / ${count(run.total)}` : count(run.step) }) },
+      { title: "time", key: "time", of: (run) => run.seconds, show: (run) => duration(run.seconds ?? NaN) },
+    ];
+    const isAll = state.open.has("all runs") || sweep.runs.length <= rowsMax();
+    const made = sortable(columns, sweep.runs, (run) => (run.name === sweep.best ? "best-row" : null), { key: "rank", isDescending: false, name: "rank" }, isAll ? Infinity : rowsMax());
+    const more = sweep.runs.length <= rowsMax() ? null : element("p", {}, element("button", { type: "button", onclick: () => { state.open[isAll ? "delete" : "add"]("all runs"); draw(); } }, isAll ? `show the first ${rowsMax()} runs only` : `show all ${count(sweep.runs.length)} runs`));
+    const marked = sweep.runs.filter((run) => state.marked.has(run.name) && run.address).slice(0, COMPARED_MAX);
+    const compare = first.source && marked.length > 1 ? element("p", {}, element("a", { class: "button", href: `${first.top}run/${marked.map((run) => run.address).join(",")}` }, `compare ${marked.length} marked runs`)) : null;
+    return element("section", {}, made, more, compare);
+  }
+
+  const metricText = (sweep, value) => (value === null ? "" : sweep.form === "share" ? share100(value) : fixed(value));
+
+  // Returns the means over the seeds of each setting, from the best to the worst.
+  function sweepSettings(sweep) {
+    if (!sweep.settings.length) return null;
+    const places = sweep.keys.map((key, place) => place).filter((place) => place !== sweep.seed);
+    const rows = sweep.settings.map((setting) => [
+      element("span", {}, metricText(sweep, setting.mean), setting.best ? element("span", { class: "best" }, "★ best") : null),
+      setting.deviation === null ? "" : `± ${Number(setting.deviation.toPrecision(2))}`, `${setting.count} of ${setting.runs}`, ...places.map((place) => cut(setting.values[place], 24)),
+    ]);
+    return section("settings", "Settings, by the mean over their finished seeds", table([`mean ${sweep.metric}`, "deviation", "seeds", ...places.map((place) => sweep.keys[place].title)], rows, "settings"));
+  }
+
+  function sweepPage(data) {
+    const { sweep } = data;
+    sweep.tint = sweepColours(sweep);
+    if (!state.open.has("settings seen")) state.open.add("settings").add("settings seen");
+    const choice = element("select", { "aria-label": "colour by", onchange: (event) => { state.colour = event.target.value; draw(); } },
+      element("option", { value: "" }, "rank"), ...sweep.keys.map((key) => element("option", { value: key.key, selected: key.key === state.colour ? "" : null }, key.title)));
+    const scales = [["auto", "the end"], ["linear", "all, linear"], ["log", "all, log"]].map(([value, text]) => element("button", { type: "button", "aria-pressed": String(state.scale === value), onclick: () => { state.scale = value; draw(); } }, text));
+    const controls = element("div", { class: "controls" }, element("label", { class: "choice" }, element("span", {}, "colour by"), choice), element("div", { class: "names" }, ...sweep.tint.legend),
+      element("div", { class: "choice", role: "group", "aria-label": "curves show" }, element("span", {}, "curves show"), ...scales),
+      state.marked.size ? element("button", { type: "button", onclick: () => { state.marked.clear(); draw(); } }, "unmark all runs") : null);
+    const curves = [sweepCurves(sweep, "metric", sweep.metric[0].toUpperCase() + sweep.metric.slice(1), sweep.unit, sweep.tint), sweepCurves(sweep, "loss", "Training loss", "mean of neighbouring rows", sweep.tint)].filter(Boolean);
+    const scatters = sweep.keys.map((key, place) => (place === sweep.seed ? null : sweepScatter(sweep, place, sweep.tint))).filter(Boolean);
+    const hasRungs = sweep.rungs.length ? " Dotted lines: steps at which the rule has stopped runs." : "";
+    const legend = `Circles at the end of a curve: stopped by the rule; crosses: diverged or failed; diamonds: goes on.${hasRungs} Click on a curve, a point or the name of a run to mark it everywhere.`;
+    const problems = sweep.runs.filter((run) => run.mark === "broken" && run.reason).map((run) => element("li", {}, `${run.name}: ${run.reason}`));
+    return [
+      element("div", { class: "tiles" }, ...sweep.tiles.map(tile)),
+      data.notes && data.notes.length ? element("ul", { class: "warnings" }, ...data.notes.map((text) => element("li", {}, text))) : null,
+      sweepSettings(sweep), sweepTable(sweep),
+      curves.length || scatters.length ? controls : element("p", { class: "empty" }, "No rows yet."),
+      element("div", { class: "grid pair" }, ...curves), curves.length ? element("p", { class: "note" }, legend) : null,
+      scatters.length ? element("h2", {}, `${sweep.metric[0].toUpperCase() + sweep.metric.slice(1)} over each key`) : null, element("div", { class: "grid" }, ...scatters, sweepParallel(sweep, sweep.tint)),
+      scatters.length ? element("p", { class: "note" }, "Crosses at the edge: diverged or failed. Triangles at the edge: beyond it.") : null,
+      problems.length ? section("problems", `Runs with a problem (${count(problems.length)})`, element("ul", { class: "warnings" }, ...problems.slice(0, 20))) : null,
+      sweep.rule.length ? section("rule", "How the runs were chosen", table(null, sweep.rule, "facts")) : null,
     ];
   }
 
@@ -1141,7 +1501,8 @@
     const caret = [filterField.selectionStart, filterField.selectionEnd];
     queue = [];
     const links = [];
-    if (first.source && !data.table) links.push(element("a", { href: first.top }, "all runs"));
+    if (first.source && !data.table && !data.is_top) links.push(element("a", { href: first.top }, "all runs"));
+    if (first.source && data.sweep && data.sweep_id) links.push(element("a", { href: `${first.top}report/sweep/${data.sweep_id}${location.hash}` }, "report: this page as one file"));
     if (data.table && data.table.length) links.push(element("a", { href: "hosts" }, "hosts"));
     if (first.source && data.run_ids) links.push(element("a", { href: `${first.top}report/${data.run_ids}${location.hash}` }, "report: this page as one file"));
     if (data.links) links.push(element("a", { href: data.links.top }, "all runs"), element("a", { href: data.links.live }, "live page"));
@@ -1149,6 +1510,7 @@
     if (data.problem) made.push(element("p", { class: "warnings" }, data.problem));
     else if (data.table) made.push(...overview(data));
     else if (data.hosts) made.push(...hosts(data));
+    else if (data.sweep) made.push(...sweepPage(data));
     else {
       const shown = data.runs.filter((run) => !state.hidden.has(run.id));
       const isOne = data.runs.length === 1;
