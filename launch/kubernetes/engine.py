@@ -56,6 +56,7 @@ from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_INVALID, EXIT_PREEMPTED, 
 from runner.process import NODE_VARIABLE, format_placement
 from runner.spec import Document, ExecutionSpec, load_document, validate_spec
 from runner.spec.document import TextDumper, dump_yaml
+from runner.storage import JsonObject
 
 CONTAINER = "runner"
 SLICE = "slice"  # name of the replicated job: its pods are called NAME-slice-SLICE-HOST
@@ -532,7 +533,7 @@ def submit(jobs: Sequence[JobSetArguments]) -> None:
         _kubectl("apply", "-f", "-", text=text)
 
 
-def _render_job(arguments: JobSetArguments, find_time: Callable[[str, str | None], str | None]) -> dict[str, Any]:
+def _render_job(arguments: JobSetArguments, find_time: Callable[[str, str | None], str | None]) -> JsonObject:
     """Return the manifest of a job, whose time of submission is that of a function of its name and namespace."""
     document = load_document(arguments.spec, arguments.overrides)
     validate_spec(document)  # a wrong spec is reported before a text that cannot be read

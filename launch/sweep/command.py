@@ -105,7 +105,7 @@ def run(arguments: SweepArguments, parse: Callable[[Sequence[str]], object]) -> 
     with _collect(problems):
         plan.validate([override.partition("=")[0].strip() for override in arguments.overrides])
     problems += _list_conflicts(arguments, plan, rule, metric)
-    settings: list[dict[str, Any]] = []
+    settings: list[JsonObject] = []
     if not problems:
         with _collect(problems):
             settings = plan.make_settings()
@@ -132,7 +132,7 @@ def run(arguments: SweepArguments, parse: Callable[[Sequence[str]], object]) -> 
     with contextlib.nullcontext() if arguments.dry_run else lock_root(store):
         if not record.open(metric):
             checked = (
-                [*runs, *(SweepRun(f"search {n}", end) for n, end in enumerate(plan.list_ends()))]
+                [*runs, *(SweepRun(f"search-{n}", end) for n, end in enumerate(plan.list_ends()))]
                 if plan.searched
                 else runs
             )

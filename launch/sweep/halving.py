@@ -42,7 +42,7 @@ class HalvingRule:
 
 @dataclass(frozen=True)
 class HalvingState:
-    """What the rows say: where runs are stopped, and what is not decided yet."""
+    """Decisions of the rule so far, and the first rung that is open."""
 
     stopped: Mapping[str, int]  # rung by run
     undecided: int | None  # first rung that is not decided; None if all are
@@ -91,13 +91,12 @@ class RungReader:
     metric: str
     steps: Sequence[int]
     values: dict[int, float] = field(default_factory=dict)
-    _last: float | None = None
-
-    def __post_init__(self) -> None:
-        self._tail = MetricsTail(self.store)
+    _last: float | None = field(default=None, init=False)
+    _tail: MetricsTail | None = field(default=None, init=False)
 
     def read(self) -> None:
         """Read the rows that are new. Raises `OSError`."""
+        self._tail = self._tail or MetricsTail(self.store)
         is_restart, rows, newest = self._tail.read()
         self._last = None if is_restart else self._last
         last = self._last

@@ -17,8 +17,9 @@ from runner.errors import InvalidError, SpecError, suggest_choices
 from runner.spec import SpecLocation
 from runner.spec.document import describe_value, parse_yaml
 from runner.spec.imports import import_extra
+from runner.storage import JsonObject
 
-Setting = dict[str, Any]
+Setting = JsonObject
 MAX_RUNS = 1000
 SEED = "seed"
 _OWN_KEYS = ("directory", "name")
@@ -49,11 +50,6 @@ class ValueRange:
     def round(self, value: float) -> float:
         """Return a number of a few digits inside the range."""
         return min(max(float(f"{value:.{_DIGITS}g}"), float(self.values[0])), float(self.values[1]))
-
-    @property
-    def ends(self) -> tuple[Any, ...]:
-        """Values that must be valid so that all of them are."""
-        return self.values
 
     def make_distribution(self, optuna: Any) -> Any:
         """Return Optuna's form of the range; a choice is its index, since it may be a list."""
@@ -126,9 +122,9 @@ class SweepPlan:
     number: int | None  # of draws or trials
     seed: int
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Return what is recorded of it; empty parts are left out."""
-        parts: dict[str, Any] = {
+        parts: JsonObject = {
             "grid": {key: [*values] for key, values in self.grid.items()},
             "random": {key: each.text for key, each in self.drawn.items()},
             "search": {key: each.text for key, each in self.searched.items()},
@@ -240,8 +236,8 @@ class SweepPlan:
 
     def list_ends(self) -> list[Setting]:
         """Return settings with each end of the searched ranges, to check them before the search."""
-        first = {key: each.ends[0] for key, each in self.searched.items()}
-        return [first, *(first | {key: end} for key, each in self.searched.items() for end in each.ends[1:])]
+        first = {key: each.values[0] for key, each in self.searched.items()}
+        return [first, *(first | {key: end} for key, each in self.searched.items() for end in each.values[1:])]
 
 
 def parse_plan(
@@ -257,7 +253,7 @@ def parse_plan(
     grids: dict[str, Sequence[Any]] = {}
     ranges: dict[str, dict[str, ValueRange]] = {"random": {}, "search": {}}
 
-    def add(target: dict[str, Any], key: str, value: Any) -> None:
+    def add(target: JsonObject, key: str, value: Any) -> None:
         if key in target:
             problems.append(f"{key} is given twice; give each key once")
         target[key] = value

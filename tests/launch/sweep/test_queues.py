@@ -15,12 +15,12 @@ from launch.app import main
 ROOT = Path(__file__).parents[3]
 GOLDEN = {
     "slurm_sweep.sh": (
-        "specs/gpt_nano.yaml --root /data/sweep --grid seed=0,1,2 --at-once 2 --engine slurm --skip-checks --dry-run -- "
-        "--nodes 2 --cpus-per-task 4 --python /opt/env/bin/python"
+        "specs/gpt_nano.yaml --root /data/sweep --grid seed=0,1,2 --at-once 2 --engine slurm --skip-checks --dry-run "
+        "-- --nodes 2 --cpus-per-task 4 --python /opt/env/bin/python"
     ),
     "jobset_sweep.yaml": (
-        "tests/golden/job.yaml --root /data/sweep --grid seed=0,1 --engine jobset --skip-checks --dry-run -- "
-        "--image registry/job:1 --nodes 1 --volume-claim data=/data --label kueue.x-k8s.io/queue-name=lab"
+        "tests/golden/job.yaml --root /data/sweep --grid seed=0,1 --engine jobset --skip-checks --dry-run "
+        "-- --image registry/job:1 --nodes 1 --volume-claim data=/data --label kueue.x-k8s.io/queue-name=lab"
     ),
 }
 FAKE = """#!/bin/bash
