@@ -17,13 +17,13 @@ from pathlib import Path
 from types import FrameType
 
 from launch.options import set_arguments
-from launch.sweep.halving import HalvingRule, HalvingState, RungReader, decide
+from launch.sweep.halving import HalvingRule, HalvingState, decide
 from launch.sweep.points import SEED, SweepPlan, format_name, format_setting_line
 from launch.sweep.record import SweepRecord
 from runner.attempts.take_over import describe_running_attempt
 from runner.console import format_duration, say
 from runner.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, EXIT_RETRYABLE
-from runner.history.sweep import SweepRun
+from runner.history.sweep import RungReader, SweepRun
 from runner.process import list_stop_signals, start_process
 
 _POLL_SECONDS = 0.1

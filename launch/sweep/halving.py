@@ -8,12 +8,9 @@ import itertools
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from runner.errors import InvalidError
-from runner.history.ledger import get_float
-from runner.metrics.file import MetricsTail
-from runner.storage import Store
 
 
 @dataclass(frozen=True)
@@ -81,32 +78,3 @@ def decide(
                 stopped |= {run: step for run in runs if step in values.get(run, {})}
         left = [left[place] for place in kept]
     return HalvingState(stopped, None, ())
-
-
-@dataclass
-class RungReader:
-    """Metric of one run at the rungs, read from its rows as they come."""
-
-    store: Store
-    metric: str
-    steps: Sequence[int]
-    values: dict[int, float] = field(default_factory=dict)
-    _last: float | None = field(default=None, init=False)
-    _tail: MetricsTail | None = field(default=None, init=False)
-
-    def read(self) -> None:
-        """Read the rows that are new. Raises `OSError`."""
-        self._tail = self._tail or MetricsTail(self.store)
-        is_restart, rows, newest = self._tail.read()
-        self._last = None if is_restart else self._last
-        last = self._last
-        for is_final, part in ((True, rows), (False, newest)):
-            for row in part:
-                step, value = row["step"], get_float(row, self.metric)
-                for rung in self.steps:
-                    # A row at the rung without the metric is completed by the next attempt, after a stop between them.
-                    if rung not in self.values and (step > rung or (step == rung and value is not None)):
-                        known = value if step == rung else last
-                        self.values[rung] = math.nan if known is None else known
-                last = value if value is not None else last
-                self._last = last if is_final else self._last

@@ -13,9 +13,8 @@ from pathlib import Path
 from launch.supervisor import read_progress
 from runner.attempts.layout import OWNER, DamagedRecordError
 from runner.errors import InvalidError
-from runner.history.ledger import get_float, to_single_line
-from runner.history.sweep import SWEEP, Sweep, SweepRun, read_sweep
-from runner.metrics.file import read_rows
+from runner.history.ledger import to_single_line
+from runner.history.sweep import SWEEP, Sweep, SweepRun, read_last_metric, read_sweep
 from runner.spec.document import format_overrides
 from runner.storage import ABSENT, Store, open_store, read_log
 from runner.storage.local import try_lock
@@ -110,9 +109,7 @@ class SweepRecord:
     def read_metric(self, run: SweepRun) -> float | None:
         """Return the metric of the newest row of a run that has it; None if none has."""
         with contextlib.suppress(FileNotFoundError):
-            rows = read_rows(self.open_run(run.name))
-            values = (get_float(row, self.sweep.metric) for row in reversed(rows))
-            return next((value for value in values if value is not None), None)
+            return read_last_metric(self.open_run(run.name), self.sweep.metric)
         return None
 
 

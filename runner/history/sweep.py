@@ -6,11 +6,13 @@ in a directory of its own below the root.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from runner.attempts.layout import DamagedRecordError, read_record
+from runner.history.ledger import get_float
+from runner.metrics.file import MetricsTail, read_rows
 from runner.storage import JsonObject, Key, Store, encode_json
 
 SWEEP = "sweep.json"
@@ -91,3 +93,38 @@ def read_sweep(store: Store) -> Sweep | None:
         return Sweep(**{name: record[name] for name in names} | {"runs": runs})
     except TypeError as error:
         raise DamagedRecordError(f"{store.url}/{SWEEP} is damaged ({error})") from error
+
+
+def read_last_metric(store: Store, metric: str) -> float | None:
+    """Return the metric of the newest row of a run that has it; None if none has. Raises `OSError`."""
+    values = (get_float(row, metric) for row in reversed(read_rows(store)))
+    return next((value for value in values if value is not None), None)
+
+
+@dataclass
+class RungReader:
+    """Metric of one run at the rungs, read from its rows as they come."""
+
+    store: Store
+    metric: str
+    steps: Sequence[int]
+    values: dict[int, float] = field(default_factory=dict)
+    _last: float | None = field(default=None, init=False)
+    _tail: MetricsTail | None = field(default=None, init=False)
+
+    def read(self) -> None:
+        """Read the rows that are new. Raises `OSError`."""
+        self._tail = self._tail or MetricsTail(self.store)
+        is_restart, rows, newest = self._tail.read()
+        self._last = None if is_restart else self._last
+        last = self._last
+        for is_final, part in ((True, rows), (False, newest)):
+            for row in part:
+                step, value = row["step"], get_float(row, self.metric)
+                for rung in self.steps:
+                    # A row at the rung without the metric is completed by the next attempt, after a stop between them.
+                    if rung not in self.values and (step > rung or (step == rung and value is not None)):
+                        known = value if step == rung else last
+                        self.values[rung] = math.nan if known is None else known
+                last = value if value is not None else last
+                self._last = last if is_final else self._last

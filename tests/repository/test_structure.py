@@ -45,8 +45,8 @@ def test_names_of_public_classes_are_unique(structure: Structure) -> None:
 
 def test_sizes_and_comments_stay_in_bounds(structure: Structure) -> None:
     assert structure.files <= 276
-    assert structure.lines <= 80_275
-    assert structure.public_names <= 1_926
+    assert structure.lines <= 80_285
+    assert structure.public_names <= 1_927
     assert structure.called_once <= 394
     assert structure.comment_share >= 1 / 13
 

@@ -6,10 +6,10 @@ import math
 import pytest
 
 from launch.sweep.command import format_summary
-from launch.sweep.halving import HalvingRule, RungReader, decide
+from launch.sweep.halving import HalvingRule, decide
 from launch.sweep.points import parse_plan, parse_range, parse_values
 from runner.errors import InvalidError
-from runner.history.sweep import Sweep, SweepRun
+from runner.history.sweep import RungReader, Sweep, SweepRun
 from runner.storage import LocalStore
 
 
