@@ -12,6 +12,7 @@ run, and imports no jax. The runner never imports it. `skypilot.yaml` is a file 
 - `supervisor`: restarts by exit code, for engines that restart nothing by themselves
 - `local`: processes on this machine, with simulated CPU devices on request
 - `tpu_vm`: TPU VMs of Google Cloud, through a queued resource
+- `sweep`: many settings of one spec, each a run below one root
 - `app`: the command line of `python -m launch`
 - `__main__`: its entry point
 - `worker`: one host's part of a job, restarted in its place, for `kubernetes`, `tpu_vm` and SkyPilot

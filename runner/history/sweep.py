@@ -21,6 +21,7 @@ from runner.errors import InvalidError, NewerFormatError
 from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader
 from runner.history.records import History, RunState
+from runner.metrics.file import MetricsTail, read_rows
 from runner.spec import format_setting
 from runner.storage import ConfinedStore, DiskError, JsonObject, Key, Store, WrongKindError, encode_json, make_store
 
@@ -230,7 +231,10 @@ def join_run(sweep: Sweep, run: SweepRun, history: History | None, problem: str 
         return SweepRow(run.name, run.values, NOT_STARTED if problem is None else UNREADABLE, problem)
     state = history.state.value
     is_short = history.total_steps is None or history.step < history.total_steps
-    if history.state is RunState.FAILED and (history.reason or "").startswith("DivergedError"):
+    if history.state is RunState.FAILED and any(
+        event.get("diverged") is True and event.get("attempt") == history.attempts[-1].number
+        for event in history.events
+    ):
         state = DIVERGED
     elif run.stopped_step is not None and is_short and history.state is not RunState.RUNNING:
         state = STOPPED
@@ -308,3 +312,38 @@ def shorten_keys(keys: Sequence[str]) -> dict[str, str]:
 def format_value(values: Mapping[str, Any], key: str) -> str:
     """Return the value of a key as one short line; empty if the run does not set it."""
     return to_single_line(format_setting(values[key]))[:_VALUE_CHARACTERS_MAX] if key in values else ""
+
+
+def read_last_metric(store: Store, metric: str) -> float | None:
+    """Return the metric of the newest row of a run that has it; None if none has. Raises `OSError`."""
+    values = (get_float(row, metric) for row in reversed(read_rows(store)))
+    return next((value for value in values if value is not None), None)
+
+
+@dataclass
+class RungReader:
+    """Metric of one run at the rungs, read from its rows as they come."""
+
+    store: Store
+    metric: str
+    steps: Sequence[int]
+    values: dict[int, float] = field(default_factory=dict)
+    _last: float | None = field(default=None, init=False)
+    _tail: MetricsTail | None = field(default=None, init=False)
+
+    def read(self) -> None:
+        """Read the rows that are new. Raises `OSError`."""
+        self._tail = self._tail or MetricsTail(self.store)
+        is_restart, rows, newest = self._tail.read()
+        self._last = None if is_restart else self._last
+        last = self._last
+        for is_final, part in ((True, rows), (False, newest)):
+            for row in part:
+                step, value = row["step"], get_float(row, self.metric)
+                for rung in self.steps:
+                    # A row at the rung without the metric is completed by the next attempt, after a stop between them.
+                    if rung not in self.values and (step > rung or (step == rung and value is not None)):
+                        known = value if step == rung else last
+                        self.values[rung] = math.nan if known is None else known
+                last = value if value is not None else last
+                self._last = last if is_final else self._last

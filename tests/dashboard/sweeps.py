@@ -11,7 +11,7 @@ from runner.history.sweep import SWEEP, Sweep, SweepRun
 from runner.storage import JsonObject, LocalStore, encode_json, encode_line
 
 SPEC = "name: {name}\njob: a:B\ndirectory: runs/{name}\nconfig: {{train: {{total_steps: {total}}}}}\n"
-DIVERGED = {"event": "failed", "code": 1, "reason": "DivergedError: step 130: training diverged: the loss is nan"}
+DIVERGED = {"event": "failed", "code": 1, "reason": "step 130: training diverged: the loss is nan", "diverged": True}
 
 
 def write_sweep_run(

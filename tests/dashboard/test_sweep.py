@@ -140,7 +140,7 @@ def test_the_screen_of_a_sweep(root: Path, capfd: pytest.CaptureFixture[str], mo
     assert shown[4].startswith("002 0.1 true diverged 130 of 400")
     assert shown[5:] == [
         "005 0.003 false not started",
-        "002: DivergedError: step 130: training diverged: the loss is nan",
+        "002: step 130: training diverged: the loss is nan",
     ]
     assert (problems, files_of(root)) == ("", before)
 

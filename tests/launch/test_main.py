@@ -17,6 +17,7 @@ REQUIRED_OPTIONS = {
     "jobset": ["--image", "registry/job:1"],
     "tpu-vm": ["--zone", "z"],
     "image": ["--tag", "job:1"],
+    "sweep": ["--grid", "seed=0,1"],
 }
 OPTIONS = {
     "local": "--set --processes --devices-per-process --max-restarts --standby-seconds --grace-seconds --take-over",
@@ -30,6 +31,8 @@ OPTIONS = {
     "--subnetwork --internal-ips --environment-file --runner --requirements --max-restarts --standby-seconds --keep "
     "--poll-seconds --skip-checks --dry-run",
     "image": "--set --tag --base --runner --requirements --extra --builder --push --dry-run",
+    "sweep": "--set --grid --random --search --number --file --sweep-seed --root --metric --maximise --halving "
+    "--engine --at-once --skip-checks --dry-run",
 }
 ALL_ENGINES = pytest.mark.parametrize("engine", list(REQUIRED_OPTIONS))
 
@@ -83,7 +86,7 @@ def test_missing_and_superfluous_arguments_are_reported_in_one_line(engine, run_
     [
         ([], "missing command"),
         (["slrum", "x.yaml"], "did you mean slurm?"),
-        (["nowhere", "x.yaml"], "choose from local, slurm, jobset, tpu-vm, image"),
+        (["nowhere", "x.yaml"], "choose from local, slurm, jobset, tpu-vm, image, sweep"),
         (["local", "x.yaml", "--processes", "0"], "--processes: "),
         (["local", "x.yaml", "--max-restarts", "-1"], "--max-restarts: "),
         (["jobset", "x.yaml"], "missing option '--image'"),

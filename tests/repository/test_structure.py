@@ -44,10 +44,10 @@ def test_names_of_public_classes_are_unique(structure: Structure) -> None:
 
 
 def test_sizes_and_comments_stay_in_bounds(structure: Structure) -> None:
-    assert structure.files <= 273
-    assert structure.lines <= 80_538
-    assert structure.public_names <= 1_932
-    assert structure.called_once <= 395
+    assert structure.files <= 280
+    assert structure.lines <= 81_995
+    assert structure.public_names <= 1_962
+    assert structure.called_once <= 409
     assert structure.comment_share >= 1 / 13
 
 
