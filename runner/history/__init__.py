@@ -10,5 +10,6 @@ categories of time are explained in `.github/docs/status.md` and in `runner.dist
 - `reader`: `HistoryReader`, the history of one directory
 - `lineage`: ancestors and forks of runs
 - `sweep`: record of a sweep, the runs below one root
+- `scaling`: scaling laws, fitted to finished runs, and their forecasts
 - `hosts`: incidents of each host over all attempts and runs
 """
