@@ -55,18 +55,16 @@ class Forecast:
 
 @dataclass(frozen=True)
 class ScalingLaw:
-    """L(N, D) = E + A / N^a + B / D^b; without a term in D, `B` is 0 and `b` is None."""
+    """L(N, D) = E + A / N^a + B / D^b, or without the term in D."""
 
-    E: float
-    A: float
-    a: float
-    B: float = 0.0
-    b: float | None = None
+    floor: float  # E
+    of_size: tuple[float, float]  # A and a
+    of_tokens: tuple[float, float] | None = None  # B and b
 
     def format(self) -> str:
         """Return the law as a formula."""
-        tokens = "" if self.b is None else f" + {self.B:.4g} / D^{self.b:.3f}"
-        return f"L = {self.E:.4f} + {self.A:.4g} / N^{self.a:.3f}{tokens}"
+        terms = [("N", self.of_size), *([] if self.of_tokens is None else [("D", self.of_tokens)])]
+        return f"L = {self.floor:.4f}" + "".join(f" + {scale:.4g} / {name}^{power:.3f}" for name, (scale, power) in terms)
 
 
 def has_one_ratio(points: Sequence[ScalingPoint]) -> bool:
@@ -105,14 +103,16 @@ class ScalingFit:
         self._limit = max(cost, freedom * LEAST_NOISE**2)
         self._limit *= 1 + float(stdtrit(freedom, (1 + COVERAGE) / 2)) ** 2 / freedom
         loss = math.exp(anchored)
-        of_tokens, b = rest or (0.0, None)
+        of_tokens, b = rest or (0.0, 0.0)
         self.law = ScalingLaw(
             loss * (1 - share),
-            loss * share * (1 - of_tokens) * largest.parameters**a,
-            a,
-            0.0 if b is None else loss * share * of_tokens * largest.tokens**b,
-            b,
+            (loss * share * (1 - of_tokens) * largest.parameters**a, a),
+            (loss * share * of_tokens * largest.tokens**b, b) if rest else None,
         )
+
+    def is_expected(self, point: ScalingPoint) -> bool:
+        """Return True if the interval of the forecast for a run contains its loss."""
+        return self._fit(point, math.log(point.loss))[0] <= self._limit
 
     def forecast(self, parameters: int, tokens: int) -> Forecast:
         """Return the forecast for one more run."""
