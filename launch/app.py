@@ -3,11 +3,12 @@
 import sys
 from collections.abc import Sequence
 
-from launch import local
+from launch import ladder, local
 from launch.image import engine as image
 from launch.image.engine import ImageArguments
 from launch.kubernetes import engine as kubernetes
 from launch.kubernetes.engine import JobSetArguments
+from launch.ladder import LadderArguments
 from launch.local import LocalArguments
 from launch.slurm import engine as slurm
 from launch.slurm.engine import SlurmArguments
@@ -55,6 +56,14 @@ COMMANDS.add(
     "machines at the end. Run again, the command re-attaches to the job.",
 )
 COMMANDS.add(
+    "ladder",
+    LadderArguments,
+    "Train a family of models, and forecast the loss of a larger one",
+    "0 done; 2 invalid command line or spec, or the directory holds something else; others: those of the job.",
+    "Width, heads, tokens, batch and learning rate follow from the depth. A scaling law is fitted to the losses, and "
+    "its forecast written into the directory of the larger run before that begins. Run again, the command continues.",
+)
+COMMANDS.add(
     "image",
     ImageArguments,
     "Build the container image of the job",
@@ -84,6 +93,8 @@ def main(words: Sequence[str] | None = None) -> int:
                 return kubernetes.run(arguments)
             case TpuVmArguments():
                 return tpu_vm.run(arguments)
+            case LadderArguments():
+                return ladder.run(arguments)
             case ImageArguments():
                 return image.run(arguments)
         raise AssertionError(f"no engine for {arguments}")

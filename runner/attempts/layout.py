@@ -125,7 +125,9 @@ _OWNER_KEYS = (
     Key("id", str, "Id of the run."),
     Key("name", str, "Its name."),
     Key("identity", dict, "Its trajectory."),
-    Key("forecast", str | None, "SHA-256 of `forecast.json` as the run began with it; null or absent if there was none."),
+    Key(
+        "forecast", str | None, "SHA-256 of `forecast.json` as the run began with it; null or absent if there was none."
+    ),
 )
 
 

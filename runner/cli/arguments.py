@@ -9,7 +9,18 @@ from typing import Annotated, Literal
 
 import typer
 
-from runner.command_line import Coordinator, NumProcesses, ProcessId, TakeOver, validate_placement
+from runner.command_line import (
+    Coordinator,
+    HeadSize,
+    NumProcesses,
+    ProcessId,
+    TakeOver,
+    TokensPerParameter,
+    WidthPerLayer,
+    parse_depths,
+    parse_numbers,
+    validate_placement,
+)
 from runner.errors import InvalidError
 from runner.spec import PARAMS
 
@@ -424,48 +435,22 @@ class SpecFromArguments:
     ] = None
 
 
-def parse_numbers(option: str, text: str) -> list[float]:
-    """Return the ascending positive numbers of an option, such as 2,4,8."""
-    try:
-        numbers = [float(word) for word in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or not all(0 < each < 1e6 for each in numbers) or numbers != sorted(set(numbers)):
-        raise InvalidError(f"{option} {text!r:.100}: needs positive numbers in ascending order, such as 2,4,8")
-    return numbers
-
-
-def parse_depths(option: str, text: str) -> list[int]:
-    """Return the ascending depths of an option, such as 2,4,8."""
-    if not all(word.strip().isdecimal() for word in text.split(",")):
-        raise InvalidError(f"{option} {text!r:.100}: needs whole numbers of layers in ascending order, such as 2,4,8")
-    return [*map(int, parse_numbers(option, text))]
-
-
-WidthPerLayer = Annotated[
-    int, typer.Option(min=1, metavar="W", help="Width for each layer, rounded up to whole heads (64 in nanochat).")
-]
-HeadSize = Annotated[
-    int | None, typer.Option(min=2, metavar="H", help="Width of a head, such as 64 or 128. Default: that of SPEC.")
-]
-
-
 @dataclass(frozen=True, kw_only=True)
 class ScaleArguments:
     """Arguments of `scale`."""
 
     spec: Annotated[
-        str, typer.Argument(metavar="SPEC", help="Spec of a decoder of any size, whose learning rate and batch suit it.")
+        str,
+        typer.Argument(metavar="SPEC", help="Spec of a decoder of any size, whose learning rate and batch suit it."),
     ]
     depth: Annotated[str, typer.Option(metavar="N[,N...]", help="Layers of the model; several only with --json.")]
-    tokens_per_parameter: Annotated[
-        str,
-        typer.Option(metavar="R[,R...]", help="Training tokens for each parameter; 20 is compute-optimal (Chinchilla)."),
-    ] = "20"
+    tokens_per_parameter: TokensPerParameter = "20"
     width_per_layer: WidthPerLayer = 64
     head_size: HeadSize = None
     overrides: Overrides = field(default_factory=list)
-    as_json: Annotated[bool, typer.Option("--json", help="Print the derived values as JSON, and write no spec.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print the derived values as JSON, and write no spec.")] = (
+        False
+    )
     output: Annotated[
         str | None, typer.Option("-o", "--output", metavar="FILE", help="Spec to write. Default: standard output.")
     ] = None

@@ -230,10 +230,9 @@ def write_scaled_spec(arguments: ScaleArguments) -> int:
         key: value for key, value in document.data["config"]["train"].items() if key not in removed
     }
     lines = [
-        f"# {size.parameters:,} parameters, {size.embedding_parameters:,} of them in embeddings; {size.tokens:,} tokens.",
-        f"# Written by `python -m runner scale {shlex.quote(arguments.spec)} --depth {size.depth}`: derived keys have a "
-        "comment, all others are",
-        "# those of that spec.",
+        f"# {size.parameters:,} parameters, {size.embedding_parameters:,} of embeddings; {size.tokens:,} tokens.",
+        f"# Written by `python -m runner scale {shlex.quote(arguments.spec)} --depth {size.depth}`.",
+        "# Derived keys have a comment; all others are those of that spec.",
         f"# next: python -m runner plan {shlex.quote(arguments.output or 'SPEC')}",
     ]
     keys: list[str] = []  # of the sections around a line

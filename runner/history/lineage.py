@@ -155,7 +155,9 @@ def build_tree(runs: Sequence[RunLineage]) -> list[LineageNode]:
 def format_forecast(forecast: JsonObject) -> str:
     """Return a line about the forecast of a run."""
     interval = f"{forecast['low']:.4f} to {forecast['high']:.4f}, {forecast['coverage']:.0%}"
-    return f"forecast before it began: loss {forecast['loss']:.4f} ({interval}), by {to_single_line(forecast['ladder'])}"
+    return (
+        f"forecast before it began: loss {forecast['loss']:.4f} ({interval}), by {to_single_line(forecast['ladder'])}"
+    )
 
 
 def format_tree(nodes: Iterable[LineageNode]) -> Iterator[str]:

@@ -4,9 +4,9 @@ The law is L(N, D) = E + A / N^a + B / D^b, as in Chinchilla (Hoffmann et al., a
 runs have about the same ratio of tokens to parameters, D follows from N and the two terms cannot be told apart: the law
 is then L(N) = E + A / N^a, and holds for that ratio only.
 
-Both are fitted as there, by a Huber loss of the residuals of log L, with E >= 0. Two things differ. The threshold of the
-Huber loss is `OUTLIER`, not 0.001: far above the noise of a run, because an absolute loss needs hundreds of runs. And
-the solver runs from the best point of a grid until it has converged, since a solver that ended early explains the
+Both are fitted as there, by a Huber loss of the residuals of log L, with E >= 0. Two things differ. The threshold of
+the Huber loss is `OUTLIER`, not 0.001: far above the noise of a run, because an absolute loss needs hundreds of runs.
+And the solver runs from the best point of a grid until it has converged, since a solver that ended early explains the
 published constants (Besiroglu et al., arXiv:2404.10102).
 
 The interval of a forecast is a profile likelihood: it holds each loss that one more run could have without the best fit
@@ -26,11 +26,13 @@ from scipy.optimize import brentq, least_squares
 from scipy.special import stdtrit
 
 from runner.errors import InvalidError
+from runner.storage import JsonObject
 
 COVERAGE = 0.9
 OUTLIER = 0.02  # residual of log L from which a run counts as an outlier
 LEAST_NOISE = 1e-4  # standard deviation of log L that is assumed at least: few residuals may be small by chance
 RATIO_SPREAD = 1.5  # factor between ratios of tokens to parameters from which they count as different
+_CURVE_POINTS = 13
 _EXPONENTS = (0.01, 2.0)
 _Array = NDArray[np.float64]
 
@@ -64,7 +66,9 @@ class ScalingLaw:
     def format(self) -> str:
         """Return the law as a formula."""
         terms = [("N", self.of_size), *([] if self.of_tokens is None else [("D", self.of_tokens)])]
-        return f"L = {self.floor:.4f}" + "".join(f" + {scale:.4g} / {name}^{power:.3f}" for name, (scale, power) in terms)
+        return f"L = {self.floor:.4f}" + "".join(
+            f" + {scale:.4g} / {name}^{power:.3f}" for name, (scale, power) in terms
+        )
 
 
 def has_one_ratio(points: Sequence[ScalingPoint]) -> bool:
@@ -132,6 +136,24 @@ class ScalingFit:
         low, high = (math.exp(end) for end in ends)
         return Forecast(math.exp(middle), low, high)
 
+    def to_json(self, target: ScalingPoint) -> JsonObject:
+        """Return the law as records hold it, with its line and band from the smallest run to `target`."""
+        first = self._points[0].parameters
+        ratio, growth = target.tokens / target.parameters, (target.parameters / first) ** (1 / (_CURVE_POINTS - 1))
+        curve = []
+        for parameters in (round(first * growth**index) for index in range(_CURVE_POINTS)):
+            found = self.forecast(parameters, round(ratio * parameters))
+            curve.append([parameters, found.loss, found.low, found.high])
+        return {
+            "formula": self.law.format(),
+            "floor": self.law.floor,
+            "of_size": [*self.law.of_size],
+            "of_tokens": None if self.law.of_tokens is None else [*self.law.of_tokens],
+            "coverage": COVERAGE,
+            "points": [[each.parameters, each.tokens, each.loss] for each in self._points],
+            "curve": curve,
+        }
+
     def _fit(self, target: ScalingPoint, value: float | None = None) -> tuple[float, float, list[float]]:
         """Fit the law, expressed by its log L at `target`, with one more run there of log L `value`, if it is given.
 
@@ -171,3 +193,18 @@ class ScalingFit:
         )
         anchored, *rest = (float(each) for each in found.x)
         return 2 * float(found.cost), anchored, rest
+
+
+def fit_ladder(points: Sequence[ScalingPoint], target: ScalingPoint) -> JsonObject:
+    """Return a forecast (`FORECAST_KEYS`) for a run of the size of `target`, without the ladder."""
+    fit = ScalingFit(points)
+    found = fit.forecast(target.parameters, target.tokens)
+    return {
+        "loss": found.loss,
+        "low": found.low,
+        "high": found.high,
+        "coverage": COVERAGE,
+        "parameters": target.parameters,
+        "tokens": target.tokens,
+        "law": fit.to_json(target),
+    }

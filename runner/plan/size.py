@@ -56,6 +56,10 @@ def derive_sizes(
     The size of a head is that of the base, unless `head_size` is given. Raises `InvalidError` if the spec is not of a
     decoder whose sizes follow from its depth.
     """
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if key in _DERIVED:
+            raise InvalidError(f"--set {override}: {key} follows from the depth; leave it out")
     search = Search(spec, tuple(overrides))
     job = search.open_job([])
     document, config, model = job.document, job.setup_builder.config_in_steps, job.config.model
@@ -67,10 +71,6 @@ def derive_sizes(
             raise document.error(f"config.model.{key}", "no rule says how it grows with the depth; leave it out")
     if config.stages:
         raise document.error("config.stages", "stages begin at steps, whose number differs by size; leave them out")
-    for override in overrides:
-        key = override.partition("=")[0].strip()
-        if key in _DERIVED:
-            raise InvalidError(f"--set {override}: {key} follows from the depth; leave it out")
 
     length, schedule = config.data.sequence_length, config.schedule
     batch, steps, rate = config.train.global_batch_examples, config.total_steps, config.optimizer.learning_rate

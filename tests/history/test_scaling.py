@@ -53,7 +53,7 @@ def test_intervals_contain_as_many_runs_as_they_state(name: str) -> None:
     for seed in range(draws):
         loss = truth(*target) * math.exp(noise * came[seed])
         hits += ScalingFit(measure(truth, sizes, noise, seed)).is_expected(ScalingPoint(*target, loss))
-    # Three standard deviations of a share of 300 draws; an interval that the bounds of the law cut is wider than stated.
+    # Three standard deviations of a share of 300 draws. The bounds of the law, such as E >= 0, may widen an interval.
     assert COVERAGE - 0.052 <= hits / draws <= 0.98
 
 

@@ -17,6 +17,7 @@ REQUIRED_OPTIONS = {
     "jobset": ["--image", "registry/job:1"],
     "tpu-vm": ["--zone", "z"],
     "image": ["--tag", "job:1"],
+    "ladder": ["--sizes", "1,2,3,4"],
 }
 OPTIONS = {
     "local": "--set --processes --devices-per-process --max-restarts --standby-seconds --grace-seconds --take-over",
@@ -29,6 +30,7 @@ OPTIONS = {
     "tpu-vm": "--set --zone --project --name --spot --reserved --runtime-version --service-account --network "
     "--subnetwork --internal-ips --environment-file --runner --requirements --max-restarts --standby-seconds --keep "
     "--poll-seconds --skip-checks --dry-run",
+    "ladder": "--set --sizes --tokens-per-parameter --width-per-layer --head-size --forecast --then",
     "image": "--set --tag --base --runner --requirements --extra --builder --push --dry-run",
 }
 ALL_ENGINES = pytest.mark.parametrize("engine", list(REQUIRED_OPTIONS))
