@@ -23,7 +23,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from runner.attempts.layout import LAYOUT, OWNER, read_owner
+from runner.attempts.layout import LAYOUT, OWNER, DamagedRecordError, read_owner
 from runner.cli.arguments import StatusArguments
 from runner.console import escape_controls, finish_output, format_duration, warn, write_text
 from runner.dashboard.reader import DiscoveryResult, confine, find_runs
@@ -33,8 +33,10 @@ from runner.history.cost import compute_cost, format_cost
 from runner.history.goodput import list_restarts
 from runner.history.hosts import RULE, HostRecord, merge_hosts, read_hosts
 from runner.history.ledger import get_float, to_single_line
+from runner.history.lineage import format_ladder
 from runner.history.reader import HistoryReader, format_changes, open_text_stores
 from runner.history.records import History, RunState, StageRecord, Verification, to_json
+from runner.history.sweep import SWEEP, read_sweep
 from runner.metrics.rows import POLICY_COUNTS, format_metrics, list_own_metrics
 from runner.spec import list_named_modules, load_document, validate_spec
 from runner.storage import DiskError, JsonObject, Store, find_kind, local_directory, open_store
@@ -202,7 +204,12 @@ def print_status(arguments: StatusArguments) -> int:
 def _print_runs(root: Store, found: DiscoveryResult, as_json: bool) -> int:
     """Print a line for each run below a directory, the one with the newest sign of life first."""
     histories: list[tuple[str, History]] = []
-    notes = [*found.notes]
+    notes, laws = [*found.notes], list[str]()
+    try:
+        sweep = read_sweep(root)
+        laws = [] if sweep is None else format_ladder(sweep)
+    except (DamagedRecordError, InvalidError, KeyError, TypeError, ValueError) as error:
+        notes.append(to_single_line(f"{SWEEP}: {error}"))
     for run in found.runs:
         try:
             histories.append((run.path, HistoryReader(run.store).read()))
@@ -222,7 +229,7 @@ def _print_runs(root: Store, found: DiscoveryResult, as_json: bool) -> int:
         age = f"{format_duration(max(history.now - history.attempts[-1].ended, 0.0))} ago"
         table.add_row(to_single_line(path), state, steps, loss, age)
     console = Console(markup=False, highlight=False, emoji=False)
-    console.print(_PrintableText(table))
+    console.print(_PrintableText(Group(table, *map(Text, laws))))
     for note in notes if finish_output() else []:
         warn(f"cannot read {note}")
     return EXIT_DONE

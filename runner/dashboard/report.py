@@ -20,10 +20,12 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from runner.attempts.layout import OWNER, RESULT, RESULT_KEYS, read_record
 from runner.dashboard.reader import RunReader, confine, read_ancestors
-from runner.dashboard.view import build_view
+from runner.dashboard.view import build_law, build_view
 from runner.errors import InvalidError
 from runner.history.records import ForkRecord
+from runner.history.sweep import Sweep, read_sweep
 from runner.metrics.media import CONTENT_TYPES, read_media
 from runner.storage import JsonObject, Store, make_store
 
@@ -134,8 +136,23 @@ def list_parent_places(fork: ForkRecord, url: str) -> list[Store]:
     return places
 
 
+def _open_ladder(root: Store, sweep: Sweep) -> tuple[list[Store], JsonObject | None]:
+    """Return the runs of a sweep, and of the forecasts of a ladder, and the chart of the law with the last forecast."""
+    forecasts = sweep.ladder.get("forecasts", {})
+    stores = [make_store(f"{root.url}/{name}") for name in (*(run.name for run in sweep.runs), *forecasts)]
+    stores = [store for store in stores if store.exists(OWNER)]
+    if not forecasts:
+        return stores, None
+    name, forecast = [*forecasts.items()][-1]
+    result = read_record(make_store(f"{root.url}/{name}"), RESULT, RESULT_KEYS, [])
+    return stores, build_law(forecast, None if result is None else result.get("val_loss"))
+
+
 def render_report(stores: Sequence[Store]) -> str:
     """Return the page about the runs in these directories. Raises OSError, or InvalidError where there is no run."""
+    law = None
+    if len(stores) == 1 and (sweep := read_sweep(stores[0])) is not None:
+        stores, law = _open_ladder(stores[0], sweep)
     names = make_run_names([store.url for store in stores])
     snapshots = [RunReader(store, name).read() for store, name in zip(stores, names, strict=True)]
     title = names[0] if len(names) == 1 else f"{len(names)} runs" + (f": {', '.join(names)}" if len(names) < 4 else "")
@@ -144,7 +161,7 @@ def render_report(stores: Sequence[Store]) -> str:
         return RunReader(store, make_run_names([store.url])[0])
 
     ancestors = read_ancestors(snapshots, list_parent_places, make_reader)
-    view = build_view(title, snapshots, POINTS_MAX, ancestors)
+    view = build_view(title, snapshots, POINTS_MAX, ancestors) | {"law": law}
     for run, each in zip(view["runs"], stores, strict=True):
         run["address"] = confine(each)
     embed_media(view, read_media)

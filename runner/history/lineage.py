@@ -14,6 +14,7 @@ from runner.errors import InvalidError, StorageError
 from runner.history.ledger import LedgerReader, to_single_line
 from runner.history.reader import format_changes, read_fork
 from runner.history.records import ForkRecord
+from runner.history.sweep import Sweep
 from runner.storage import JsonObject, Store, open_store
 
 # A run among those that were read is named by its place. Any other one is named by its id too, since its place may have
@@ -155,9 +156,18 @@ def build_tree(runs: Sequence[RunLineage]) -> list[LineageNode]:
 def format_forecast(forecast: JsonObject) -> str:
     """Return a line about the forecast of a run."""
     interval = f"{forecast['low']:.4f} to {forecast['high']:.4f}, {forecast['coverage']:.0%}"
-    return (
-        f"forecast before it began: loss {forecast['loss']:.4f} ({interval}), by {to_single_line(forecast['ladder'])}"
-    )
+    ladder = to_single_line(forecast["ladder"])
+    return f"forecast before it began: loss {forecast['loss']:.4f} ({interval}), by {ladder}"
+
+
+def format_ladder(sweep: Sweep) -> list[str]:
+    """Return a line for each forecast of a ladder, with its law; none for another sweep."""
+    lines = []
+    for name, forecast in sweep.ladder.get("forecasts", {}).items():
+        interval = f"{forecast['low']:.4f} to {forecast['high']:.4f}, {forecast['coverage']:.0%}"
+        law, size = to_single_line(forecast["law"]["formula"]), f"{forecast['parameters']:,} parameters"
+        lines.append(f"{law}; {to_single_line(name)} of {size}: loss {forecast['loss']:.4f} ({interval})")
+    return lines
 
 
 def format_tree(nodes: Iterable[LineageNode]) -> Iterator[str]:
