@@ -12,6 +12,8 @@ from launch.ladder import LadderArguments
 from launch.local import LocalArguments
 from launch.slurm import engine as slurm
 from launch.slurm.engine import SlurmArguments
+from launch.sweep import command as sweep
+from launch.sweep.command import SweepArguments
 from launch.tpu_vm import engine as tpu_vm
 from launch.tpu_vm.engine import TpuVmArguments
 from runner.command_line import CommandLine
@@ -71,6 +73,14 @@ COMMANDS.add(
     "Builds an image of Python, the runner, the packages of requirements.txt and the committed code, with docker, "
     "podman or buildah.",
 )
+COMMANDS.add(
+    "sweep",
+    SweepArguments,
+    "Run many settings of the job, each as a run of its own",
+    "0 all runs have ended; 1 some failed; 2 invalid command line, spec or setting; 75 stopped, state saved: run the "
+    "same command again; 76 retryable.",
+    "Options of the engine follow after --. Run again, the command goes on; a finished run costs nothing.",
+)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -97,6 +107,8 @@ def main(words: Sequence[str] | None = None) -> int:
                 return ladder.run(arguments)
             case ImageArguments():
                 return image.run(arguments)
+            case SweepArguments():
+                return sweep.run(arguments, COMMANDS.parse)
         raise AssertionError(f"no engine for {arguments}")
     except KeyboardInterrupt:  # Ctrl-C in slurm, jobset or image; the other engines handle their signals
         warn("stopped before the end; look whether the job was submitted before you run the command again")

@@ -110,6 +110,7 @@ class PlanArguments:
         str | None,
         typer.Option(metavar="RUN", help="With --profile: compare with the step times of a run's directory."),
     ] = None
+    is_variants: Annotated[bool, typer.Option("--variants", hidden=True, help="For launch sweep.")] = False
 
     def __post_init__(self) -> None:
         if (self.chips is None) != (self.hours is None) or (self.hours is not None and not self.hours > 0):

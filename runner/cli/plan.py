@@ -24,7 +24,7 @@ from runner.job import RestoreableJob, make_job
 from runner.plan import checks
 from runner.plan.figures import format_amount
 from runner.plan.prediction import SINGLE_DEVICE, build_abstract
-from runner.plan.preflight import PlanRequest, plan
+from runner.plan.preflight import PlanRequest, check_variant, plan
 from runner.plan.program import count_elements
 from runner.plan.search import Candidate, Search
 from runner.plan.size import derive_sizes
@@ -59,6 +59,11 @@ def print_plan(arguments: PlanArguments) -> int:
     """Print what a job would do on its hardware, which need not be present; the exit code is 2 if it would not run."""
     # `--topology` is an override like any other, applied last so that it outranks a `--set` of the same key.
     topology = [] if not arguments.topology else [f"topology.accelerator={arguments.topology}"]
+    if arguments.is_variants:
+        # The overrides of each run of a sweep, all of which are checked in this process.
+        variants = [(*each, *topology) for each in json.load(sys.stdin)]
+        write_text(json.dumps([check_variant(arguments.spec, each) for each in variants]) + "\n")
+        return EXIT_DONE
     return plan(
         PlanRequest(
             arguments.spec,

@@ -23,6 +23,7 @@ from runner.huggingface.load import validate_init_from
 from runner.job import RestoreableJob, complete_topology
 from runner.plan.figures import Section
 from runner.spec import Document, ExecutionSpec, load_job_class, validate_config, validate_spec
+from runner.storage import JsonObject
 from runner.train.setup import TrainSetupBuilder
 from runner.train.text_first import validate_vocabulary
 from runner.trainer import BaseTrainer
@@ -37,6 +38,10 @@ class Findings:
     local_problems: list[str] = field(default_factory=list)
     service_problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+
+    def to_json(self) -> JsonObject:
+        """Return the lines by kind."""
+        return dataclasses.asdict(self)
 
     @contextlib.contextmanager
     def collect(self, *, is_local: bool = False) -> Iterator[None]:

@@ -38,6 +38,7 @@ from runner.plan.report import EarlyEstimate, build_first_setup, estimate_early,
 from runner.plan.search import CompiledCandidate, Search, find_smallest_slice
 from runner.spec import Document, load_document
 from runner.spec.document import dump_yaml
+from runner.storage import JsonObject
 from runner.storage.bucket import limit_call_seconds
 from runner.train.checks import find_unmeasured_saves
 from runner.train.compile import StepTooLargeError
@@ -80,21 +81,9 @@ def plan(request: PlanRequest) -> int:
         read_timed_rows(request.against)
 
     findings = Findings()
-    document = load_document(request.spec, request.overrides)
-    machine = _open_machine(document, findings)
-    with limit_call_seconds(_QUICK_CALL_SECONDS) if request.is_quick else contextlib.nullcontext():
-        job = checks.open_job(document, findings)
-        sections = [] if job is None else _make_sections(job, machine, findings, request)
-        if job is not None:
-            checks.check_tracking(job, findings)
+    _, sections = _check(load_document(request.spec, request.overrides), request, findings)
     if request.as_json:
-        content = {
-            "problems": findings.problems,
-            "local_problems": findings.local_problems,
-            "service_problems": findings.service_problems,
-            "warnings": findings.warnings,
-            "plan": sections_to_json(sections),
-        }
+        content = {**findings.to_json(), "plan": sections_to_json(sections)}
         write_text(json.dumps(content, indent=2) + "\n")
     else:
         count = len(findings.problems)
@@ -108,6 +97,32 @@ def plan(request: PlanRequest) -> int:
         lines += ["", *(f"warning: {line}" for line in findings.warnings)] if findings.warnings else []
         write_lines(lines)
     return EXIT_INVALID if findings.problems else EXIT_DONE
+
+
+def check_variant(spec: str, overrides: tuple[str, ...]) -> JsonObject:
+    """Return the findings of a quick plan, and which rows the job writes."""
+    findings, facts = Findings(), JsonObject()
+    with findings.collect():
+        job, _ = _check(load_document(spec, overrides), PlanRequest(spec, is_quick=True), findings)
+        if isinstance(job, BaseTrainer) and not findings.problems:
+            evaluation = job.config.eval
+            facts = {
+                "total_steps": job.total_steps,
+                "row_steps": job.spec.logging.every_steps,
+                "evaluation_steps": evaluation.every_steps,
+                "evaluates": evaluation.every_steps is not None or evaluation.at_end,
+            }
+    return {**findings.to_json(), "facts": facts}
+
+
+def _check(document: Document, request: PlanRequest, findings: Findings) -> tuple[RestoreableJob | None, list[Section]]:
+    machine = _open_machine(document, findings)
+    with limit_call_seconds(_QUICK_CALL_SECONDS) if request.is_quick else contextlib.nullcontext():
+        job = checks.open_job(document, findings)
+        sections = [] if job is None else _make_sections(job, machine, findings, request)
+        if job is not None:
+            checks.check_tracking(job, findings)
+    return job, sections
 
 
 def _open_machine(document: Document, findings: Findings) -> TargetMachine | None:

@@ -40,6 +40,7 @@ EXTRA_PACKAGES = {
     "lm-eval": ("lm_eval",),
     "hub": ("huggingface_hub",),
     "chat": ("jinja2",),
+    "search": ("optuna",),
 }
 
 
