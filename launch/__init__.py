@@ -11,7 +11,6 @@ run, and imports no jax. The runner never imports it. `skypilot.yaml` is a file 
 - `slurm`: a batch job of SLURM
 - `supervisor`: restarts by exit code, for engines that restart nothing by themselves
 - `local`: processes on this machine, with simulated CPU devices on request
-- `ladder`: runs of ascending depth, their scaling law, and a forecast
 - `tpu_vm`: TPU VMs of Google Cloud, through a queued resource
 - `app`: the command line of `python -m launch`
 - `__main__`: its entry point

@@ -3,17 +3,18 @@
 import sys
 from collections.abc import Sequence
 
-from launch import ladder, local
+from launch import local
 from launch.image import engine as image
 from launch.image.engine import ImageArguments
 from launch.kubernetes import engine as kubernetes
 from launch.kubernetes.engine import JobSetArguments
-from launch.ladder import LadderArguments
 from launch.local import LocalArguments
 from launch.slurm import engine as slurm
 from launch.slurm.engine import SlurmArguments
 from launch.sweep import command as sweep
+from launch.sweep import ladder
 from launch.sweep.command import SweepArguments
+from launch.sweep.ladder import LadderArguments
 from launch.tpu_vm import engine as tpu_vm
 from launch.tpu_vm.engine import TpuVmArguments
 from runner.command_line import CommandLine
@@ -104,7 +105,7 @@ def main(words: Sequence[str] | None = None) -> int:
             case TpuVmArguments():
                 return tpu_vm.run(arguments)
             case LadderArguments():
-                return ladder.run(arguments)
+                return ladder.run(arguments, COMMANDS.parse)
             case ImageArguments():
                 return image.run(arguments)
             case SweepArguments():

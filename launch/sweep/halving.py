@@ -28,12 +28,7 @@ class HalvingRule:
         """Return the rule of `3@100,300`. Raises `InvalidError`."""
         match = re.fullmatch(r"(\d{1,9})@(\d{1,15}(?:,\d{1,15})*)", text.replace(" ", ""))
         steps = tuple(map(int, match[2].split(","))) if match else ()
-        if (
-            match is None
-            or int(match[1]) < 2
-            or steps[0] < 1
-            or any(a >= b for a, b in itertools.pairwise(steps))
-        ):
+        if match is None or int(match[1]) < 2 or steps[0] < 1 or any(a >= b for a, b in itertools.pairwise(steps)):
             raise InvalidError(
                 f"--halving {text}: needs FACTOR@STEP,STEP with a factor of 2 or more and ascending steps, such as "
                 "3@100,300: a third of the runs goes on at step 100, and a third of these at step 300"

@@ -195,10 +195,10 @@ class ScalingFit:
         return 2 * float(found.cost), anchored, rest
 
 
-def fit_ladder(points: Sequence[ScalingPoint], target: ScalingPoint) -> JsonObject:
-    """Return a forecast (`FORECAST_KEYS`) for a run of the size of `target`, without the ladder."""
-    fit = ScalingFit(points)
-    found = fit.forecast(target.parameters, target.tokens)
+def fit_ladder(runs: Sequence[tuple[int, int, float]], parameters: int, tokens: int) -> JsonObject:
+    """Return a forecast (`FORECAST_KEYS`), without the ladder, by parameters, tokens and losses of finished runs."""
+    fit, target = ScalingFit([ScalingPoint(*each) for each in runs]), ScalingPoint(parameters, tokens)
+    found = fit.forecast(parameters, tokens)
     return {
         "loss": found.loss,
         "low": found.low,
