@@ -47,7 +47,7 @@ class ScalingPoint:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class LossForecast:
     """Loss that a law expects of one more run, with the interval that contains it with probability `COVERAGE`."""
 
     loss: float
@@ -118,7 +118,7 @@ class ScalingFit:
         """Return True if the interval of the forecast for a run contains its loss."""
         return self._fit(point, math.log(point.loss))[0] <= self._limit
 
-    def forecast(self, parameters: int, tokens: int) -> Forecast:
+    def forecast(self, parameters: int, tokens: int) -> LossForecast:
         """Return the forecast for one more run."""
         target = ScalingPoint(parameters, tokens)
         _, middle, _ = self._fit(target)
@@ -134,7 +134,7 @@ class ScalingFit:
             is_bounded = exceed(middle + sign * step) > 0
             ends.append(brentq(exceed, middle, middle + sign * step, xtol=1e-7) if is_bounded else middle + sign * step)
         low, high = (math.exp(end) for end in ends)
-        return Forecast(math.exp(middle), low, high)
+        return LossForecast(math.exp(middle), low, high)
 
     def to_json(self, target: ScalingPoint) -> JsonObject:
         """Return the law as records hold it, with its line and band from the smallest run to `target`."""
