@@ -59,14 +59,6 @@ COMMANDS.add(
     "machines at the end. Run again, the command re-attaches to the job.",
 )
 COMMANDS.add(
-    "ladder",
-    LadderArguments,
-    "Train a family of models, and forecast the loss of a larger one",
-    "0 done; 2 invalid command line or spec, or the directory holds something else; others: those of the job.",
-    "Width, heads, tokens, batch and learning rate follow from the depth. A scaling law is fitted to the losses, and "
-    "its forecast written into the directory of the larger run before that begins. Run again, the command continues.",
-)
-COMMANDS.add(
     "image",
     ImageArguments,
     "Build the container image of the job",
@@ -81,6 +73,14 @@ COMMANDS.add(
     "0 all runs have ended; 1 some failed; 2 invalid command line, spec or setting; 75 stopped, state saved: run the "
     "same command again; 76 retryable.",
     "Options of the engine follow after --. Run again, the command goes on; a finished run costs nothing.",
+)
+COMMANDS.add(
+    "ladder",
+    LadderArguments,
+    "Train a family of models, and forecast the loss of a larger one",
+    "0 done; 2 invalid command line or spec, or the directory holds something else; others: those of the job.",
+    "Width, heads, tokens, batch and learning rate follow from the depth. A scaling law is fitted to the losses, and "
+    "its forecast written into the directory of the larger run before that begins. Run again, the command continues.",
 )
 
 
@@ -104,12 +104,12 @@ def main(words: Sequence[str] | None = None) -> int:
                 return kubernetes.run(arguments)
             case TpuVmArguments():
                 return tpu_vm.run(arguments)
-            case LadderArguments():
-                return ladder.run(arguments, COMMANDS.parse)
             case ImageArguments():
                 return image.run(arguments)
             case SweepArguments():
                 return sweep.run(arguments, COMMANDS.parse)
+            case LadderArguments():
+                return ladder.run(arguments, COMMANDS.parse)
         raise AssertionError(f"no engine for {arguments}")
     except KeyboardInterrupt:  # Ctrl-C in slurm, jobset or image; the other engines handle their signals
         warn("stopped before the end; look whether the job was submitted before you run the command again")

@@ -100,7 +100,7 @@ def run(arguments: LadderArguments, parse: Callable[[Sequence[str]], object]) ->
     }
     names = [arguments.name_run(depth, ratio) for depth in arguments.depths for ratio in arguments.ratios]
     empty = tuple(SweepRun(name, {}) for name in names)
-    ladder = {"sizes": {}, "forecasts": {}}
+    ladder: JsonObject = {"sizes": {}, "forecasts": {}}
     sweep = Sweep(spec.name, arguments.spec, document.compute_digest(), _METRIC, False, rule, empty, {}, ladder)
     record = SweepRecord(store, arguments.spec, arguments.overrides, sweep)
     with lock_root(store):

@@ -75,7 +75,7 @@ def derive_sizes(
     length, schedule = config.data.units_per_example, config.schedule
     batch, steps, rate = config.train.global_batch_examples, config.total_steps, config.optimizer.learning_rate
     head_dim, key_heads = getattr(model, "head_dim", "auto"), getattr(model, "key_value_heads", None)
-    head: int = head_size or (model.width // model.heads if head_dim == "auto" else head_dim)
+    head: Any = head_size or (model.width // model.heads if head_dim == "auto" else head_dim)
     has_mup = hasattr(model, "base_width") and config.optimizer.name == "adamw"
     mlp_width = getattr(model, "mlp_width", None)
 

@@ -30,9 +30,9 @@ OPTIONS = {
     "tpu-vm": "--set --zone --project --name --spot --reserved --runtime-version --service-account --network "
     "--subnetwork --internal-ips --environment-file --runner --requirements --max-restarts --standby-seconds --keep "
     "--poll-seconds --skip-checks --dry-run",
+    "image": "--set --tag --base --runner --requirements --extra --builder --push --dry-run",
     "ladder": "--set --root --engine --at-once --sizes --tokens-per-parameter --width-per-layer --head-size --forecast "
     "--then",
-    "image": "--set --tag --base --runner --requirements --extra --builder --push --dry-run",
 }
 ALL_ENGINES = pytest.mark.parametrize("engine", list(REQUIRED_OPTIONS))
 
