@@ -28,7 +28,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar
@@ -507,23 +507,40 @@ def dump(manifest: dict[str, Any]) -> str:
 
 def run(arguments: JobSetArguments) -> int:
     """Submit the job, or print what would be submitted."""
+    _render_job(arguments, lambda name, namespace: None)  # every option is checked before anything takes time
+    if not arguments.is_skip_checks:
+        check_job(arguments, has_shared_files=False, topology=find_topology(arguments))
+    submit([arguments])
+    return EXIT_DONE
+
+
+def find_topology(arguments: JobSetArguments) -> str | None:
+    """Return the accelerator of a job on CPUs, whose number the options give."""
+    return None if arguments.nodes is None else f"cpu-{arguments.nodes}"
+
+
+def submit(jobs: Sequence[JobSetArguments]) -> None:
+    """Submit jobs with one call of kubectl, or print their manifests. Raises as `render`, and `FailedError`."""
+    # First rendered without a time, so that every option is checked before the cluster is contacted.
+    manifests = [_render_job(job, lambda name, namespace: None) for job in jobs]
+    if not jobs[0].dry_run:
+        manifests = [_render_job(job, _find_submit_time) for job in jobs]
+    text = "---\n".join(map(dump, manifests))
+    if jobs[0].dry_run:
+        write_text(text, is_program=True)
+    else:
+        _kubectl("apply", "-f", "-", text=text)
+
+
+def _render_job(arguments: JobSetArguments, find_time: Callable[[str, str | None], str | None]) -> dict[str, Any]:
+    """Return the manifest of a job, whose time of submission is that of a function of its name and namespace."""
     document = load_document(arguments.spec, arguments.overrides)
     validate_spec(document)  # a wrong spec is reported before a text that cannot be read
     text = Path(arguments.spec).read_text(encoding="utf-8-sig")
-    # First rendered without a time, so that every option is checked before the cluster is contacted.
-    manifest = render(document, text, arguments, None)
-    if not arguments.is_skip_checks:
-        topology = None if arguments.nodes is None else f"cpu-{arguments.nodes}"
-        check_job(arguments, has_shared_files=False, topology=topology)
-    if not arguments.dry_run:
-        metadata = manifest["metadata"]
-        manifest = render(document, text, arguments, _find_submit_time(metadata["name"], metadata.get("namespace")))
+    metadata = render(document, text, arguments, None)["metadata"]
+    manifest = render(document, text, arguments, find_time(metadata["name"], metadata.get("namespace")))
     validate_size(manifest, len(text.encode()))
-    if arguments.dry_run:
-        write_text(dump(manifest), is_program=True)
-    else:
-        _kubectl("apply", "-f", "-", text=dump(manifest))
-    return EXIT_DONE
+    return manifest
 
 
 def _find_submit_time(name: str, namespace: str | None) -> str | None:

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
@@ -90,7 +91,7 @@ class SlurmArguments(LaunchArguments):
 
 
 @dataclass(frozen=True)
-class _Allocation:
+class Allocation:
     """Resources that the job requests from the cluster."""
 
     num_nodes: int
@@ -105,15 +106,26 @@ def run(arguments: SlurmArguments) -> int:
     allocation = allocate(document, spec, arguments.nodes, arguments.gpus_per_node)
     script = render(spec, allocation, arguments)
     if not arguments.is_skip_checks:
-        accelerator = None if spec.topology is None else parse_accelerator(spec.topology.accelerator)
-        # The options then give the number of devices, over which the batch must divide.
-        name = "cpu" if accelerator is None else accelerator.name
-        is_open = accelerator is None or accelerator.num_chips is None
-        number = allocation.num_nodes * (allocation.gpus_per_node or 1)
-        check_job(arguments, has_shared_files=True, topology=f"{name}-{number}" if is_open else None)
+        check_job(arguments, has_shared_files=True, topology=find_topology(spec, allocation))
     if arguments.dry_run:
         write_text(script, is_program=True)
-        return EXIT_DONE
+    else:
+        say(f"submitted as job {submit(script)}")
+    return EXIT_DONE
+
+
+def find_topology(spec: ExecutionSpec, allocation: Allocation) -> str | None:
+    """Return the accelerator with its number, which the options give, or None if the spec names it."""
+    accelerator = None if spec.topology is None else parse_accelerator(spec.topology.accelerator)
+    if accelerator is not None and accelerator.num_chips is not None:
+        return None
+    # The batch must divide over this number of devices.
+    name = "cpu" if accelerator is None else accelerator.name
+    return f"{name}-{allocation.num_nodes * (allocation.gpus_per_node or 1)}"
+
+
+def submit(script: str) -> str:
+    """Submit a batch script, and return the id of its job. Raises `InvalidError`, or `RetryableError`."""
     if shutil.which("sbatch") is None:
         raise InvalidError("sbatch is not on the PATH; submit on a login node of the cluster, or print with --dry-run")
     result = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True)
@@ -124,11 +136,10 @@ def run(arguments: SlurmArguments) -> int:
         raise (RetryableError if any(words in complaint for words in _UNREACHABLE) else InvalidError)(line)
     if complaint:
         warn(complaint)
-    say(f"submitted as job {result.stdout.strip().partition(';')[0]}")
-    return EXIT_DONE
+    return result.stdout.strip().partition(";")[0]
 
 
-def allocate(document: Document, spec: ExecutionSpec, num_nodes: int | None, gpus_per_node: int | None) -> _Allocation:
+def allocate(document: Document, spec: ExecutionSpec, num_nodes: int | None, gpus_per_node: int | None) -> Allocation:
     """Return the nodes that the spec's accelerator needs.
 
     The numbers are those of the options. The document is the origin of the spec, for messages.
@@ -139,7 +150,7 @@ def allocate(document: Document, spec: ExecutionSpec, num_nodes: int | None, gpu
     name = spec.topology.accelerator if spec.topology is not None else "any"
     accelerator = parse_accelerator(name)
     if accelerator is None:
-        return _Allocation(num_nodes or 1, gpus_per_node)
+        return Allocation(num_nodes or 1, gpus_per_node)
     key, chip = "topology.accelerator", accelerator.chip
     if chip.is_tpu:
         raise document.error(
@@ -148,13 +159,13 @@ def allocate(document: Document, spec: ExecutionSpec, num_nodes: int | None, gpu
     if chip.chips_per_host is None:
         if gpus_per_node is not None:
             raise document.error(key, f"{name} has no GPUs; leave out --gpus-per-node")
-        return _Allocation(num_nodes or 1)
+        return Allocation(num_nodes or 1)
     is_even = accelerator.num_chips is not None and accelerator.num_chips % accelerator.hosts_per_slice == 0
     per_node = gpus_per_node or (is_even and accelerator.num_chips_per_host) or chip.chips_per_host
     # A job that takes all GPUs of a node may take its cores and memory too; one that takes some must share.
     is_whole_node = per_node == chip.chips_per_host
     if accelerator.num_chips is None:
-        return _Allocation(num_nodes or 1, per_node, is_whole_node)
+        return Allocation(num_nodes or 1, per_node, is_whole_node)
     # A slice is a notion of TPUs; for GPUs `2xh100-8` is simply 16 of them.
     num_gpus = accelerator.num_slices * accelerator.num_chips
     if num_gpus % per_node:
@@ -169,11 +180,22 @@ def allocate(document: Document, spec: ExecutionSpec, num_nodes: int | None, gpu
             key,
             f"{name} is {num_gpus // per_node} nodes of {per_node} GPUs, but --nodes is {num_nodes}; leave out --nodes",
         )
-    return _Allocation(num_gpus // per_node, per_node, is_whole_node)
+    return Allocation(num_gpus // per_node, per_node, is_whole_node)
 
 
-def render(spec: ExecutionSpec, allocation: _Allocation, arguments: SlurmArguments) -> str:
-    """Return the batch script."""
+@dataclass(frozen=True)
+class JobArray:
+    """Runs of a sweep as the tasks of one array job."""
+
+    tasks: Mapping[int, Sequence[str]]  # overrides by index of the task
+    at_once: int | None  # number of tasks that may run at the same time
+    comment: str  # by which the queue finds its tasks
+
+
+def render(
+    spec: ExecutionSpec, allocation: Allocation, arguments: SlurmArguments, array: JobArray | None = None
+) -> str:
+    """Return the batch script, of one job or of an array."""
     notice_seconds = find_grace_seconds(arguments.grace_seconds, spec.checkpoint)
     if arguments.tasks_per_node not in (1, allocation.gpus_per_node):
         gpus = "no GPUs" if allocation.gpus_per_node is None else f"{allocation.gpus_per_node} GPUs"
@@ -220,18 +242,34 @@ def render(spec: ExecutionSpec, allocation: _Allocation, arguments: SlurmArgumen
     if arguments.exclude:
         options.append(f"--exclude={','.join(arguments.exclude)}")
     options += [f"--{name}={value}" for name, value in optional.items() if value is not None]
-    command = [arguments.python, *runner_arguments(arguments.spec, arguments.overrides)]
-    # A standby gets what follows `python -m runner`, and the variable that the script sets at each restart.
-    line = json.dumps({"variables": {SUBMIT_TIME_VARIABLE: "@submit_time@"}, "words": command[3:]})
+
+    def format_job(overrides: Sequence[str]) -> list[str]:
+        command = [arguments.python, *runner_arguments(arguments.spec, overrides)]
+        # A standby gets what follows `python -m runner`, and the variable that the script sets at each restart.
+        line = json.dumps({"variables": {SUBMIT_TIME_VARIABLE: "@submit_time@"}, "words": command[3:]})
+        return [f"command=({' '.join(map(_quote, command))})", f"standby_line={_quote(line)}"]
+
+    command, standby_line = format_job(arguments.overrides)
+    program, first = read_program(__package__, "batch_script.sh"), list[str]()
+    if array is not None:
+        limit = "" if array.at_once is None else f"%{array.at_once}"
+        options += [f"--array={','.join(map(str, array.tasks))}{limit}", f"--comment={array.comment}"]
+        # SLURM gives one task the id of the whole array, so commands name a task by its index.
+        first = ["job_id=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"]
+        program = program.replace("$SLURM_JOB_ID", "$job_id")
+        tasks = {index: " ".join(format_job(overrides)) for index, overrides in array.tasks.items()}
+        cases = [f"  {index}) {assignments} ;;" for index, assignments in tasks.items()]
+        command, standby_line = "\n".join(["case $SLURM_ARRAY_TASK_ID in", *cases, "esac"]), ""
     lines = [
         "#!/bin/bash",
         "# Rendered by python -m launch slurm: the same command on every node, again and again until it is done.",
         *map(_format_directive, [*options, *arguments.sbatch_option]),
         "set -u",
         f"name={spec.name}",
-        f"command=({' '.join(map(_quote, command))})",
+        *first,
+        command,
         f"own_python={_quote(sys.executable if has_container else arguments.python)}",
-        f"standby_line={_quote(line)}",
+        *([standby_line] if standby_line else []),
         f"step_options=({shlex.join(step_options)})",
         f"max_restarts={arguments.max_restarts}",
         f"num_nodes={allocation.num_nodes}",
@@ -239,7 +277,7 @@ def render(spec: ExecutionSpec, allocation: _Allocation, arguments: SlurmArgumen
         f"num_spare_nodes={arguments.spare_nodes}",
         f"standby_seconds={arguments.standby_seconds}",
     ]
-    return "\n".join(lines) + "\n\n" + read_program(__package__, "batch_script.sh")
+    return "\n".join(lines) + "\n\n" + program
 
 
 def _parse_time(text: str) -> int:

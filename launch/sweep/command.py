@@ -275,19 +275,17 @@ def divide_devices(engine: str, arguments: LaunchArguments, at_once: int) -> lis
 
 def _validate_rungs(rule: HalvingRule, metric: str, facts: JsonObject) -> None:
     """Raise `InvalidError` for steps at which no run has a row with the metric."""
-    total, every = facts.get("total_steps"), facts.get("evaluation_steps" if metric.startswith("val/") else "row_steps")
-    problems = []
+    every: int | None = facts.get("evaluation_steps" if metric.startswith("val/") else "row_steps")
+    total, problems = facts.get("total_steps"), []
     if facts and every is None:
         key = "config.eval.every_steps" if metric.startswith("val/") else "logging.every_steps"
         problems.append(f"the runs have no rows of {metric} before their end; set {key}")
-    for step in rule.steps if every is not None else ():
+    for step in rule.steps:
         if total is not None and step >= total:
             problems.append(f"step {step} is not below the {total} steps of the runs")
-        elif step % every:
-            before, after = step // every * every, (step // every + 1) * every
-            problems.append(
-                f"step {step} has no row of {metric}, there is one every {every} steps; use {before or after}"
-            )
+        elif every is not None and step % every:
+            near = f"{step // every * every or every} or {(step // every + 1) * every}"
+            problems.append(f"step {step} has no row of {metric}, there is one every {every} steps; use {near}")
     if problems:
         raise InvalidError("\n".join(f"--halving {rule.format()}: {line}" for line in problems))
 
@@ -307,11 +305,11 @@ def format_summary(sweep: Sweep, outcomes: Sequence[tuple[SweepRun, str, float |
     if SEED in sweep.keys:
         settings: dict[str, list[float | None]] = {}
         for run in sweep.runs:
-            setting = format_setting_line({key: value for key, value in run.values.items() if key != SEED})
-            settings.setdefault(setting, []).append(values.get(run.name))
+            name = format_setting_line({key: value for key, value in run.values.items() if key != SEED})
+            settings.setdefault(name, []).append(values.get(run.name))
         means = {
-            setting: math.fsum(known) / len(known)
-            for setting, found in settings.items()
+            name: math.fsum(known) / len(known)
+            for name, found in settings.items()
             if len(known := [value for value in found if value is not None]) == len(found)
         }
         if (first := sweep.find_best(means.items())) is not None:

@@ -12,14 +12,12 @@ from pathlib import Path
 
 from launch.supervisor import read_progress
 from runner.attempts.layout import OWNER, DamagedRecordError
-from runner.errors import DivergedError, InvalidError
-from runner.history.ledger import get_float
-from runner.history.reader import read_history
-from runner.history.records import RunState
+from runner.errors import InvalidError
+from runner.history.ledger import get_float, to_single_line
 from runner.history.sweep import SWEEP, Sweep, SweepRun, read_sweep
 from runner.metrics.file import read_rows
 from runner.spec.document import format_overrides
-from runner.storage import ABSENT, Store, open_store
+from runner.storage import ABSENT, Store, open_store, read_log
 from runner.storage.local import try_lock
 
 _LOCK = "sweep.lock"
@@ -105,12 +103,9 @@ class SweepRecord:
 
     def find_divergence(self, run: SweepRun) -> str | None:
         """Return the reason if the newest attempt of a run ended because training diverged, else None."""
-        with contextlib.suppress(InvalidError):  # no attempt yet
-            history = read_history(self.open_run(run.name))
-            reason = history.reason or ""
-            if history.state is RunState.FAILED and reason.startswith(DivergedError.__name__):
-                return reason
-        return None
+        events = [row for row in read_log(self.open_run(run.name), "events") if row.get("event") in ("start", "failed")]
+        last = events[-1] if events else {}
+        return to_single_line(last.get("reason")) if last.get("diverged") is True else None
 
     def read_metric(self, run: SweepRun) -> float | None:
         """Return the metric of the newest row of a run that has it; None if none has."""

@@ -42,6 +42,7 @@ from runner.distributed.watchdog import Diagnosis, StragglerReport
 from runner.errors import (
     EXIT_DONE,
     EXIT_PREEMPTED,
+    DivergedError,
     FailedError,
     FencedError,
     InvalidError,
@@ -175,7 +176,8 @@ class Attempt:
                 code, reason = error.exit_code, str(error).split("\n", 1)[0][:500]
             if self.owns_directory():
                 if not isinstance(error, PreemptedError):
-                    self.events.append("failed", self.progress.step, code=code, reason=reason)
+                    kind = {"diverged": True} if isinstance(error, DivergedError) else {}
+                    self.events.append("failed", self.progress.step, code=code, reason=reason, **kind)
                 self.events.flush()
             raise
         finally:

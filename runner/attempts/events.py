@@ -332,7 +332,11 @@ EVENTS = (
     EventType(
         "failed",
         "An attempt ends with an error. A process that was killed (kill -9) writes nothing.",
-        (_REASON, Key("code", int, "Exit code of this process.")),
+        (
+            _REASON,
+            Key("code", int, "Exit code of this process."),
+            Key("diverged", bool, "True if training diverged; absent otherwise."),
+        ),
         writer="any process",
     ),
     EventType(

@@ -17,6 +17,7 @@ REQUIRED_OPTIONS = {
     "jobset": ["--image", "registry/job:1"],
     "tpu-vm": ["--zone", "z"],
     "image": ["--tag", "job:1"],
+    "sweep": ["--grid", "seed=0,1"],
     "ladder": ["--sizes", "1,2,3,4"],
 }
 OPTIONS = {
@@ -31,6 +32,8 @@ OPTIONS = {
     "--subnetwork --internal-ips --environment-file --runner --requirements --max-restarts --standby-seconds --keep "
     "--poll-seconds --skip-checks --dry-run",
     "image": "--set --tag --base --runner --requirements --extra --builder --push --dry-run",
+    "sweep": "--set --grid --random --search --number --file --sweep-seed --root --metric --maximise --halving "
+    "--engine --at-once --skip-checks --dry-run",
     "ladder": "--set --root --engine --at-once --sizes --tokens-per-parameter --width-per-layer --head-size --forecast "
     "--then",
 }
@@ -86,7 +89,7 @@ def test_missing_and_superfluous_arguments_are_reported_in_one_line(engine, run_
     [
         ([], "missing command"),
         (["slrum", "x.yaml"], "did you mean slurm?"),
-        (["nowhere", "x.yaml"], "choose from local, slurm, jobset, tpu-vm, image"),
+        (["nowhere", "x.yaml"], "choose from local, slurm, jobset, tpu-vm, image, sweep"),
         (["local", "x.yaml", "--processes", "0"], "--processes: "),
         (["local", "x.yaml", "--max-restarts", "-1"], "--max-restarts: "),
         (["jobset", "x.yaml"], "missing option '--image'"),

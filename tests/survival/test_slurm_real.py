@@ -300,3 +300,48 @@ def test_a_requeued_job_excludes_its_faulty_nodes(tmp_path: Path) -> None:
     log = submitted.log.read_text()
     assert "launch: the queue gives the job other nodes than" in log, log
     assert job.events("done")
+
+
+def test_an_array_of_a_sweep_is_requeued_by_task_and_submitted_once(cluster: SlurmCluster, tmp_path: Path) -> None:
+    working_directory, root, spec = tmp_path / "work", tmp_path / "root", str(job_process.ROOT / "specs/counter.yaml")
+    working_directory.mkdir()
+    variables = cluster.variables | job_process.environment(1, None)
+    variables |= {name: cluster.variables[name] for name in ("SLURM_CONF", "PATH")}
+    variables["PYTHONPATH"] = str(job_process.ROOT)
+    options = ("config.total_steps=300", "config.step_seconds=0.1", "checkpoint.every_steps=10")
+    words = [word for option in options for word in ("--set", option)]
+
+    def sweep() -> str:
+        command = [sys.executable, "-m", "launch", "sweep", spec, *words, "--grid", "seed=0,1,2", "--root", str(root)]
+        command += ["--engine", "slurm", "--at-once", "2", "--skip-checks", "--", "--nodes", "1"]
+        result = subprocess.run(command, cwd=working_directory, env=variables, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    def read_events(name: str, event: str) -> list[dict]:
+        rows = job_process.read_lines(root / name / "events.jsonl")
+        return [row for row in rows if row["event"] == event]
+
+    def report() -> str:
+        logs = "\n".join(path.read_text(errors="replace") for path in working_directory.glob("*.log"))
+        return f"{logs}\n{cluster.report()}"
+
+    array = re.search(r"3 runs submitted as array job (\d+)", sweep())[1]
+    assert "submitted" not in (again := sweep())
+    assert again.count("is in the queue as") == 3
+    wait_until(lambda: all(read_events(name, "commit") for name in ("000", "001")), "commits of two tasks", report)
+    assert not read_events("002", "start")  # at most two at once
+    # A requeue of one task leaves the others alone, also the one whose id is that of the array.
+    cluster.command("scancel", "--signal=TERM", "--batch", f"{array}_0")
+    wait_until(lambda: len(read_events("000", "start")) == 2, "a second start of the first task", report)
+    done = [root / name / "result.json" for name in ("000", "001", "002")]
+    wait_until(lambda: all(path.exists() for path in done), "the end of all tasks", report)
+    assert len(read_events("001", "start")) == 1, report()
+    for name, path in zip(("000", "001", "002"), done, strict=True):
+        undisturbed = job_process.Job(spec, tmp_path / name, (*options[:1], f"seed={int(name)}"), devices=1)
+        undisturbed.start().expect(0)
+        expected = json.loads((undisturbed.directory / "result.json").read_text())
+        assert json.loads(path.read_text())["fingerprint"] == expected["fingerprint"]
+    wait_until(lambda: "3 of 3 runs" in sweep(), "a sweep without anything left", report)
+    log = working_directory / f"counter-{array}_0.log"
+    assert "preempted; starting again" in log.read_text()
