@@ -208,7 +208,7 @@ def _print_runs(root: Store, found: DiscoveryResult, as_json: bool) -> int:
     try:
         sweep = read_sweep(root)
         laws = [] if sweep is None else format_ladder(sweep)
-    except (DamagedRecordError, InvalidError, KeyError, TypeError, ValueError) as error:
+    except (DamagedRecordError, InvalidError) as error:
         notes.append(to_single_line(f"{SWEEP}: {error}"))
     for run in found.runs:
         try:

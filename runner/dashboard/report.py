@@ -20,7 +20,7 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from runner.attempts.layout import OWNER, RESULT, RESULT_KEYS, read_record
+from runner.attempts.layout import OWNER, RESULT, RESULT_KEYS, DamagedRecordError, read_record
 from runner.dashboard.reader import RunReader, confine, read_ancestors
 from runner.dashboard.view import build_law, build_view
 from runner.errors import InvalidError
@@ -138,13 +138,16 @@ def list_parent_places(fork: ForkRecord, url: str) -> list[Store]:
 
 def _open_ladder(root: Store, sweep: Sweep) -> tuple[list[Store], JsonObject | None]:
     """Return the runs of a sweep, and of the forecasts of a ladder, and the chart of the law with the last forecast."""
-    forecasts = sweep.ladder.get("forecasts", {})
-    stores = [make_store(f"{root.url}/{name}") for name in (*(run.name for run in sweep.runs), *forecasts)]
+    forecasts = [*sweep.forecasts.items()]
+    stores = [make_store(f"{root.url}/{name}") for name in (*(run.name for run in sweep.runs), *dict(forecasts))]
     stores = [store for store in stores if store.exists(OWNER)]
     if not forecasts:
         return stores, None
-    name, forecast = [*forecasts.items()][-1]
-    result = read_record(make_store(f"{root.url}/{name}"), RESULT, RESULT_KEYS, [])
+    name, forecast = forecasts[-1]
+    try:
+        result = read_record(make_store(f"{root.url}/{name}"), RESULT, RESULT_KEYS, [])
+    except DamagedRecordError:  # as long as there is no result
+        result = None
     return stores, build_law(forecast, None if result is None else result.get("val_loss"))
 
 

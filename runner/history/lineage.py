@@ -163,9 +163,9 @@ def format_forecast(forecast: JsonObject) -> str:
 def format_ladder(sweep: Sweep) -> list[str]:
     """Return a line for each forecast of a ladder, with its law; none for another sweep."""
     lines = []
-    for name, forecast in sweep.ladder.get("forecasts", {}).items():
+    for name, forecast in sweep.forecasts.items():
         interval = f"{forecast['low']:.4f} to {forecast['high']:.4f}, {forecast['coverage']:.0%}"
-        law, size = to_single_line(forecast["law"]["formula"]), f"{forecast['parameters']:,} parameters"
+        law, size = to_single_line(str(forecast["law"].get("formula"))), f"{forecast['parameters']:,} parameters"
         lines.append(f"{law}; {to_single_line(name)} of {size}: loss {forecast['loss']:.4f} ({interval})")
     return lines
 

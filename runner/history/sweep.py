@@ -4,16 +4,18 @@
 in a directory of its own below the root.
 """
 
+import contextlib
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from runner.attempts.layout import DamagedRecordError, read_record
-from runner.storage import JsonObject, Key, Store, encode_json
+from runner.attempts.layout import FORECAST_KEYS, DamagedRecordError, read_record
+from runner.storage import JsonObject, Key, Store, encode_json, validate_record
 
 SWEEP = "sweep.json"
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 SWEEP_KEYS = (
     Key("name", str, "Name in the spec that is swept."),
     Key("spec", str, "Path of that spec, as it was given."),
@@ -59,6 +61,19 @@ class Sweep:
         """Dotted keys in which the runs differ, in the order in which they were given."""
         return tuple(dict.fromkeys(key for run in self.runs for key in run.values))
 
+    @property
+    def forecasts(self) -> dict[str, JsonObject]:
+        """Forecasts of a ladder (`FORECAST_KEYS`) by the name of the run; those that are damaged are left out."""
+        found = self.ladder.get("forecasts")
+        forecasts = {}
+        for name, forecast in found.items() if isinstance(found, dict) else ():
+            if not isinstance(forecast, dict) or not re.fullmatch(_NAME, name):  # never a path out of the root
+                continue
+            with contextlib.suppress(ValueError):
+                validate_record(forecast, FORECAST_KEYS, [key.name for key in FORECAST_KEYS])
+                forecasts[name] = forecast
+        return forecasts
+
     def encode(self) -> bytes:
         """Return the content of `sweep.json`."""
         record = {"format": 1, **asdict(self)}
@@ -83,7 +98,7 @@ def read_sweep(store: Store) -> Sweep | None:
     if record is None:
         return None
     for name in record["runs"]:  # never a path out of the root
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
+        if not re.fullmatch(_NAME, name):
             raise DamagedRecordError(f"{store.url}/{SWEEP} is damaged ({name!r:.100} is no name of a run)")
     names = {each.name for each in fields(Sweep)} & record.keys()
     try:

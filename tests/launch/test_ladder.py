@@ -20,10 +20,11 @@ from launch.sweep import ladder
 from launch.sweep.record import SweepRecord
 from runner.attempts.layout import FORECAST, RESULT, Owner, write_owner
 from runner.cli.app import run_command
-from runner.history.sweep import SWEEP, Sweep, SweepRun
+from runner.history.lineage import format_ladder
+from runner.history.sweep import SWEEP, Sweep, SweepRun, read_sweep
 from runner.plan.size import derive_sizes
 from runner.process import bind_to_parent
-from runner.storage import LocalStore, encode_json
+from runner.storage import LocalStore, encode_json, read_json
 from tests.support.job_process import DEADLINE_SECONDS, ROOT
 
 SPEC = "specs/gpt_nano.yaml"
@@ -154,6 +155,19 @@ def test_status_and_report_show_the_law(
         assert record["law"]["formula"].replace("<", "") in text
 
 
+def test_a_damaged_forecast_is_left_out(runs: FakeRuns, run_ladder: RunLadder, tmp_path: Path) -> None:
+    assert run_ladder(*FORECAST_SIX)[0] == 0
+    store = LocalStore(tmp_path / "ladder")
+    record = read_json(store, SWEEP)
+    good = record["ladder"]["forecasts"]["d6"]
+    for damaged in (None, [], {"../x": good}, {"d6": 1}, {"d6": good | {"low": "x"}}, {"d6": good | {"law": 3}}):
+        store.write(SWEEP, encode_json(record | {"ladder": {"forecasts": damaged}}))
+        sweep = read_sweep(store)
+        assert sweep is not None
+        assert sweep.forecasts == {}
+        assert format_ladder(sweep) == []
+
+
 BAD_COMMANDS: dict[str, tuple[list[str], str]] = {
     "too few sizes": (["--sizes", "1,2,3"], "at least 4 sizes"),
     "too few sizes with ratios": (["--sizes", "1,2", "--tokens-per-parameter", "5,20"], "at least 3 sizes"),
@@ -239,7 +253,7 @@ def test_kills_at_random_change_no_bit_of_law_and_forecast(tmp_path: Path) -> No
     while True:
         process = start("killed")
         try:
-            assert process.wait(moments.uniform(4, 25)) == 0
+            assert process.wait(moments.uniform(10, 60)) == 0
             break
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)

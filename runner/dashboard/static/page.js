@@ -1180,7 +1180,7 @@
       const isOne = data.runs.length === 1;
       if (data.notes && data.notes.length) made.push(element("ul", { class: "warnings" }, ...data.notes.map((text) => element("li", {}, text))));
       made.push(isOne ? element("div", { class: "tiles" }, ...data.runs[0].tiles.map(tile)) : comparison(data, data.runs), warnings(data.runs),
-        isOne && data.runs[0].end && data.runs[0].log ? log(data.runs[0]) : null, laws([{ id: "root", law: data.law }, ...shown]), charts(data, shown), mediaSection(shown), stages(shown), time(data, shown), facts(data.runs), ...tables(data, shown));
+        isOne && data.runs[0].end && data.runs[0].log ? log(data.runs[0]) : null, laws(data.law ? [{ id: "root", law: data.law }] : shown), charts(data, shown), mediaSection(shown), stages(shown), time(data, shown), facts(data.runs), ...tables(data, shown));
     }
     made.push(element("footer", {}, first.source ? "This page updates itself." : `Created at ${clock(data.made)}.`));
     const { scrollX, scrollY } = window;
