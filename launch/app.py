@@ -12,7 +12,9 @@ from launch.local import LocalArguments
 from launch.slurm import engine as slurm
 from launch.slurm.engine import SlurmArguments
 from launch.sweep import command as sweep
+from launch.sweep import ladder
 from launch.sweep.command import SweepArguments
+from launch.sweep.ladder import LadderArguments
 from launch.tpu_vm import engine as tpu_vm
 from launch.tpu_vm.engine import TpuVmArguments
 from runner.command_line import CommandLine
@@ -72,6 +74,14 @@ COMMANDS.add(
     "same command again; 76 retryable.",
     "Options of the engine follow after --. Run again, the command goes on; a finished run costs nothing.",
 )
+COMMANDS.add(
+    "ladder",
+    LadderArguments,
+    "Train a family of models, and forecast the loss of a larger one",
+    "0 done; 2 invalid command line or spec, or the directory holds something else; others: those of the job.",
+    "Width, heads, tokens, batch and learning rate follow from the depth. A scaling law is fitted to the losses, and "
+    "its forecast written into the directory of the larger run before that begins. Run again, the command continues.",
+)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -98,6 +108,8 @@ def main(words: Sequence[str] | None = None) -> int:
                 return image.run(arguments)
             case SweepArguments():
                 return sweep.run(arguments, COMMANDS.parse)
+            case LadderArguments():
+                return ladder.run(arguments, COMMANDS.parse)
         raise AssertionError(f"no engine for {arguments}")
     except KeyboardInterrupt:  # Ctrl-C in slurm, jobset or image; the other engines handle their signals
         warn("stopped before the end; look whether the job was submitted before you run the command again")

@@ -50,6 +50,37 @@ def validate_placement(coordinator: str | None, num_processes: int | None, proce
         raise InvalidError(f"--coordinator {coordinator}: needs HOST:PORT of process 0, with a port from 1 to 65535")
 
 
+def parse_numbers(option: str, text: str) -> list[float]:
+    """Return the ascending positive numbers of an option, such as 2,4,8."""
+    try:
+        numbers = [float(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(0 < each < 1e6 for each in numbers) or numbers != sorted(set(numbers)):
+        raise InvalidError(f"{option} {text!r:.100}: needs positive numbers in ascending order, such as 2,4,8")
+    return numbers
+
+
+def parse_depths(option: str, text: str) -> list[int]:
+    """Return the ascending depths of an option, such as 2,4,8."""
+    if not all(word.strip().isdecimal() for word in text.split(",")):
+        raise InvalidError(f"{option} {text!r:.100}: needs whole numbers of layers in ascending order, such as 2,4,8")
+    return [*map(int, parse_numbers(option, text))]
+
+
+# Options of a family of models by their depth.
+TokensPerParameter = Annotated[
+    str,
+    typer.Option(metavar="R[,R...]", help="Training tokens for each parameter; 20 is compute-optimal (Chinchilla)."),
+]
+WidthPerLayer = Annotated[
+    int, typer.Option(min=1, metavar="W", help="Width for each layer, rounded up to whole heads (64 in nanochat).")
+]
+HeadSize = Annotated[
+    int | None, typer.Option(min=2, metavar="H", help="Width of a head, such as 64 or 128. Default: that of SPEC.")
+]
+
+
 class CommandLine:
     """The commands of one program.
 

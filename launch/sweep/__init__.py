@@ -9,4 +9,5 @@ so a sweep that was interrupted, by kill -9 too, goes on with the same command.
 - `children`: runs as processes of this machine, `--engine local` and `tpu-vm`
 - `queues`: runs as jobs of a queue, `--engine slurm` and `jobset`
 - `command`: the command line, checks and the summary
+- `ladder`: runs of ascending depth, their scaling law, and its forecast for a larger run
 """

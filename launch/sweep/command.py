@@ -38,14 +38,33 @@ _RESERVED = ("--set", "--name", "--dry-run", "--skip-checks")  # options of an e
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepArguments(SpecOptions):
-    """Arguments of `launch sweep`."""
+class EngineOptions(SpecOptions):
+    """Engine of several runs, its own options, and the root of the runs."""
 
-    free_texts: ClassVar[tuple[str, ...]] = (*SpecOptions.free_texts, "grid", "random", "search", "engine_words")
+    free_texts: ClassVar[tuple[str, ...]] = (*SpecOptions.free_texts, "engine_words")
 
     engine_words: Annotated[
         list[str], typer.Argument(metavar="[-- OPTIONS]", help="Options of the engine, such as -- --nodes 2.")
     ] = field(default_factory=list)
+    root: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", show_default="the spec's directory + -sweep or -ladder", help="Directory or URL of all runs."
+        ),
+    ] = None
+    engine: Annotated[Literal["local", "slurm", "jobset", "tpu-vm"], typer.Option(help="Engine of the runs.")] = "local"
+    at_once: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="K", show_default="1; slurm: no limit", help="Number of runs at the same time."),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepArguments(EngineOptions):
+    """Arguments of `launch sweep`."""
+
+    free_texts: ClassVar[tuple[str, ...]] = (*EngineOptions.free_texts, "grid", "random", "search")
+
     grid: Annotated[
         list[str],
         typer.Option(metavar="KEY=V1,V2", help="Values of a dotted key of the spec; repeatable: all combinations."),
@@ -66,10 +85,6 @@ class SweepArguments(SpecOptions):
         str | None, typer.Option(metavar="FILE", help="YAML with grid, random, search, runs, halving, metric.")
     ] = None
     sweep_seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of --random and --search.")] = 0
-    root: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", show_default="the spec's directory + -sweep", help="Directory or URL of all runs."),
-    ] = None
     metric: Annotated[
         str | None,
         typer.Option(
@@ -83,11 +98,6 @@ class SweepArguments(SpecOptions):
         str | None,
         typer.Option(metavar="F@STEP,STEP", help="Stop all but the best 1/F of the runs at each of these steps."),
     ] = None
-    engine: Annotated[Literal["local", "slurm", "jobset", "tpu-vm"], typer.Option(help="Engine of the runs.")] = "local"
-    at_once: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="K", show_default="1; slurm: no limit", help="Number of runs at the same time."),
-    ] = None
     is_skip_checks: SkipChecks = False
     dry_run: DryRun = False
 
@@ -100,7 +110,7 @@ def run(arguments: SweepArguments, parse: Callable[[Sequence[str]], object]) -> 
     plan = parse_plan(arguments.grid, arguments.random, arguments.search, arguments.number, arguments.sweep_seed, file)
     rule = _read_rule(arguments.halving, file)
     metric = arguments.metric if arguments.metric is not None else file.get("metric")
-    engine = _parse_engine(arguments, parse)
+    engine = parse_engine(arguments, parse)
     problems: list[str] = []
     with _collect(problems):
         plan.validate([override.partition("=")[0].strip() for override in arguments.overrides])
@@ -116,7 +126,7 @@ def run(arguments: SweepArguments, parse: Callable[[Sequence[str]], object]) -> 
         )
     devices: list[str | None] = [None]
     with _collect(problems):
-        devices = _divide_devices(arguments.engine, engine, arguments.at_once or 1)
+        devices = divide_devices(arguments.engine, engine, arguments.at_once or 1)
     if problems:
         raise InvalidError("\n".join(problems))
 
@@ -215,7 +225,7 @@ def _read_rule(option: str | None, file: Mapping[str, Any]) -> HalvingRule | Non
     raise InvalidError("halving: needs {factor: 3, steps: [100, 300]}")
 
 
-def _parse_engine(arguments: SweepArguments, parse: Callable[[Sequence[str]], object]) -> LaunchArguments:
+def parse_engine(arguments: EngineOptions, parse: Callable[[Sequence[str]], object]) -> LaunchArguments:
     """Return the arguments of the engine, checked by its own class."""
     for word in arguments.engine_words:
         if word.partition("=")[0] in _RESERVED:
@@ -243,7 +253,7 @@ def _list_conflicts(arguments: SweepArguments, plan: SweepPlan, rule: HalvingRul
     return problems
 
 
-def _divide_devices(engine: str, arguments: LaunchArguments, at_once: int) -> list[str | None]:
+def divide_devices(engine: str, arguments: LaunchArguments, at_once: int) -> list[str | None]:
     """Return the value of CUDA_VISIBLE_DEVICES for each of the runs that are made at once; None to leave it alone."""
     if engine != "local" or at_once == 1:
         return [None] * at_once

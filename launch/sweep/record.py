@@ -59,8 +59,8 @@ class SweepRecord:
             differences.append(f"--metric was {known.metric}, is {metric}")
         if known.is_maximised != new.is_maximised:
             differences.append(f"--maximise was {'' if known.is_maximised else 'not '}given")
-        if known.ladder:
-            differences.append("it is a ladder")
+        if bool(known.ladder) != bool(new.ladder):
+            differences.append(f"it is {'a' if known.ladder else 'no'} ladder")
         if differences:
             raise InvalidError(
                 f"--root {url}: two sweeps in one root: {'; '.join(differences)}; use another root, or the command of "

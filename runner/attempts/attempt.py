@@ -29,7 +29,7 @@ from runner.attempts.environment import (
 )
 from runner.attempts.events import EventLog
 from runner.attempts.fence import Fence, is_unstarted
-from runner.attempts.layout import RESULT, Owner, read_owner, replace_owner, write_owner
+from runner.attempts.layout import RESULT, Owner, digest_forecast, read_owner, replace_owner, write_owner
 from runner.attempts.logs import open_log_file
 from runner.attempts.membership import WaitingHosts
 from runner.attempts.notify import Notifier
@@ -260,7 +260,7 @@ def claim_attempt(
         with translate_store_errors():
             # Two first attempts may race: one of them writes the owner, and both read the same one back.
             with contextlib.suppress(FileExistsError):
-                write_owner(store, Owner.create(spec.name, identity))
+                write_owner(store, Owner.create(spec.name, identity, digest_forecast(store)))
             owner = read_owner(store)
             if owner is None:
                 raise StorageError(f"{store.url} does not give back what was written")

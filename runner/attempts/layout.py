@@ -1,4 +1,4 @@
-"""Layout of a run directory: its file names, the kind of each, and the records `job.json` and `result.json`.
+"""Layout of a run directory: file names, the kind of each, and the records `job.json`, `forecast.json`, `result.json`.
 
 A bucket has no kinds of entries: every entry is an object. `job.json` says which job owns the directory; the first
 attempt writes it, and it is never written again. `result.json` is written by process 0 when the run has reached its
@@ -6,6 +6,7 @@ end.
 """
 
 import contextlib
+import hashlib
 import time
 import uuid
 from collections.abc import Sequence
@@ -56,6 +57,7 @@ LAYOUT = {
     "tensorboard": "a directory",
     "wandb": "a directory",
     "result.json": "a file",
+    "forecast.json": "a file",
     PROGRESS: "a file",
 }
 # If an entry of another kind has one of these names, the run continues without it and prints a warning.
@@ -123,6 +125,9 @@ _OWNER_KEYS = (
     Key("id", str, "Id of the run."),
     Key("name", str, "Its name."),
     Key("identity", dict, "Its trajectory."),
+    Key(
+        "forecast", str | None, "SHA-256 of `forecast.json` as the run began with it; null or absent if there was none."
+    ),
 )
 
 
@@ -134,32 +139,91 @@ class Owner:
     name: str  # name of the run
     time: float  # time of that claim, in Unix seconds
     identity: Trajectory  # keys of the spec that define the trajectory
+    forecast: str | None = None  # digest of `forecast.json` at that claim; None if there was none
 
     @classmethod
-    def create(cls, name: str, identity: Trajectory) -> Self:
+    def create(cls, name: str, identity: Trajectory, forecast: str | None = None) -> Self:
         """Return a new owner with a random id and the current time."""
-        return cls(uuid.uuid4().hex[:12], name, time.time(), identity)
+        return cls(uuid.uuid4().hex[:12], name, time.time(), identity, forecast)
+
+    def encode(self) -> bytes:
+        """Return the content of `job.json`."""
+        record = asdict(self)
+        return encode_json({key: value for key, value in record.items() if (key, value) != ("forecast", None)})
 
 
 def write_owner(store: Store, owner: Owner) -> None:
     """Write `job.json`. Raises `FileExistsError` if the directory has an owner already."""
-    create_file(store, OWNER, encode_json(asdict(owner)))
+    create_file(store, OWNER, owner.encode())
 
 
 def replace_owner(store: Store, owner: Owner, identity: Trajectory) -> None:
     """Write `job.json` with another identity."""
-    store.write(OWNER, encode_json(asdict(replace(owner, identity=identity))))
+    store.write(OWNER, replace(owner, identity=identity).encode())
 
 
 def read_owner(store: Store) -> Owner | None:
     """Return the owner of the directory, or None if it has none. Raises `ResumeError` if `job.json` is damaged."""
     try:
-        record = read_record(store, OWNER, _OWNER_KEYS, [key.name for key in _OWNER_KEYS])
+        record = read_record(store, OWNER, _OWNER_KEYS, [key.name for key in _OWNER_KEYS[:3]])
     except DamagedRecordError as error:
         raise ResumeError(f"{error}: cannot tell which job owns the directory; use another directory") from error
     if record is None:
         return None
-    return Owner(record["id"], record["name"], record.get("time", 0.0), record["identity"])
+    return Owner(record["id"], record["name"], record.get("time", 0.0), record["identity"], record.get("forecast"))
+
+
+FORECAST = "forecast.json"
+FORECAST_KEYS = (
+    Key("loss", float, "Validation loss that the law expects at the end of the run.", "nats"),
+    Key("low", float, "Lower end of its interval.", "nats"),
+    Key("high", float, "Upper end of its interval.", "nats"),
+    Key("coverage", float, "Probability with which the interval contains the loss, if the law holds."),
+    Key("parameters", int, "Parameters of the run, embeddings included."),
+    Key("tokens", int, "Tokens of the run.", "tokens"),
+    Key("ladder", str, "Directory or URL of the ladder."),
+    Key("law", dict, "The law, and the runs that it was fitted to; as in `sweep.json`."),
+)
+
+
+def write_forecast(store: Store, record: JsonObject) -> None:
+    """Write `forecast.json` into the directory of a run that has not begun; the same record may be written again.
+
+    Raises `InvalidError` if the run has begun without it, or another forecast is there: none is ever replaced.
+    """
+    content = encode_json({"format": FORMAT} | record)
+    try:
+        create_file(store, FORECAST, content)
+    except FileExistsError:
+        if store.read(FORECAST) != content:
+            raise InvalidError(
+                f"{store.url}/{FORECAST}: another forecast is there, and none is ever replaced; use another directory"
+            ) from None
+    # The first attempt records what it finds, so this also covers a run that began in between.
+    owner = read_owner(store)
+    if owner is not None and owner.forecast != hashlib.sha256(content).hexdigest():
+        raise InvalidError(f"{store.url}: the run has begun without this forecast; one that is made afterwards is none")
+
+
+def digest_forecast(store: Store) -> str | None:
+    """Return the digest of `forecast.json`, or None if there is none."""
+    try:
+        return hashlib.sha256(store.read(FORECAST)).hexdigest()
+    except FileNotFoundError:
+        return None
+
+
+def read_forecast(store: Store) -> JsonObject | None:
+    """Return the forecast of a run, or None if it has none.
+
+    Raises `DamagedRecordError` if it is damaged, or is not the one that the run began with; `NewerFormatError`;
+    `ResumeError` if `job.json` is damaged; `OSError`.
+    """
+    record = read_record(store, FORECAST, FORECAST_KEYS, [key.name for key in FORECAST_KEYS])
+    owner = None if record is None else read_owner(store)
+    if owner is not None and owner.forecast != digest_forecast(store):
+        raise DamagedRecordError(f"{store.url}/{FORECAST} was written or changed after the run had begun: no forecast")
+    return record
 
 
 RESULT = "result.json"

@@ -12,7 +12,7 @@ that they work beside a running job.
 - `retrace`: `explain`, `replay`, `trial`, `bundle`, `reproduce`
 - `inspect`: `spec`, `lineage`, `metrics`, `report`, `dashboard`, without jax
 - `checkpoints`: `checkpoints`, `checkpoints copy`, `sample`, `evaluate`, `predict`, `export`, `profile`
-- `plan`: `plan`, `schema`, `spec-from`
+- `plan`: `plan`, `schema`, `spec-from`, `scale`
 - `init`: `init`
 - `verify_resume`: `verify-resume`
 - `app`: table of commands, with their help and exit codes, and `main`

@@ -145,6 +145,14 @@ COMMANDS.add(
     "accelerator is needed.",
 )
 COMMANDS.add(
+    "scale",
+    declared.ScaleArguments,
+    "Write a decoder's spec in another size, by its depth",
+    "0 written; 2 invalid command line, or no decoder whose size follows from its depth; 76 the output cannot be "
+    "written.",
+    "Width, heads, tokens, steps, batch and learning rate follow from the depth. A comment states each rule.",
+)
+COMMANDS.add(
     "explain",
     declared.ExplainArguments,
     "Show what a training step saw, and what each example cost",
@@ -213,6 +221,7 @@ _IMPLEMENTATIONS = {
     declared.SpecArguments: ("runner.cli.inspect", "print_spec"),
     declared.InitArguments: ("runner.cli.init", "write_first_files"),
     declared.SpecFromArguments: ("runner.cli.plan", "write_spec_from"),
+    declared.ScaleArguments: ("runner.cli.plan", "write_scaled_spec"),
     declared.ExplainArguments: ("runner.cli.retrace", "print_explanation"),
     declared.ReplayArguments: ("runner.cli.retrace", "print_replay"),
     declared.TrialArguments: ("runner.cli.retrace", "print_trial"),

@@ -9,7 +9,18 @@ from typing import Annotated, Literal
 
 import typer
 
-from runner.command_line import Coordinator, NumProcesses, ProcessId, TakeOver, validate_placement
+from runner.command_line import (
+    Coordinator,
+    HeadSize,
+    NumProcesses,
+    ProcessId,
+    TakeOver,
+    TokensPerParameter,
+    WidthPerLayer,
+    parse_depths,
+    parse_numbers,
+    validate_placement,
+)
 from runner.errors import InvalidError
 from runner.spec import PARAMS
 
@@ -449,6 +460,43 @@ class SpecFromArguments:
     output: Annotated[
         str | None, typer.Option("-o", "--output", metavar="FILE", help="Spec to write. Default: standard output.")
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleArguments:
+    """Arguments of `scale`."""
+
+    spec: Annotated[
+        str,
+        typer.Argument(metavar="SPEC", help="Spec of a decoder of any size, whose learning rate and batch suit it."),
+    ]
+    depth: Annotated[str, typer.Option(metavar="N[,N...]", help="Layers of the model; several only with --json.")]
+    tokens_per_parameter: TokensPerParameter = "20"
+    width_per_layer: WidthPerLayer = 64
+    head_size: HeadSize = None
+    overrides: Overrides = field(default_factory=list)
+    as_json: Annotated[bool, typer.Option("--json", help="Print the derived values as JSON, and write no spec.")] = (
+        False
+    )
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", metavar="FILE", help="Spec to write. Default: standard output.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if not self.as_json and len(self.depths) * len(self.ratios) > 1:
+            raise InvalidError("scale: writes one spec; give one --depth and one ratio, or --json")
+        if self.as_json and self.output is not None:
+            raise InvalidError("scale: --json writes no spec; leave out --output")
+
+    @property
+    def depths(self) -> list[int]:
+        """Depths, ascending."""
+        return parse_depths("--depth", self.depth)
+
+    @property
+    def ratios(self) -> list[float]:
+        """Ratios of tokens to parameters, ascending."""
+        return parse_numbers("--tokens-per-parameter", self.tokens_per_parameter)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Commands that examine a spec, or write one, without running its job: plan, schema, spec-from."""
+"""Commands that examine a spec, or write one, without running its job: plan, schema, spec-from, scale."""
 
 import json
 import math
@@ -6,14 +6,14 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 
 from runner.accelerator import CHIPS, Accelerator, find_chip, parse_accelerator
 from runner.checkpoint.leaves import flatten_with_names
-from runner.cli.arguments import PlanArguments, SchemaArguments, SpecFromArguments
+from runner.cli.arguments import PlanArguments, ScaleArguments, SchemaArguments, SpecFromArguments
 from runner.config import TrainerConfig
 from runner.console import say, write_lines, write_text
 from runner.data.source_files import find_corpus, find_source
@@ -27,6 +27,7 @@ from runner.plan.prediction import SINGLE_DEVICE, build_abstract
 from runner.plan.preflight import PlanRequest, check_variant, plan
 from runner.plan.program import count_elements
 from runner.plan.search import Candidate, Search
+from runner.plan.size import derive_sizes
 from runner.spec import (
     JobConfig,
     is_class_path,
@@ -36,7 +37,7 @@ from runner.spec import (
     parse_document,
     validate_spec,
 )
-from runner.spec.document import dump_yaml
+from runner.spec.document import dump_yaml, format_overrides
 from runner.storage import JsonObject, LocalStore, local_directory
 from runner.trainer import BaseTrainer
 
@@ -200,6 +201,52 @@ def write_spec_from(arguments: SpecFromArguments) -> int:
         checks.check_weights(checked, build_abstract(checked.setup_builder, SINGLE_DEVICE).abstract_state, findings)
     if findings.problems:
         raise InvalidError("\n".join(findings.problems))
+    if path is None:
+        write_text(content)
+    else:
+        LocalStore(path.parent).write_chunks(path.name, [content.encode()])
+        say(f"{arguments.output}: next: python -m runner plan {shlex.quote(str(arguments.output))}")
+    return EXIT_DONE
+
+
+def write_scaled_spec(arguments: ScaleArguments) -> int:
+    """Write the spec of a decoder in another size, with a comment at each derived key, or print the sizes as JSON."""
+    path = None if arguments.output is None else local_directory(arguments.output)
+    if path is not None and (path.exists() or not path.parent.is_dir()):
+        raise InvalidError(f"--output {arguments.output}: needs a new name in a directory that exists")
+    sizes = derive_sizes(
+        arguments.spec,
+        arguments.overrides,
+        arguments.depths,
+        arguments.ratios,
+        arguments.width_per_layer,
+        arguments.head_size,
+    )
+    if arguments.as_json:
+        write_text(json.dumps([asdict(size) for size in sizes], indent=1) + "\n")
+        return EXIT_DONE
+    (size,) = sizes
+    given = load_document(arguments.spec, arguments.overrides)
+    name, directory = (f"{given.data[key].rstrip('/')}_d{size.depth}" for key in ("name", "directory"))
+    own = {"name": name, "directory": directory}
+    document = load_document(arguments.spec, [*arguments.overrides, *format_overrides(own | dict(size.values))])
+    removed = {key.rpartition(".")[2] for key, value in size.values.items() if value is None}
+    document.data["config"]["train"] = {
+        key: value for key, value in document.data["config"]["train"].items() if key not in removed
+    }
+    lines = [
+        f"# {size.parameters:,} parameters, {size.embedding_parameters:,} of embeddings; {size.tokens:,} tokens.",
+        f"# Written by `python -m runner scale {shlex.quote(arguments.spec)} --depth {size.depth}`.",
+        "# Derived keys have a comment; all others are those of that spec.",
+        f"# next: python -m runner plan {shlex.quote(arguments.output or 'SPEC')}",
+    ]
+    keys: list[str] = []  # of the sections around a line
+    for line in dump_yaml(document.data, width=sys.maxsize).splitlines():
+        indent = (len(line) - len(line.lstrip())) // 2
+        keys = [*keys[:indent], line.strip().partition(":")[0]]
+        rule = size.rules.get(".".join(keys))
+        lines.append(line if rule is None else f"{line}  # {rule}")
+    content = "\n".join(lines) + "\n"
     if path is None:
         write_text(content)
     else:

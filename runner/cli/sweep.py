@@ -16,6 +16,7 @@ from rich.text import Text
 
 from runner.console import format_duration
 from runner.history.ledger import to_single_line
+from runner.history.lineage import format_ladder
 from runner.history.records import RunState, to_json
 from runner.history.sweep import (
     NOT_STARTED,
@@ -49,6 +50,7 @@ def dump_sweep(url: str, status: SweepStatus) -> JsonObject:
                 "keys": sweep.keys,
             }
         ),
+        "forecasts": to_json(sweep.forecasts),
         "runs": [to_json(row) | {"has_ended": row.has_ended} for row in status.rows],
         "best": status.best,
         "settings": to_json(status.settings),
@@ -73,7 +75,7 @@ def draw_sweep(status: SweepStatus) -> RenderableType:
         summary.append(f"\nbest by {to_single_line(sweep.metric)}, the {direction} at the end")
     if len(status.rows) < len(sweep.runs):
         summary.append(f"\nonly the first {len(status.rows):,} runs are shown")
-    parts: list[RenderableType] = [summary]
+    parts: list[RenderableType] = [summary, *map(Text, format_ladder(sweep))]
 
     if status.settings:
         keys = [key for key in sweep.keys if key != SEED]

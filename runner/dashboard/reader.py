@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from runner.attempts.events import ROLL_BACK_FOLDER, ROLL_BACKS_MAX
-from runner.attempts.layout import read_owner
+from runner.attempts.layout import DamagedRecordError, read_forecast, read_owner
 from runner.attempts.logs import LOG_FOLDER
 from runner.dashboard.charts import RunCurves
-from runner.errors import InvalidError, SpecError
+from runner.errors import InvalidError, RunnerError, SpecError
 from runner.history.ledger import get_step
 from runner.history.reader import HistoryReader
 from runner.history.records import ForkRecord, History
@@ -29,7 +29,7 @@ from runner.metrics.file import MetricsTail
 from runner.metrics.media import MEDIA_FOLDER, thin_steps
 from runner.metrics.rows import Row
 from runner.spec import parse_document
-from runner.storage import ConfinedStore, Store, as_local, make_store, parse_number, read_json
+from runner.storage import ConfinedStore, JsonObject, Store, as_local, make_store, parse_number, read_json
 
 ABSENT = "(absent)"
 UNREADABLE = "(unreadable)"
@@ -215,6 +215,7 @@ class RunSnapshot:
     spec: str | None  # text of `spec.yaml`, truncated if it is very long; None if it cannot be read
     media: dict[str, list[tuple[int, str]]]  # steps, newest first, and files of images and audio, by key
     log: LogExcerpt | None  # end of the log of the newest attempt's process 0, None if there is none
+    forecast: JsonObject | None  # that was written before the run began, see `FORECAST_KEYS`; None if there is none
     notes: list[str]  # parts that could not be read, one line each
 
 
@@ -237,7 +238,7 @@ class RunReader:
             # A file that does not exist yet needs no note.
             except FileNotFoundError:
                 return otherwise
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, DamagedRecordError, RunnerError) as error:
                 notes.append(str(error))
                 return otherwise
 
@@ -261,7 +262,8 @@ class RunReader:
         spec = try_reading(read_spec, None)
         media: dict[str, list[tuple[int, str]]] = try_reading(lambda: self._list_media(newest), {})
         log = try_reading(self._read_log, None)
-        return RunSnapshot(self._name, history, self._curves, newest, discarded, spec, media, log, notes)
+        forecast = try_reading(lambda: read_forecast(self._store), None)
+        return RunSnapshot(self._name, history, self._curves, newest, discarded, spec, media, log, forecast, notes)
 
     def _list_media(self, newest: Sequence[Row]) -> dict[str, list[tuple[int, str]]]:
         """Return the images and audio that rows refer to and whose files were kept."""

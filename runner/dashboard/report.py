@@ -22,7 +22,7 @@ from plotly.offline import get_plotlyjs
 
 from runner.attempts.layout import OWNER
 from runner.dashboard.reader import RunReader, confine, find_runs, read_ancestors
-from runner.dashboard.sweep import build_sweep_curves, build_sweep_view, count_bins
+from runner.dashboard.sweep import build_sweep_curves, build_sweep_view, count_bins, read_law
 from runner.dashboard.view import build_view, truncate
 from runner.errors import InvalidError
 from runner.history.ledger import to_single_line
@@ -180,7 +180,9 @@ def _render_sweep(root: Store, sweep: Sweep) -> str:
 
     status = SweepReader(root).read(sweep, look)
     title = truncate(to_single_line(sweep.name))
-    return render_report_page(title, build_sweep_view(title, status, curves) | {"made": time.time()})
+    return render_report_page(
+        title, build_sweep_view(title, status, curves) | {"law": read_law(root, sweep), "made": time.time()}
+    )
 
 
 def embed_media(view: JsonObject, read: Callable[[Any, str], bytes | None]) -> None:

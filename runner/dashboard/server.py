@@ -55,7 +55,7 @@ from runner.dashboard.reader import (
     read_ancestors,
 )
 from runner.dashboard.report import encode_json
-from runner.dashboard.sweep import build_sweep_curves, build_sweep_view, count_bins
+from runner.dashboard.sweep import build_sweep_curves, build_sweep_view, count_bins, read_law
 from runner.dashboard.view import (
     build_view,
     format_number,
@@ -400,6 +400,8 @@ class PageData:
         status, addresses = self._join_sweep(sweep_id)
         curves = {name: self._summaries[run_id].curves or {} for name, run_id in addresses.items()}
         view = build_sweep_view(title, status, curves, addresses) | {"sweep_id": sweep_id}
+        law = _try_reading(functools.partial(read_law, confine(found.store), sweep))
+        view["law"] = None if isinstance(law, str) else law
         num_left = min(len(sweep.runs), RUNS_MAX) - len(status.rows)
         return view | {"notes": [*view["notes"], *([f"{num_left} more runs are being read."] if num_left else [])]}
 

@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from runner.attempts.layout import RESULT, RESULT_KEYS, DamagedRecordError, read_record
 from runner.console import format_duration
 from runner.dashboard.charts import LOSS, Point, SeriesReducer, find_chart
 from runner.dashboard.reader import flatten_spec
-from runner.dashboard.view import format_number, round_value, truncate
+from runner.dashboard.view import build_law, format_number, round_value, truncate
+from runner.errors import InvalidError
 from runner.history.ledger import get_float
 from runner.history.records import History, RunState
 from runner.history.sweep import (
@@ -18,13 +20,14 @@ from runner.history.sweep import (
     SEED,
     STOPPED,
     UNREADABLE,
+    Sweep,
     SweepRow,
     SweepStatus,
     format_value,
     list_points,
     shorten_keys,
 )
-from runner.storage import JsonObject
+from runner.storage import ConfinedStore, DiskError, JsonObject, Store, make_store
 
 _KEYS_MAX = 24  # in which the runs of a page differ
 _CATEGORIES_MAX = 12  # of a key whose values are no numbers
@@ -59,6 +62,19 @@ def build_sweep_curves(metric: str, history: History, bins_max: int) -> JsonObje
         drawn = thinned.means or thinned.points
         curves[name] = {"step": [each.step for each in drawn], "value": [round_value(each.value) for each in drawn]}
     return curves
+
+
+def read_law(root: Store, sweep: Sweep) -> JsonObject | None:
+    """Return the chart of the law of a ladder with its last forecast, and the loss that came; None without one."""
+    if not sweep.forecasts:
+        return None
+    name, forecast = [*sweep.forecasts.items()][-1]
+    store = make_store(f"{root.url}/{name}") if root.root is None else ConfinedStore(root.root, name)
+    try:
+        result = read_record(store, RESULT, RESULT_KEYS, [])
+    except (DamagedRecordError, InvalidError, DiskError):  # as long as there is no result
+        result = None
+    return build_law(forecast, None if result is None else result.get("val_loss"))
 
 
 def build_sweep_view(
@@ -134,7 +150,6 @@ def build_sweep_view(
             "seed": keys.index(SEED) if status.settings and SEED in keys else None,
             "rungs": [[step, stops.count(step)] for step in sorted(set(stops))],
             "rule": [[truncate(key), truncate(text)] for key, text in rule],
-            # Sizes of a ladder and the fit of their law belong here, for a chart of their own above the curves.
         },
     }
 

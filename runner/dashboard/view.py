@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -47,6 +47,7 @@ _TILE_POINTS_MAX = 60
 _VERSIONS_MAX = 50
 _KEYS_MAX = 300  # of a spec
 _HISTOGRAM_BINS = 32
+_POINTS_OF_LAW_MAX = 200
 
 # Commands that tell more about a run, each with its purpose.
 _COMMANDS = {
@@ -296,6 +297,7 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int, names: Mappin
             {"key": truncate(key.removeprefix("val/")), "items": [[step, name] for step, name in items]}
             for key, items in run.media.items()
         ],
+        "law": None if run.forecast is None else build_law(run.forecast, _find_final_loss(history)),
         "spec": run.spec or "(spec.yaml cannot be read)",
         "changed": list(itertools.islice(changed, _KEYS_MAX)),
         "explain": f"python -m runner explain {shlex.quote(history.url)} --step",
@@ -309,6 +311,41 @@ def _build_run(run: RunSnapshot, bins_max: int, attempts_max: int, names: Mappin
             for event in reversed(history.events)
         ],
         "log": None if run.log is None else {"name": run.log.name, "text": run.log.text},
+    }
+
+
+def _find_final_loss(history: History) -> float | None:
+    """Return the validation loss at the end of a finished run; None if there is none."""
+    return get_float(history.row, "val/loss") if history.state is RunState.DONE else None
+
+
+def build_law(forecast: JsonObject, came: float | None) -> JsonObject:
+    """Return the chart of a scaling law with a forecast (`FORECAST_KEYS`), and the loss that came, if it has come.
+
+    The records are those of a directory, so that any value may be missing or of another kind.
+    """
+
+    def list_numbers(rows: Any, width: int) -> list[list[float | None]]:
+        rows = rows if isinstance(rows, list) else []
+        return [
+            [round_value(each) if isinstance(each, int | float) else None for each in row[:width]]
+            for row in rows[:_POINTS_OF_LAW_MAX]
+            if isinstance(row, list) and len(row) >= width
+        ]
+
+    law = forecast.get("law") or {}
+    text = truncate(str(law.get("formula", "")))
+    expected, low, high = (forecast[key] for key in ("loss", "low", "high"))
+    text += f"; forecast {expected:.4f}, {forecast['coverage']:.0%} interval {low:.4f} to {high:.4f}"
+    if came is not None:
+        place = "inside" if low <= came <= high else "outside"
+        text += f"; came {came:.4f}, {(came - expected) / expected:+.2%}, {place} the interval"
+    return {
+        "text": text,
+        "points": list_numbers(law.get("points"), 3),
+        "curve": list_numbers(law.get("curve"), 4),
+        "forecast": [forecast["parameters"], *(round_value(each) for each in (expected, low, high))],
+        "came": None if came is None else round_value(came),
     }
 
 

@@ -8,7 +8,8 @@ categories of time are explained in `.github/docs/status.md` and in `runner.dist
 - `goodput`: attribution of every second of a run to one category, lost steps, outcome of an attempt
 - `cost`: dollars of a run, from the price in its spec
 - `reader`: `HistoryReader`, the history of one directory
-- `lineage`: ancestors and forks of runs
 - `sweep`: record of a sweep, the runs below one root, and their comparison
+- `lineage`: ancestors and forks of runs, and forecasts of runs
+- `scaling`: scaling laws, fitted to finished runs, and their forecasts
 - `hosts`: incidents of each host over all attempts and runs
 """

@@ -8,12 +8,13 @@ import enum
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from runner.attempts.layout import read_owner
+from runner.attempts.layout import DamagedRecordError, read_forecast, read_owner
 from runner.checkpoint.manifest import CHECKPOINTS, UNREADABLE_ERRORS, read_manifest, read_newest_manifest
 from runner.errors import InvalidError, StorageError
 from runner.history.ledger import LedgerReader, to_single_line
 from runner.history.reader import format_changes, read_fork
 from runner.history.records import ForkRecord
+from runner.history.sweep import Sweep
 from runner.storage import JsonObject, Store, open_store
 
 # A run among those that were read is named by its place. Any other one is named by its id too, since its place may have
@@ -43,6 +44,8 @@ class RunLineage:
     # How often the program of its train step has changed, with spec and hardware unchanged, those of its ancestors
     # included.
     program_changes: int = 0
+    # Forecast that was written before the run began, see `FORECAST_KEYS`, without the law; None if there is none.
+    forecast: JsonObject | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class LineageNode:
     # Checkpoint of the nearest node above of lower depth with which it began; None if it has no ancestor.
     fork: ForkRecord | None = None
     program_changes: int = 0  # as in `RunLineage`; 0 if it is not below the root
+    forecast: JsonObject | None = None  # as in `RunLineage`; None if it is not below the root
 
 
 def read_lineage(store: Store) -> RunLineage:
@@ -66,15 +70,21 @@ def read_lineage(store: Store) -> RunLineage:
     Raises `InvalidError` if no run is there, or a newer runner has written it, and `OSError` if it cannot be read.
     """
     owner, manifest = read_owner(store), read_newest_manifest(store)
+    try:
+        forecast = read_forecast(store)
+    except DamagedRecordError as error:
+        raise InvalidError(str(error)) from error
+    forecast = None if forecast is None else {key: value for key, value in forecast.items() if key != "law"}
     if manifest is not None:
         run_id, name = (manifest.job, None) if owner is None else (owner.id, owner.name)
         program = (manifest.topology or {}).get("program", {})
         ancestors = parse_ancestors(manifest.lineage or {})
-        return RunLineage(store.url, run_id, name, manifest.step, ancestors, program.get("changes", 0))
+        return RunLineage(store.url, run_id, name, manifest.step, ancestors, program.get("changes", 0), forecast)
     if owner is None:
         raise InvalidError(f"{store.url}: no run is here; give a run's directory, its spec, or a directory of runs")
     # A fork that was killed before its first commit is recorded only in the ledger.
-    return RunLineage(store.url, owner.id, owner.name, None, parse_ancestors(LedgerReader(store).read(set()).fork))
+    ancestors = parse_ancestors(LedgerReader(store).read(set()).fork)
+    return RunLineage(store.url, owner.id, owner.name, None, ancestors, forecast=forecast)
 
 
 def parse_ancestors(record: JsonObject) -> tuple[ForkRecord, ...]:
@@ -115,7 +125,7 @@ def build_tree(runs: Sequence[RunLineage]) -> list[LineageNode]:
     for run in sorted(runs, key=lambda each: each.run):
         places_by_id.setdefault(run.id, []).append(run.run)
         nodes[run.run, ""] = LineageNode(
-            run.run, run.id, run.name, run.step, ParentState.THERE, program_changes=run.program_changes
+            run.run, run.id, run.name, run.step, ParentState.THERE, 0, None, run.program_changes, run.forecast
         )
     for run in runs:
         key: _NodeKey = (run.run, "")
@@ -143,6 +153,23 @@ def build_tree(runs: Sequence[RunLineage]) -> list[LineageNode]:
     return list(found.values())
 
 
+def format_forecast(forecast: JsonObject) -> str:
+    """Return a line about the forecast of a run."""
+    interval = f"{forecast['low']:.4f} to {forecast['high']:.4f}, {forecast['coverage']:.0%}"
+    ladder = to_single_line(forecast["ladder"])
+    return f"forecast before it began: loss {forecast['loss']:.4f} ({interval}), by {ladder}"
+
+
+def format_ladder(sweep: Sweep) -> list[str]:
+    """Return a line for each forecast of a ladder, with its law; none for another sweep."""
+    lines = []
+    for name, forecast in sweep.forecasts.items():
+        interval = f"{forecast['low']:.4f} to {forecast['high']:.4f}, {forecast['coverage']:.0%}"
+        law, size = to_single_line(str(forecast["law"].get("formula"))), f"{forecast['parameters']:,} parameters"
+        lines.append(f"{law}; {to_single_line(name)} of {size}: loss {forecast['loss']:.4f} ({interval})")
+    return lines
+
+
 def format_tree(nodes: Iterable[LineageNode]) -> Iterator[str]:
     """Yield lines about the nodes of a tree, in their order."""
     for node in nodes:
@@ -154,6 +181,8 @@ def format_tree(nodes: Iterable[LineageNode]) -> Iterator[str]:
         if node.program_changes:
             times = f"{node.program_changes:,} time{'s' * (node.program_changes != 1)}"
             yield f"{indent}  the code of the train step has changed {times}, see the events `changed`"
+        if node.forecast is not None:
+            yield f"{indent}  {format_forecast(node.forecast)}"
         if node.fork is not None:
             yield f"{indent}  from step {node.fork.step:,}, fingerprint {node.fork.fingerprint}"
             yield from (f"{indent}  {line}" for line in format_changes(node.fork))

@@ -7,6 +7,7 @@ Runs are compared by the metric in their last row. A run that is not finished co
 those that went further. Where runs differ in their seed, settings are compared by the mean over their seeds instead.
 """
 
+import contextlib
 import math
 import re
 import statistics
@@ -16,14 +17,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from runner.attempts.layout import OWNER, DamagedRecordError, read_record
+from runner.attempts.layout import FORECAST_KEYS, OWNER, DamagedRecordError, read_record
 from runner.errors import InvalidError, NewerFormatError
 from runner.history.ledger import get_float, to_single_line
 from runner.history.reader import HistoryReader
 from runner.history.records import History, RunState
 from runner.metrics.file import MetricsTail, read_rows
 from runner.spec import format_setting
-from runner.storage import ConfinedStore, DiskError, JsonObject, Key, Store, WrongKindError, encode_json, make_store
+from runner.storage import (
+    ConfinedStore,
+    DiskError,
+    JsonObject,
+    Key,
+    Store,
+    WrongKindError,
+    encode_json,
+    make_store,
+    validate_record,
+)
 
 RUNS_MAX = 1000  # of a sweep that are read
 SEED = "seed"  # key in whose values equal settings may differ
@@ -32,6 +43,7 @@ _ENDED = (RunState.DONE.value, RunState.FAILED.value, RunState.INVALID.value, DI
 _NUM_READERS = 8
 _VALUE_CHARACTERS_MAX = 80
 SWEEP = "sweep.json"
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 SWEEP_KEYS = (
     Key("name", str, "Name in the spec that is swept."),
     Key("spec", str, "Path of that spec, as it was given."),
@@ -77,6 +89,19 @@ class Sweep:
         """Dotted keys in which the runs differ, in the order in which they were given."""
         return tuple(dict.fromkeys(key for run in self.runs for key in run.values))
 
+    @property
+    def forecasts(self) -> dict[str, JsonObject]:
+        """Forecasts of a ladder (`FORECAST_KEYS`) by the name of the run; those that are damaged are left out."""
+        found = self.ladder.get("forecasts")
+        forecasts = {}
+        for name, forecast in found.items() if isinstance(found, dict) else ():
+            if not isinstance(forecast, dict) or not re.fullmatch(_NAME, name):  # never a path out of the root
+                continue
+            with contextlib.suppress(ValueError):
+                validate_record(forecast, FORECAST_KEYS, [key.name for key in FORECAST_KEYS])
+                forecasts[name] = forecast
+        return forecasts
+
     def encode(self) -> bytes:
         """Return the content of `sweep.json`."""
         record = {"format": 1, **asdict(self)}
@@ -101,7 +126,7 @@ def read_sweep(store: Store) -> Sweep | None:
     if record is None:
         return None
     for name in record["runs"]:  # never a path out of the root
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", name):
+        if not re.fullmatch(_NAME, name):
             raise DamagedRecordError(f"{store.url}/{SWEEP} is damaged ({name!r:.100} is no name of a run)")
     names = {each.name for each in fields(Sweep)} & record.keys()
     try:

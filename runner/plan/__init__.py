@@ -10,5 +10,6 @@
 - `profile`: forecast of a step as sections, as a trace, and against a run
 - `report`: first estimate of a job with mesh warnings, and sections of a plan, each number with its basis
 - `search`: best meshes, micro-batches and job settings by predicted step time
+- `size`: sizes of a decoder by its depth, with tokens, batch and learning rate
 - `preflight`: the command from end to end
 """

@@ -46,6 +46,7 @@ REQUIRED_ARGUMENTS = {
     ("spec",): [],
     ("init",): ["mine"],
     ("spec-from",): ["weights"],
+    ("scale",): ["x.yaml", "--depth", "3"],
     ("explain",): ["run", "--step", "3"],
     ("replay",): ["run", "--step", "3"],
     ("trial",): ["runs/x", "--steps", "32", "--set", "seed=1"],
@@ -76,6 +77,7 @@ OPTIONS = {
     ("spec",): "",
     ("init",): "",
     ("spec-from",): "--topology --data --lora --ignore-config-key -o --output",
+    ("scale",): "--depth --tokens-per-parameter --width-per-layer --head-size --set --json -o --output",
     ("explain",): "--step --steps --spike --top --data-only --json --set --code --any-device --trust",
     (
         "replay",
@@ -269,7 +271,7 @@ def test_a_shell_completes_commands_options_and_the_options_of_a_job():
         assert result.returncode == 0, result.stderr
         return result.stdout.split()
 
-    assert complete("runner s") == ["status", "sample", "schema", "spec", "spec-from"]
+    assert complete("runner s") == ["status", "sample", "schema", "spec", "spec-from", "scale"]
     assert complete("runner plan --t") == ["--topology", "--trace"]
     assert complete("runner specs/x.yaml --co") == ["--coordinator"]
     script = run("--show-completion", "bash")

@@ -102,6 +102,8 @@ TEXTS = {
     "no job": ("name: a\ndirectory: b\n", r"missing key job"),
 }
 COMMANDS: dict[str, tuple[list[str], str]] = {
+    "depth of a ladder": (["scale", "specs/gpt_nano.yaml", "--depth", "3,2", "--json"], r"--depth '3,2': .*ascending"),
+    "no decoder": (["scale", "specs/vit_nano.yaml", "--depth", "3"], r"vit_nano\.yaml:6: job: .*needs a decoder"),
     "missing spec": (["specs/gpt_nan.yaml"], r"did you mean specs/gpt_nano\.yaml\?"),
     "misspelt command": (["stauts", "runs/a"], r"'stauts' is neither a command nor a file.*status"),
     "misspelt option": (["plan", "specs/gpt_nano.yaml", "--topolgy", "v5e-4"], r"--topolgy.*--topology"),

@@ -18,6 +18,7 @@ REQUIRED_OPTIONS = {
     "tpu-vm": ["--zone", "z"],
     "image": ["--tag", "job:1"],
     "sweep": ["--grid", "seed=0,1"],
+    "ladder": ["--sizes", "1,2,3,4"],
 }
 OPTIONS = {
     "local": "--set --processes --devices-per-process --max-restarts --standby-seconds --grace-seconds --take-over",
@@ -33,6 +34,8 @@ OPTIONS = {
     "image": "--set --tag --base --runner --requirements --extra --builder --push --dry-run",
     "sweep": "--set --grid --random --search --number --file --sweep-seed --root --metric --maximise --halving "
     "--engine --at-once --skip-checks --dry-run",
+    "ladder": "--set --root --engine --at-once --sizes --tokens-per-parameter --width-per-layer --head-size --forecast "
+    "--then",
 }
 ALL_ENGINES = pytest.mark.parametrize("engine", list(REQUIRED_OPTIONS))
 

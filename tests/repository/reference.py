@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 from runner import RestoreableJob
 from runner.attempts.events import EVENT_KEYS, EVENTS, EventType
-from runner.attempts.layout import RESULT_KEYS
+from runner.attempts.layout import FORECAST_KEYS, RESULT_KEYS
 from runner.attempts.progress_file import PROGRESS_KEYS
 from runner.checkpoint.manifest import INDEX_KEYS, MANIFEST_KEYS
 from runner.config import TrainerConfig
@@ -75,6 +75,7 @@ FILES = {
     "events.jsonl": "Ledger of all attempts, one JSON object an event.",
     "manifest.json": "Manifest of a checkpoint, and the tables of its arrays.",
     "result.json": "Result of a run that has reached its end.",
+    "forecast.json": "Forecast of the loss of a run, written before the run began.",
     "progress.json": "How far a run is, for programs that ask often.",
     "assets.json": "Files of published weights that an export needs.",
 }
@@ -439,6 +440,7 @@ def generate_file_pages() -> dict[str, PageWriter]:
     pages["manifest.json"].add_heading("`checkpoints/<step>/arrays.<attempt>/<process>.json`", "")
     add("manifest.json", INDEX_KEYS)
     add("result.json", RESULT_KEYS)
+    add("forecast.json", FORECAST_KEYS)
     add("progress.json", PROGRESS_KEYS)
     pages["assets.json"].add_lines(("The file is `assets/assets.json`.", ""))
     add("assets.json", ASSET_KEYS)

@@ -599,6 +599,32 @@
     }).filter(Boolean);
   }
 
+  // Returns the chart of each scaling law: losses over parameters, the line with its band, the forecast and what came.
+  function laws(found) {
+    const made = found.filter(({ law }) => law).map(({ id, law }) => {
+      const [line, other] = colours();
+      const column = (index) => law.curve.map((row) => row[index]);
+      const hover = (name) => `${name}: %{y:.4f} at %{x:,}<extra></extra>`;
+      const band = { type: "scatter", mode: "lines", line: { width: 0 }, hoverinfo: "skip" };
+      const [parameters, expected, low, high] = law.forecast || [];
+      const traces = [
+        { ...band, x: column(0), y: column(2) },
+        { ...band, x: column(0), y: column(3), fill: "tonexty", fillcolor: style("--ghost") },
+        { type: "scatter", mode: "lines", x: column(0), y: column(1), line: { color: line, width: 2 }, hovertemplate: hover("law") },
+        { type: "scatter", mode: "markers", x: law.points.map((row) => row[0]), y: law.points.map((row) => row[2]), marker: { color: line, size: 8 }, hovertemplate: hover("run") },
+      ];
+      if (law.forecast) traces.push({ type: "scatter", mode: "markers", x: [parameters], y: [expected], marker: { color: line, size: 10, symbol: "circle-open" }, error_y: { type: "data", symmetric: false, array: [high - expected], arrayminus: [expected - low], color: line }, hovertemplate: hover("forecast") });
+      if (law.came !== null) traces.push({ type: "scatter", mode: "markers", x: [parameters], y: [law.came], marker: { color: other, size: 10, symbol: "diamond" }, hovertemplate: hover("came") });
+      const drawn = layout("parameters", { height: 320 });
+      drawn.xaxis.type = drawn.yaxis.type = "log";
+      drawn.xaxis.tickformat = "~s";
+      const caption = element("figcaption", {}, "Scaling law", element("span", { class: "unit" }, " validation loss at the end, nats / token"));
+      const key = "Line and band: the law and where one more run is expected. Circles: runs. Open circle: the forecast. Diamond: what came.";
+      return element("figure", { class: "wide" }, caption, plot(`law ${id}`, traces, drawn), element("p", { class: "note" }, law.text), element("p", { class: "note" }, key));
+    });
+    return made.length ? element("section", { id: "laws" }, element("div", { class: "grid" }, ...made)) : null;
+  }
+
   function forkNote(data, runs) {
     const forks = runs.filter((run) => run.fork);
     if (!forks.length) return null;
@@ -1453,6 +1479,7 @@
       data.notes && data.notes.length ? element("ul", { class: "warnings" }, ...data.notes.map((text) => element("li", {}, text))) : null,
       sweepSettings(sweep), sweepTable(sweep),
       curves.length || scatters.length ? controls : element("p", { class: "empty" }, "No rows yet."),
+      laws(data.law ? [{ id: "root", law: data.law }] : []),
       element("div", { class: "grid pair" }, ...curves), curves.length ? element("p", { class: "note" }, legend) : null,
       scatters.length ? element("h2", {}, `${sweep.metric[0].toUpperCase() + sweep.metric.slice(1)} over each key`) : null, element("div", { class: "grid" }, ...scatters, sweepParallel(sweep, sweep.tint)),
       scatters.length ? element("p", { class: "note" }, "Crosses at the edge: diverged or failed. Triangles at the edge: beyond it.") : null,
@@ -1516,7 +1543,7 @@
       const isOne = data.runs.length === 1;
       if (data.notes && data.notes.length) made.push(element("ul", { class: "warnings" }, ...data.notes.map((text) => element("li", {}, text))));
       made.push(isOne ? element("div", { class: "tiles" }, ...data.runs[0].tiles.map(tile)) : comparison(data, data.runs), warnings(data.runs),
-        isOne && data.runs[0].end && data.runs[0].log ? log(data.runs[0]) : null, charts(data, shown), mediaSection(shown), stages(shown), time(data, shown), facts(data.runs), ...tables(data, shown));
+        isOne && data.runs[0].end && data.runs[0].log ? log(data.runs[0]) : null, laws(shown), charts(data, shown), mediaSection(shown), stages(shown), time(data, shown), facts(data.runs), ...tables(data, shown));
     }
     made.push(element("footer", {}, first.source ? "This page updates itself." : `Created at ${clock(data.made)}.`));
     const { scrollX, scrollY } = window;
