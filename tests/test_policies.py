@@ -53,7 +53,8 @@ def check_change(own: dict[str, Any], beside: dict[str, Any], directory: Path, j
         np.testing.assert_allclose(found[name], values, rtol=0, atol=tolerance, err_msg=name)
 
 
-FREE = [case for case in CASES if is_free(case.key)]
+# An export needs a model with names of Hugging Face: tests/train/test_export.py changes these keys.
+FREE = [case for case in CASES if is_free(case.key) and not case.key.startswith("config.export.")]
 
 
 FREE_ROWS = pack_cases([case for case in FREE if all(map(is_free, case.changes))])

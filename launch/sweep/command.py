@@ -9,7 +9,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -29,6 +29,7 @@ from runner.errors import EXIT_DONE, InvalidError, suggest_choices
 from runner.history.sweep import Sweep, SweepRun
 from runner.spec import SpecLocation, load_document, validate_spec
 from runner.spec.document import parse_yaml
+from runner.spec.imports import import_extra
 from runner.spec.model import NAME_PATTERN
 from runner.storage import JsonObject, make_store
 
@@ -113,6 +114,8 @@ def run(arguments: SweepArguments, parse: Callable[[Sequence[str]], object]) -> 
     engine = parse_engine(arguments, parse)
     problems: list[str] = []
     with _collect(problems):
+        if plan.searched:
+            import_extra("optuna")  # a package that is missing is named before anything is written
         plan.validate([override.partition("=")[0].strip() for override in arguments.overrides])
     problems += _list_conflicts(arguments, plan, rule, metric)
     settings: list[JsonObject] = []
@@ -160,7 +163,7 @@ def run(arguments: SweepArguments, parse: Callable[[Sequence[str]], object]) -> 
             metric = metric or ("val/loss" if facts.get("evaluates", True) else "train/loss")
             if rule is not None:
                 _validate_rungs(rule, metric, facts)
-            sweep = Sweep(**{**vars(sweep), "metric": metric})
+            sweep = replace(sweep, metric=metric)
             record.sweep = sweep
             if not arguments.dry_run:
                 record.write(sweep)

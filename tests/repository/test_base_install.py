@@ -32,7 +32,7 @@ from tests.support.virtual_environment import (
 # of the cost of a command, are made only once.
 PROBE = r"""
 import json, os, pkgutil, sys
-import runner, experiments, launch
+import runner, experiments, launch.app
 from runner.cli.app import main
 from runner.errors import InvalidError
 from runner.spec.imports import import_extra
@@ -55,7 +55,7 @@ for name, words in cases.items():
     os.dup2(output, 1), os.dup2(output, 2)
     code = 99
     try:
-        code = main(words)
+        code = (launch.app.main if words[0] == "sweep" else main)(words)
         sys.stdout.flush()
     finally:
         os._exit(code)
@@ -88,6 +88,8 @@ def write_commands(directory: Path) -> dict[str, list[str]]:
     for name, scheme in (("gcs", "gs"), ("s3", "s3"), ("azure", "az")):
         cases[name] = [str(ROOT / "specs/counter.yaml"), "--set", f"directory={scheme}://bucket/run"]
     cases["lm-eval"] = ["evaluate", "runs/any", "--harness", "arc_easy"]
+    search = ["--search", "config.optimizer.learning_rate=log(1e-3,3e-3)", "--number", "2"]
+    cases["search"] = ["sweep", str(ROOT / "specs/gpt_nano.yaml"), *search, "--root", "runs/search"]
     cases["hub"] = ["export", "runs/any", "--push", "owner/model"]
     return cases
 
