@@ -126,7 +126,7 @@ def test_steps_are_those_of_one_device(kind: str, names: list[str], sizes: dict[
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sizes", ORDERED_MESHES, ids=format_mesh)
 def test_ordered_steps_have_the_bits_of_one_device(sizes: dict[str, int], kind: str) -> None:
-    """A batch of another size has other bits on CPUs only for some shapes; the whole step is tested in tests/train."""
+    """Without order products of a batch of another size have other last bits, as in every case here."""
     names = [name for name in STACKS if name != "experts"]
     wanted, found = (compute_steps(kind, names, each, is_ordered=True) for each in ({"data": 1}, sizes))
     for (path, leaf), (_, other) in zip(found, wanted, strict=True):
