@@ -78,9 +78,9 @@ class WidthScaledConfig(ModelConfig):
 
     base_width: PositiveInt | None = Field(
         default=None,
-        description="Turn on mu-P for adamw, muon, normuon or muonh: initial weights, learning rates of hidden matrices "
-        "and logits are scaled for width / base_width. Grow heads and mlp_width with width, and keep head_dim. null: "
-        "off.",
+        description="Turn on mu-P for adamw, muon, normuon or muonh: initial weights, learning rates of hidden "
+        "matrices and logits are scaled for width / base_width. Grow heads and mlp_width with width, and keep "
+        "head_dim. null: off.",
     )
 
     @property

@@ -29,7 +29,7 @@ class LibraryEntry:
 # Defaults that the table and the config model below share.
 _RANK, _PROJECTION_EVERY_STEPS, _PROJECTION_SCALE = 128, 200, 0.25
 # Of muon and its variants; b1, b2 and eps are those of adamw for the other parameters, and of the moments of normuon.
-_MUON: dict[str, Any] = {
+_MUON: Mapping[str, Any] = {
     "momentum": 0.95,
     "b1": 0.9,
     "b2": 0.95,
