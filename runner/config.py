@@ -1189,10 +1189,15 @@ class TrainerConfig(JobConfig, Generic[ModelConfigType]):
     def _validate_sections_together(self) -> "TrainerConfig[ModelConfigType]":
         # The order of sums over whole matrices, or over halves of a batch, depends on how these are sharded.
         devices, name = self.train.same_bits_devices, self.optimizer.name
-        if devices is not None and not OPTIMIZERS[name].is_elementwise:
+        if devices is not None and not OPTIMIZERS[name].supports_same_bits:
             raise ValueError(
                 f"train.same_bits_devices={devices}: optimizer.name={name} sums over whole matrices, which are "
-                "sharded over devices; use an element-wise optimizer, such as adamw"
+                "sharded over devices; use another optimizer, such as adamw or muon"
+            )
+        if self.adapter is not None and name == "muonh":
+            raise ValueError(
+                "optimizer.name=muonh keeps the norm of each matrix, and one matrix of an adapter begins at zero; use "
+                "muon or adamw"
             )
         if devices is not None and self.noise_scale is not None:
             raise ValueError(

@@ -496,7 +496,7 @@ def test_unread_keys_are_rejected_with_their_line_and_their_readers(tmp_path):
         return str(caught.value).splitlines()
 
     expected = [
-        "x.yaml:13: config.optimizer.momentum: adamw does not read it, sgd or muon would",
+        "x.yaml:13: config.optimizer.momentum: adamw does not read it, sgd or muon or normuon or muonh would",
         "x.yaml:16: config.schedule.final_learning_rate: constant does not read it, "
         "linear or cosine or cosine_restarts or polynomial or wsd would",
     ]

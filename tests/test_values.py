@@ -185,7 +185,10 @@ WITH: dict[tuple[str, Any], dict[str, Any]] = {
     ("config.data.tokenizer", "characters"): {"config.data.source": "TEXTS"},
     ("config.data.document_separator", "newline"): {"config.data.source": "TEXTS"},
     ("config.data.document_separator", "nul"): {"config.data.source": "TEXTS"},
-    ("config.optimizer.name", "muon"): {"config.optimizer.matrices": ["*embedding"]},
+    **{
+        ("config.optimizer.name", name): {"config.optimizer.matrices": ["*embedding"]}
+        for name in ("muon", "normuon", "muonh")
+    },
     ("config.optimizer.name", "galore"): {"config.optimizer.matrices": ["*embedding"], "config.optimizer.rank": 8},
     ("config.optimizer.matrices", OPEN): {"config.optimizer.name": "muon"},
     ("config.schedule.warmup_share", OPEN): {"config.schedule.warmup_steps": 0},
@@ -630,7 +633,7 @@ def can_be_ordered(case: Case) -> bool:
         case.key.startswith("config.")
         and not case.key.startswith(("config.eval.", "config.train.", "config.export."))
         and do_agree(case.changes, same_bits.SAME_BITS_OPTIONS)
-        and OPTIMIZERS[name].is_elementwise
+        and OPTIMIZERS[name].supports_same_bits
         and not case.key.startswith("config.noise_scale")
     )
 

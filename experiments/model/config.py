@@ -10,9 +10,15 @@ Programs V (arXiv:2203.03466), column for Adam, relative to a model of `base_wid
 m = width / base_width:
 
     parameters                   initial variance        multiplier   learning rate
-    hidden matrices              1 / m of the base's     1            1 / m
+    hidden matrices              1 / m of the base's     1            1 / m; muon, normuon: 1 / sqrt(m); muonh: 1
     logits (tied or not)         the base's              1 / m        unchanged
     embedding, norms, biases     the base's              1            unchanged
+
+Muon. A change of a hidden matrix keeps the change of the activations if its spectral norm grows like sqrt(outputs /
+inputs) (arXiv:2310.17813, condition 1), that is not at all, as both grow with m. The updates of muon and normuon have a
+root mean square of 0.2 and spectral norms that grow like sqrt(max(inputs, outputs)), so the learning rate is divided by
+sqrt(m). The updates of muonh have the norm R of the initial matrix, whose entries shrink like 1 / sqrt(m): the spectral
+norm of an orthogonal update, R / sqrt(min(inputs, outputs)), does not grow.
 
 A step of weight decay on a hidden matrix is not divided by m, as in the paper's own package. The paper scales scores by
 1 / head_dim. Here `head_dim` is meant to stay constant while the number of heads and `mlp_width` grow with the width.
@@ -30,6 +36,7 @@ from experiments.model.presets import PRESETS
 from experiments.model.rotary import Rope
 from runner.config import ModelConfig, TrainerConfig
 from runner.errors import InvalidError, suggest_choices
+from runner.optim.config import OptimizerConfig
 from runner.optim.groups import Parameter
 from runner.spec import Auto, FrozenModel
 from runner.spec.model import Policy
@@ -37,7 +44,8 @@ from runner.storage import JsonObject
 
 AXIS_LIMIT = 1 << 31
 EXTRA_STAGE = "extra"  # module of the layers that predict further positions
-_MUP_OPTIMIZER = "adamw"  # the optimizer that the table's column is for
+# Optimizers that the table is for, with the power of 1 / m in the learning rate of hidden matrices.
+_MUP_POWERS = {"adamw": 1.0, "muon": 0.5, "normuon": 0.5, "muonh": 0.0}
 # They add matrices whose other widths the table does not cover.
 _UNSCALED_SECTIONS = ("latent", "linear", "moe", "layer_embedding_width")
 
@@ -70,8 +78,9 @@ class WidthScaledConfig(ModelConfig):
 
     base_width: PositiveInt | None = Field(
         default=None,
-        description="Turn on mu-P for adamw: initial weights, learning rates of hidden matrices and logits are scaled "
-        "for width / base_width. Grow heads and mlp_width with width, and keep head_dim. null: off.",
+        description="Turn on mu-P for adamw, muon, normuon or muonh: initial weights, learning rates of hidden "
+        "matrices and logits are scaled for width / base_width. Grow heads and mlp_width with width, and keep "
+        "head_dim. null: off.",
     )
 
     @property
@@ -95,22 +104,28 @@ class WidthScaledConfig(ModelConfig):
         return self
 
 
-def mup_rate_factor(model: WidthScaledConfig, optimizer: str, parameter: Parameter) -> float:
+def mup_rate_factor(model: WidthScaledConfig, optimizer: OptimizerConfig, parameter: Parameter) -> float:
     """Return mu-P's factor on the learning rate of a parameter.
 
     Raises:
-        InvalidError: the optimizer is not the one that the table is for. Plain adam is excluded too, because its weight
-            decay passes through the moments.
+        InvalidError: the optimizer is none that the table is for. Plain adam is excluded too, because its weight decay
+            passes through the moments.
     """
     if model.base_width is None:
         return 1.0
-    if optimizer != _MUP_OPTIMIZER:
+    if optimizer.name not in _MUP_POWERS:
+        names = ", ".join(_MUP_POWERS)
         raise InvalidError(
-            f"base_width={model.base_width}: mu-P is implemented for {_MUP_OPTIMIZER}, not for {optimizer}; "
-            f"use {_MUP_OPTIMIZER} or leave out base_width"
+            f"base_width={model.base_width}: mu-P is implemented for {names}, not for {optimizer.name}; use one of "
+            "them or leave out base_width"
+        )
+    if optimizer.matrices is not None:
+        raise InvalidError(
+            f"matrices: mu-P of base_width={model.base_width} has learning rates for {optimizer.name} of all hidden "
+            "matrices; leave out one of the two"
         )
     is_hidden = parameter.is_matrix and parameter.name.endswith(".kernel")
-    return model.width_ratio if is_hidden else 1.0
+    return float(model.width_ratio ** _MUP_POWERS[optimizer.name]) if is_hidden else 1.0
 
 
 class Biases(FrozenModel):

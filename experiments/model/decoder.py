@@ -475,7 +475,7 @@ class PretrainDecoder(BaseTrainer):
     @classmethod
     def learning_rate_multiplier(cls, parameter: Parameter) -> float:
         """Return mu-P's factor on the learning rate of a parameter; 1 without a base width."""
-        return mup_rate_factor(cls.config.model, cls.config.optimizer.name, parameter)
+        return mup_rate_factor(cls.config.model, cls.config.optimizer, parameter)
 
     def family(self) -> DecoderFiles:
         """Return the layout of the weights in Hugging Face's files."""

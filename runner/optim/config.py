@@ -21,13 +21,23 @@ class LibraryEntry:
     source: str
     # Keys that this entry uses, but not every entry of the table, with their published defaults.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    # True if an optimizer updates each element from that element alone, so that the result does not depend on how
-    # devices share a matrix.
-    is_elementwise: bool = True
+    # True if the bits of an optimizer can be made independent of how devices share a matrix: it updates each element
+    # from that element alone, or each matrix on one device.
+    supports_same_bits: bool = True
 
 
 # Defaults that the table and the config model below share.
 _RANK, _PROJECTION_EVERY_STEPS, _PROJECTION_SCALE = 128, 200, 0.25
+# Of muon and its variants; b1, b2 and eps are those of adamw for the other parameters, and of the moments of normuon.
+_MUON: Mapping[str, Any] = {
+    "momentum": 0.95,
+    "b1": 0.9,
+    "b2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "moments": "float32",
+    "matrices": None,
+}
 # Defaults are those of the publication, except where `source` names another one.
 OPTIMIZERS: dict[str, LibraryEntry] = {
     "adamw": LibraryEntry(
@@ -43,7 +53,7 @@ OPTIMIZERS: dict[str, LibraryEntry] = {
         {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1, "moments": "float32"},
     ),
     "adafactor": LibraryEntry(
-        "Adafactor, arXiv:1804.04235, without momentum", {"weight_decay": 0.1}, is_elementwise=False
+        "Adafactor, arXiv:1804.04235, without momentum", {"weight_decay": 0.1}, supports_same_bits=False
     ),
     "sgd": LibraryEntry(
         "On the importance of initialization and momentum, ICML 2013 (Sutskever et al.), without Nesterov momentum",
@@ -51,16 +61,14 @@ OPTIMIZERS: dict[str, LibraryEntry] = {
     ),
     "muon": LibraryEntry(
         "Muon is Scalable for LLM Training, arXiv:2502.16982, of kellerjordan.github.io/posts/muon; adamw for others",
-        {
-            "momentum": 0.95,
-            "b1": 0.9,
-            "b2": 0.95,
-            "eps": 1e-8,
-            "weight_decay": 0.1,
-            "moments": "float32",
-            "matrices": None,
-        },
-        is_elementwise=False,
+        _MUON,
+    ),
+    "normuon": LibraryEntry(
+        "NorMuon, arXiv:2510.05491, with the Nesterov momentum of its published code; adamw for others", _MUON
+    ),
+    "muonh": LibraryEntry(
+        "Hyperball Optimization, arXiv:2606.16899, with the Nesterov momentum of Levanter's code; adamw for others",
+        {**_MUON, "weight_decay": 0.0},
     ),
     "galore": LibraryEntry(
         "GaLore, arXiv:2403.03507, with adamw; eps and weight decay of its published code; adamw for others",
@@ -75,7 +83,7 @@ OPTIMIZERS: dict[str, LibraryEntry] = {
             "projection_every_steps": _PROJECTION_EVERY_STEPS,
             "projection_scale": _PROJECTION_SCALE,
         },
-        is_elementwise=False,
+        supports_same_bits=False,
     ),
     "schedule_free_adamw": LibraryEntry(
         "The Road Less Scheduled, arXiv:2405.15682; for a constant learning rate after a warm-up",
@@ -146,9 +154,9 @@ class ParameterGroup(FrozenModel):
 class OptimizerConfig(FrozenModel):
     """Optimizer, by its name in the library. A key that is left out has the published default of that optimizer."""
 
-    name: Literal["adamw", "adam", "lion", "adafactor", "sgd", "muon", "galore", "schedule_free_adamw"] = Field(
-        default="adamw", description="Name of the optimizer in the library."
-    )
+    name: Literal[
+        "adamw", "adam", "lion", "adafactor", "sgd", "muon", "normuon", "muonh", "galore", "schedule_free_adamw"
+    ] = Field(default="adamw", description="Name of the optimizer in the library.")
     learning_rate: Annotated[PositiveFloat | None, Policy.STAGE] = Field(
         default=None, description="Peak learning rate. Required unless the job brings its own optimizer or schedule."
     )
@@ -174,13 +182,16 @@ class OptimizerConfig(FrozenModel):
         ),
     )
     momentum: Annotated[float, Policy.STAGE] = Field(
-        default=0.9, ge=0, lt=1, description=_describe("optimizer.momentum", "Momentum; 0.95 by default for muon")
+        default=0.9,
+        ge=0,
+        lt=1,
+        description=_describe("optimizer.momentum", "Momentum; 0.95 by default for muon and its variants"),
     )
     weight_decay: Annotated[NonNegativeFloat, Policy.STAGE] = Field(
         default=0.1,
         description="Coefficient of weight decay: a step subtracts the learning rate times this share of every matrix. "
-        "For sgd the decay passes through the momentum, for adam through the moments. The default depends on the "
-        "optimizer.",
+        "For sgd the decay passes through the momentum, for adam through the moments; the matrices whose norm muonh "
+        "keeps do not decay. The default depends on the optimizer.",
     )
     clip_norm: Annotated[PositiveFloat | None, Policy.STAGE] = Field(
         default=1.0, description="Norm to which the global gradient is clipped; null: no clipping."

@@ -114,6 +114,7 @@ class ParameterSettings:
     clips: list[tuple[float, Any]]
     weight_decay: float | None  # weight decay of all matrices; None if groups differ in it
     frozen: frozenset[str]  # dotted names of the frozen parameters
+    is_ordered: bool  # True if sums over whole matrices must not depend on the number of devices
 
     def add_weight_decay(self) -> optax.GradientTransformation:
         """Return a stateless transformation that adds weight decay times parameter to each update."""
@@ -153,7 +154,7 @@ class ParameterSettings:
         return optimizer
 
 
-def make_parameter_settings(config: OptimizerConfig, parameters: Any) -> ParameterSettings:
+def make_parameter_settings(config: OptimizerConfig, parameters: Any, is_ordered: bool = False) -> ParameterSettings:
     """Return the settings of a tree of `Parameter`. Raises InvalidError for a group without a match or an effect."""
     group_by_name = _match_groups(config.groups, jax.tree.leaves(parameters))
     # Parameters without a group have the settings of the optimizer.
@@ -190,6 +191,7 @@ def make_parameter_settings(config: OptimizerConfig, parameters: Any) -> Paramet
         clips=[(norm, is_clipped) for norm, is_clipped in clips if any(jax.tree.leaves(is_clipped))],
         weight_decay=None if has_decays else config.weight_decay,
         frozen=frozen,
+        is_ordered=is_ordered,
     )
 
 

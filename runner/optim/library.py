@@ -4,6 +4,7 @@ Each optimizer is a function of its config, the per-parameter settings and the s
 completed steps: a linear warm-up from 0, and a shape after it.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import optax
 from runner.errors import InvalidError
 from runner.optim.config import OptimizerConfig, ScheduleConfig
 from runner.optim.groups import Parameter, ParameterSettings, freeze_parameters, make_parameter_settings, match_patterns
-from runner.optim.muon import orthogonalise
+from runner.optim.muon import keep_norms, orthogonalise
 from runner.optim.transforms import average_schedule_free, project_low_rank
 
 
@@ -101,9 +102,14 @@ def find_injected_rate(opt_state: Any) -> jax.Array | None:
 _Maker = Callable[[OptimizerConfig, ParameterSettings, optax.Schedule], Any]
 
 
-def make_optimizer(name: str, config: OptimizerConfig, schedule: optax.Schedule, parameters: Any) -> Any:
-    """Return the optimizer `name` with gradient clipping and frozen parameters. Raises as `make_parameter_settings`."""
-    settings = make_parameter_settings(config, parameters)
+def make_optimizer(
+    name: str, config: OptimizerConfig, schedule: optax.Schedule, parameters: Any, is_ordered: bool = False
+) -> Any:
+    """Return the optimizer `name` with gradient clipping and frozen parameters. Raises as `make_parameter_settings`.
+
+    With `is_ordered` the bits of optimizers that support `train.same_bits_devices` do not depend on the device count.
+    """
+    settings = make_parameter_settings(config, parameters, is_ordered)
     return freeze_parameters(settings.add_clipping(_MAKERS[name](config, settings, schedule)), settings.frozen)
 
 
@@ -130,16 +136,29 @@ def _make_sgd(config: OptimizerConfig, settings: ParameterSettings, schedule: op
 
 
 def _make_muon(config: OptimizerConfig, settings: ParameterSettings, schedule: optax.Schedule) -> Any:
-    """Return Muon for each matrix of a stack by itself; adamw updates embeddings, logits and vectors."""
+    """Return Muon or a variant for each matrix of a stack by itself; adamw updates embeddings, logits and vectors."""
     is_matrix = _select_matrices(config, settings.parameters)
     pairs = zip(jax.tree.leaves(settings.parameters), jax.tree.leaves(is_matrix), strict=True)
     matrices = [parameter for parameter, yes in pairs if yes]
     trace = optax.trace(config.momentum, nesterov=True, accumulator_dtype=_get_moment_dtype(config))
+    orthogonal = orthogonalise(matrices, config.name, config.b2, config.eps, settings.is_ordered)
+    is_on_sphere = config.name == "muonh"
+    if is_on_sphere:
+        for group in config.groups:
+            matched = match_patterns([group.pattern], settings.parameters, "groups") if group.weight_decay else {}
+            if matched and not any(jax.tree.leaves(jax.tree.map(lambda yes, on: yes and not on, matched, is_matrix))):
+                raise InvalidError(
+                    f"groups: weight_decay of {group.pattern!r} has no effect, because muonh keeps the norms of these "
+                    "matrices; leave it out"
+                )
+        decays = jax.tree.map(lambda on, decay: 0.0 if on else decay, is_matrix, settings.decays)
+        settings = dataclasses.replace(settings, decays=decays, weight_decay=None)
     return optax.chain(
-        optax.masked(optax.chain(trace, orthogonalise(matrices)), is_matrix),
+        optax.masked(optax.chain(trace, orthogonal), is_matrix),
         optax.masked(_make_adam_moments(config), jax.tree.map(lambda yes: not yes, is_matrix)),
         settings.add_weight_decay(),
         settings.scale_by_learning_rate(schedule),
+        *([optax.masked(keep_norms(settings.is_ordered), is_matrix)] if is_on_sphere else []),
     )
 
 
@@ -197,6 +216,8 @@ _MAKERS: dict[str, _Maker] = {
     "adafactor": _make_adafactor,
     "sgd": _make_sgd,
     "muon": _make_muon,
+    "normuon": _make_muon,
+    "muonh": _make_muon,
     "galore": _make_galore,
     "schedule_free_adamw": _make_schedule_free_adamw,
 }

@@ -21,6 +21,8 @@ import optax
 from flax import struct
 from jax import lax
 
+from runner.optim.muon import SphereState, restart_norms
+
 
 @struct.dataclass
 class GaLoreState:
@@ -143,21 +145,23 @@ def compute_gradient_point(params: Any, opt_state: Any) -> Any:
     return params if state is None else _interpolate(params, state.fast, state.b1)
 
 
-def restart_average(params: Any, opt_state: Any) -> Any:
+def restart_from_params(params: Any, opt_state: Any) -> Any:
     """Return the `opt_state` of step 0 for other parameters than it was made with, such as those of another run."""
 
     def restart(state: Any) -> Any:
+        if isinstance(state, SphereState):
+            return restart_norms(params, state)
         if not isinstance(state, ScheduleFreeState):
             return state
         fast = _map_trained(lambda z, p: p.astype(z.dtype).copy(), state.fast, params)
         return dataclasses.replace(state, fast=fast)
 
-    return jax.tree.map(restart, opt_state, is_leaf=_is_average)
+    return jax.tree.map(restart, opt_state, is_leaf=_is_made_from_params)
 
 
-def is_averaged(opt_state: Any) -> bool:
-    """Return True if the parameters are an average of iterates."""
-    return _find_average(opt_state) is not None
+def is_made_from_params(opt_state: Any) -> bool:
+    """Return True if the optimizer's state at step 0 depends on the values of the parameters."""
+    return any(map(_is_made_from_params, jax.tree.leaves(opt_state, is_leaf=_is_made_from_params)))
 
 
 def _find_average(opt_state: Any) -> ScheduleFreeState | None:
@@ -183,3 +187,7 @@ def _map_trained(function: Any, fast: Any, params: Any) -> Any:
 
 def _is_average(node: Any) -> bool:
     return isinstance(node, ScheduleFreeState)
+
+
+def _is_made_from_params(node: Any) -> bool:
+    return isinstance(node, ScheduleFreeState | SphereState)

@@ -72,7 +72,8 @@ class OptimizerChoice:
                 )
             return self.optimizer
         assert schedule is not None, "the library's optimizers have a schedule"
-        return make_optimizer(self.optimizer, config.optimizer, schedule, parameters)
+        is_ordered = config.train.same_bits_devices is not None
+        return make_optimizer(self.optimizer, config.optimizer, schedule, parameters, is_ordered)
 
     def find_unread_keys(self) -> dict[str, str]:
         """Return the keys below `config` that have no effect, with the reason; a custom optimizer may read any key."""

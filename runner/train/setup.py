@@ -107,7 +107,8 @@ class TrainSetup:
 
         Called on every host.
         """
-        state = train_state.restart_averages(state)
+        with self.sharding_rules():
+            state = train_state.restart_averages(state)
         if not self.auxiliary_states:
             return state
         # Jitted with the shardings of the state, so that no leaf is ever whole on one device.

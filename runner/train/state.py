@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from runner.accelerator import HOST_MEMORY
 from runner.checkpoint.leaves import BASE, AdapterMerge, is_on_host, make_strongly_typed, merge_params
 from runner.errors import InvalidError
-from runner.optim.transforms import is_averaged, restart_average
+from runner.optim.transforms import is_made_from_params, restart_from_params
 from runner.parallel.mesh import LogicalAxisRule, fit_sharding, get_active_rules, shard_over_data, use_sharding_rules
 from runner.train.auxiliary import AuxiliaryState, Scalars, init_auxiliary
 
@@ -364,13 +364,13 @@ def init_state(make: Any, key: jax.Array, abstract: TrainState, mesh: Mesh) -> T
 
 
 def restart_averages(state: TrainState) -> TrainState:
-    """Initialise the optimizer's average of a state at step 0 again, after its parameters were replaced."""
-    if not is_averaged(state.opt_state):
+    """Initialise what the optimizer of a state at step 0 keeps of the parameters, after these were replaced."""
+    if not is_made_from_params(state.opt_state):
         return state
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
     abstract = jax.tree.map(lambda leaf: _place(leaf, leaf.sharding), state.opt_state)
 
     def begin(params: Any, opt_state: Any) -> Any:
-        return move_to_host(restart_average(params, move_to_device(opt_state, abstract)), abstract)
+        return move_to_host(restart_from_params(params, move_to_device(opt_state, abstract)), abstract)
 
     return state.replace(opt_state=jax.jit(begin, out_shardings=shardings)(state.params, state.opt_state))

@@ -275,7 +275,7 @@ VALIDATORS: list[tuple[list[str], str, list[str]]] = [
     (["memory.loss_chunk_positions=5"], "use 4 or 8", ["memory.loss_chunk_positions=8"]),
     (["train.same_bits_devices=4"], "needs micro_batch_examples", ["train.micro_batch_examples=1"]),
     (
-        ["train.same_bits_devices=4", "train.micro_batch_examples=1", "optimizer={name: muon, learning_rate: 0.1}"],
+        ["train.same_bits_devices=4", "train.micro_batch_examples=1", "optimizer={name: galore, learning_rate: 0.1}"],
         "such as adamw",
         ["optimizer={name: adamw, learning_rate: 0.1}"],
     ),

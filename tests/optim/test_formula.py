@@ -24,8 +24,9 @@ PARAMETERS = {
     "tall": Parameter("tall", (6, 4), ("mlp", "embed")),
     "wide": Parameter("wide", (2, 4, 6), ("layers", "embed", "mlp")),
 }
-MATRICES = ("tall", "wide")  # for muon and galore; singular values of noise are too close in the large one
-KEYS = {name: {"matrices": [*MATRICES]} for name in ("muon", "galore")}
+# For muon, its variants and galore; singular values of noise are too close in the large one.
+MATRICES = ("tall", "wide")
+KEYS = {name: {"matrices": [*MATRICES]} for name in ("muon", "normuon", "muonh", "galore")}
 KEYS["galore"] |= {"rank": 3, "projection_every_steps": 6}
 RANDOM = np.random.default_rng(0)
 PARAMS = {name: RANDOM.normal(size=p.shape) for name, p in PARAMETERS.items()}
@@ -100,11 +101,44 @@ class Muon(AdamW):
         if self.name not in MATRICES:
             return self.adam(g, step)
         self.buffer = self.config.momentum * self.buffer + g
-        nesterov = g + self.config.momentum * self.buffer
-        M, N = g.shape[-2:]
-        return np.stack([newton_schulz(x) for x in nesterov.reshape(-1, M, N)]).reshape(g.shape) * (
-            0.2 * np.sqrt(max(M, N))
-        )
+        nesterov = (g + self.config.momentum * self.buffer).reshape(-1, *g.shape[-2:])
+        return np.stack([self.scale(number, newton_schulz(x)) for number, x in enumerate(nesterov)]).reshape(g.shape)
+
+    def scale(self, number, x):
+        return 0.2 * np.sqrt(max(x.shape)) * x
+
+
+class NorMuon(Muon):
+    """Algorithm 1 of arXiv:2510.05491 for the transpose, since a neuron is a row there and a column here."""
+
+    def __init__(self, name, config, param):
+        super().__init__(name, config, param)
+        self.moments = {}
+
+    def scale(self, number, x):
+        rows, b2 = x.T, self.config.b2
+        self.moments[number] = b2 * self.moments.get(number, 0.0) + (1 - b2) * (rows**2).mean(1)
+        rows = rows / (np.sqrt(self.moments[number]) + self.config.eps)[:, None]
+        return (0.2 * np.sqrt(x.size) * rows / np.linalg.norm(rows)).T
+
+
+class MuonH(Muon):
+    """W' = R normalize(W - rate R normalize(O)), with R the norm of the initial W: equation 2 of arXiv:2606.16899."""
+
+    def __init__(self, name, config, param):
+        super().__init__(name, config, param)
+        if name in MATRICES:
+            self.radii, self.decay = np.linalg.norm(param, axis=(-2, -1), keepdims=True), 0.0
+
+    def scale(self, number, x):
+        return x / np.linalg.norm(x)
+
+    def step(self, step):
+        before = self.p
+        super().step(step)
+        if self.name in MATRICES:
+            moved = before + self.radii * (self.p - before)
+            self.p = self.radii * moved / np.linalg.norm(moved, axis=(-2, -1), keepdims=True)
 
 
 def newton_schulz(matrix):
@@ -186,6 +220,8 @@ FORMULAS = {
     "lion": Lion,
     "sgd": Momentum,
     "muon": Muon,
+    "normuon": NorMuon,
+    "muonh": MuonH,
     "galore": GaLore,
     "schedule_free_adamw": ScheduleFree,
     "adafactor": Adafactor,

@@ -101,6 +101,15 @@ def test_groups_that_do_not_match_the_parameters_are_rejected(groups, message):
         make_optimizer("adamw", make_config("adamw", groups=groups), optax.constant_schedule(0.1), SMALL_PARAMETERS)
 
 
+def test_decay_of_matrices_on_a_sphere_is_rejected():
+    for pattern in ("*", "embedding"):
+        groups = [{"pattern": pattern, "weight_decay": 0.1}]
+        make_optimizer("muonh", make_config("muonh", groups=groups), optax.constant_schedule(0.1), SMALL_PARAMETERS)
+    groups = [{"pattern": "tall", "weight_decay": 0.1}]
+    with pytest.raises(InvalidError, match="weight_decay of 'tall' has no effect"):
+        make_optimizer("muonh", make_config("muonh", groups=groups), optax.constant_schedule(0.1), SMALL_PARAMETERS)
+
+
 @pytest.mark.parametrize("name", ["muon", "galore"])
 @pytest.mark.parametrize(
     ("matrices", "message"),

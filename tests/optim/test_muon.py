@@ -1,18 +1,23 @@
-"""Muon on a mesh: matrices are dealt out, with the updates of one device; the iteration communicates nothing."""
+"""Muon and its variants on a mesh: the steps of one device, by an iteration that communicates nothing."""
 
 import re
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from runner.optim.groups import Parameter
-from runner.optim.muon import orthogonalise
+from runner.optim.muon import keep_norms, orthogonalise
 from runner.parallel.mesh import fit_sharding, get_active_rules, make_mesh, use_sharding_rules
 from tests.support.tiny_jobs import format_mesh
 
+KINDS = ("muon", "normuon", "muonh")
+Leaves = list[Any]
 AXES = ("embed", "mlp")
 # Name, shape and logical axes of a stack of matrices.
 STACKS = {
@@ -33,6 +38,7 @@ MESHES = [
     {"fsdp": 2, "expert": 4},
     {"data": 2, "sequence": 2, "fsdp": 2},
 ]
+ORDERED_MESHES = [{"fsdp": 2}, {"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 8}]
 
 
 def make_case(names: list[str]) -> tuple[list[Parameter], list[np.ndarray]]:
@@ -40,21 +46,44 @@ def make_case(names: list[str]) -> tuple[list[Parameter], list[np.ndarray]]:
     return parameters, [np.random.default_rng(7).normal(size=each.shape).astype(np.float32) for each in parameters]
 
 
-def compile_update(sizes: dict[str, int], parameters: list[Parameter]) -> tuple[jax.stages.Compiled, list]:
-    """Return the compiled update of matrices that are sharded as parameters are, and their shardings."""
+def make_transform(kind: str, parameters: list[Parameter], is_ordered: bool = False) -> optax.GradientTransformation:
+    """Return what updates the matrices, with the learning rate before the step on a sphere."""
+    transform = orthogonalise(parameters, kind, 0.95, 1e-8, is_ordered)
+    return optax.chain(transform, optax.scale(-0.1), keep_norms(is_ordered)) if kind == "muonh" else transform
+
+
+def run_steps(transform: optax.GradientTransformation, values: Leaves, noise: Leaves) -> tuple[Leaves, Any]:
+    """Return the sum of two updates, and the state after them."""
+    state, total = transform.init(values), values
+    for sign in (1.0, -0.5):
+        updates, state = transform.update(
+            [value + sign * each for value, each in zip(total, noise, strict=True)], state, total
+        )
+        total = [value + update for value, update in zip(total, updates, strict=True)]
+    return total, state
+
+
+def compile_steps(
+    sizes: dict[str, int], parameters: list[Parameter], kind: str = "muon", is_ordered: bool = False
+) -> tuple[jax.stages.Compiled, list]:
+    """Return two compiled steps on matrices that are sharded as parameters are, and their shardings."""
     mesh = make_mesh(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
     with use_sharding_rules(mesh):
         shardings = [
             fit_sharding(each.shape, nn.logical_to_mesh_axes(each.axes, get_active_rules()), mesh)
             for each in parameters
         ]
-        transform = orthogonalise(parameters)
+        transform = make_transform(kind, parameters, is_ordered)
         arrays = [
             jax.ShapeDtypeStruct(each.shape, jnp.float32, sharding=sharding)
             for each, sharding in zip(parameters, shardings, strict=True)
         ]
-        update = jax.jit(lambda *leaves: transform.update([*leaves], transform.init(None))[0], out_shardings=shardings)
-        return update.lower(*arrays).compile(), shardings
+        whole = NamedSharding(mesh, PartitionSpec())
+
+        def run(values: Leaves, noise: Leaves) -> tuple[Leaves, Any]:
+            return run_steps(transform, values, noise)
+
+        return jax.jit(run, out_shardings=(shardings, whole)).lower(arrays, arrays).compile(), shardings
 
 
 def list_collectives(compiled: jax.stages.Compiled) -> list[str]:
@@ -65,31 +94,60 @@ def list_collectives(compiled: jax.stages.Compiled) -> list[str]:
     return [line for line in text.splitlines() if re.search(rf" (?:{names})(?:-start)?\(", line)]
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=format_mesh)
-@pytest.mark.parametrize("names", [[*STACKS], *([name] for name in STACKS)], ids="+".join)
-def test_updates_are_those_of_one_device(names: list[str], sizes: dict[str, int]) -> None:
+def compute_steps(
+    kind: str, names: list[str], sizes: dict[str, int], is_ordered: bool = False
+) -> list[tuple[str, np.ndarray]]:
+    """Return the matrices and the state after two steps on a mesh."""
     parameters, values = make_case(names)
-    wanted = orthogonalise(parameters).update(values, None)[0]
-    compiled, shardings = compile_update(sizes, parameters)
-    found = compiled(*map(jax.device_put, values, shardings))
-    for one, other, name in zip(found, wanted, names, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6, err_msg=name)
+    compiled, shardings = compile_steps(sizes, parameters, kind, is_ordered)
+    noise = [np.flip(each, -1) for each in values]
+    found = compiled(*([*map(jax.device_put, each, shardings)] for each in (values, noise)))
+    leaves = jax.tree_util.tree_leaves_with_path(found)
+    return [(jax.tree_util.keystr(path), np.asarray(leaf)) for path, leaf in leaves]
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=format_mesh)
-def test_the_iteration_communicates_nothing(sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        *((kind, [*STACKS]) for kind in KINDS),
+        *(pytest.param(kind, [name], marks=pytest.mark.soak) for kind in KINDS for name in STACKS),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "+".join(each),
+)
+def test_steps_are_those_of_one_device(kind: str, names: list[str], sizes: dict[str, int]) -> None:
+    parameters, values = make_case(names)
+    wanted = run_steps(make_transform(kind, parameters), values, [np.flip(each, -1) for each in values])
+    found = compute_steps(kind, names, sizes)
+    for (path, leaf), other in zip(found, jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=1e-4, atol=1e-5, err_msg=path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", ORDERED_MESHES, ids=format_mesh)
+def test_ordered_steps_have_the_bits_of_one_device(sizes: dict[str, int], kind: str) -> None:
+    """Without order products of a batch of another size have other last bits, as in every case here."""
+    names = [name for name in STACKS if name != "experts"]
+    wanted, found = (compute_steps(kind, names, each, is_ordered=True) for each in ({"data": 1}, sizes))
+    for (path, leaf), (_, other) in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(leaf, other, err_msg=path)
+
+
+@pytest.mark.parametrize("kind", ["muon", "normuon"])
+@pytest.mark.parametrize("sizes", MESHES, ids=format_mesh)
+def test_the_iteration_communicates_nothing(sizes: dict[str, int], kind: str) -> None:
     parameters, _ = make_case([name for name in STACKS if name != "indivisible"])
-    lines = list_collectives(compile_update(sizes, parameters)[0])
+    lines = list_collectives(compile_steps(sizes, parameters, kind)[0])
     assert lines
     assert not [line for line in lines if "while/body" in line]
     # Whole matrices are gathered only from devices that share the work.
-    if not {"data", "sequence", "expert"} & {*sizes}:
+    if not {"data", "sequence", "expert"} & {*sizes} and kind == "muon":
         assert not [line for line in lines if " all-gather" in line]
 
 
 def test_fewer_matrices_than_devices_are_spread_over_as_many_as_there_are() -> None:
     """Devices with the same shards divide the work only while each has more than one matrix."""
-    compiled, _ = compile_update({"data": 2, "fsdp": 4}, [Parameter("wide", (4, 8, 24), ("layers", *AXES))])
+    compiled, _ = compile_steps({"data": 2, "fsdp": 4}, [Parameter("wide", (4, 8, 24), ("layers", *AXES))])
     lines = list_collectives(compiled)
-    assert len(lines) == 2
+    assert len(lines) == 4
     assert all(" all-to-all" in line for line in lines)

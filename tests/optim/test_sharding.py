@@ -14,7 +14,8 @@ from experiments.model import with_axes
 from runner.data.packing import make_token_fields
 from runner.optim.config import OPTIMIZERS, OptimizerConfig
 from runner.optim.groups import Parameter, describe_parameters
-from runner.optim.library import make_optimizer
+from runner.optim.library import make_optimizer, update_in_float32
+from runner.optim.muon import SphereState, keep_norms
 from runner.optim.transforms import compute_gradient_point
 from runner.parallel.mesh import make_mesh, use_sharding_rules
 from runner.train.setup import build_train_setup
@@ -63,6 +64,13 @@ def run_training(train_setup, steps=4):
     return state
 
 
+def find_norms(opt_state):
+    """Return the norms by name that the state of muonh holds."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, SphereState))
+    (found,) = [node for node in nodes if isinstance(node, SphereState)]
+    return {name: norm for name, norm in found.norms.items() if not isinstance(norm, optax.MaskedNode)}
+
+
 MESHES = [(1, 2, 1), (1, 2, 4)]
 DAILY = [("muon", MESHES[0])]  # uses whole matrices, like galore; the others are element-wise
 CASES = [pytest.param(*case, marks=() if case in DAILY else pytest.mark.soak) for case in product(OPTIMIZERS, MESHES)]
@@ -91,6 +99,38 @@ def test_parameters_have_name_shape_and_axes():
     assert describe_parameters(boxed) == {name: Parameter(name, shape, axes) for name, (shape, axes) in SHAPES.items()}
     plain = describe_parameters({"block": {"kernel": jax.ShapeDtypeStruct((2, 3), jnp.float32)}})
     assert plain == {"block": {"kernel": Parameter("block.kernel", (2, 3), (None, None))}}
+
+
+def test_a_warm_start_moves_matrices_to_spheres_of_their_own_norms():
+    train_setup = make_train_setup("muonh", (1, 2, 1), jax.devices()[:2])
+    state = train_setup.init_state()
+    params = jax.tree.map(lambda leaf: (2 * leaf).astype(jnp.bfloat16), state.params)
+    begun = train_setup.restart_averages(state.replace(params=params))
+    first, restarted = (find_norms(each.opt_state) for each in (state, begun))
+    assert {*first} == {"tall", "wide"}
+    for name, norm in restarted.items():
+        np.testing.assert_allclose(norm, 2 * first[name], rtol=1e-2)
+        np.testing.assert_allclose(norm, np.linalg.norm(params[name].astype(np.float32), axis=(-2, -1)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_matrices_keep_their_norms(dtype):
+    """Rounding shrinks a matrix of bfloat16 a little in each step, so the norm of the last step is no radius."""
+    tx = update_in_float32(keep_norms())
+    start = jnp.asarray(np.random.default_rng(0).normal(size=(2, 32, 48)), dtype)
+
+    @jax.jit
+    def run(param):
+        def step(number, carried):
+            param, state = carried
+            noise = jax.random.normal(jax.random.key(number), param.shape)
+            update, state = tx.update(0.05 * noise / jnp.linalg.norm(noise, axis=(1, 2), keepdims=True), state, param)
+            return (param.astype(jnp.float32) + update).astype(param.dtype), state
+
+        return jax.lax.fori_loop(0, 300, step, (param, tx.init(param)))[0]
+
+    norms = [np.linalg.norm(np.asarray(each, np.float32), axis=(1, 2)) for each in (start, run(start))]
+    np.testing.assert_allclose(*norms, rtol=1e-3 if dtype == jnp.bfloat16 else 1e-6)
 
 
 @pytest.mark.soak

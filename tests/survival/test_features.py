@@ -50,6 +50,8 @@ FEATURES = {
         ),
     ),
     "muon": Feature(GPT, (CUT, "config.optimizer.name=muon")),
+    "normuon": Feature(GPT, (CUT, "config.optimizer.name=normuon", "config.optimizer.moments=bfloat16")),
+    "muonh": Feature(GPT, (CUT, "config.optimizer.name=muonh")),
     "galore": Feature(
         GPT,
         (CUT, "config.optimizer={name: galore, learning_rate: 0.001, rank: 8, projection_every_steps: 7}"),

@@ -75,6 +75,14 @@ FEATURES: dict[str, tuple[type, dict[str, Any]]] = {
         | {"config.precision.matmul": "float8", "config.precision.gradient_rounding": "stochastic"}
         | {"config.model.layers": 2, "config.memory.remat": "layers", "config.memory.loss_chunk_positions": 2},
     ),
+    **{
+        name: (
+            PretrainGPT,
+            # Six stacks of four matrices on eight devices: none to half a stack each, and padding.
+            {"config.optimizer.name": name, "config.model": {"layers": 4, "heads": 2, "width": 16}},
+        )
+        for name in ("muon", "normuon", "muonh")
+    },
     "schedule_free": (
         PretrainGPT,
         {"config.optimizer.name": "schedule_free_adamw", "config.schedule": {"name": "constant", "warmup_steps": 1}},

@@ -119,7 +119,8 @@ def test_a_spike_is_sigmas_deviations_above_the_mean_of_a_full_window(size: int)
 
 CASES: dict[str, dict[str, Any]] = {name: {"config.optimizer.name": name} for name in OPTIMIZERS}
 CASES["schedule_free_adamw"] |= {"config.schedule": {"name": "constant"}}
-CASES["muon"] |= {"config.optimizer.matrices": ["*embedding"]}
+for each in ("muon", "normuon", "muonh"):
+    CASES[each] |= {"config.optimizer.matrices": ["*embedding"]}
 CASES["galore"] |= {"config.optimizer.matrices": ["*embedding"], "config.optimizer.rank": 2}
 CASES |= {
     "rounding": {"config.precision": {"params": "bfloat16", "rounding": "stochastic"}},

@@ -65,10 +65,10 @@ def compute_stream_and_logits(found, states):
     return [run(each.params) for each in states]
 
 
-def changes_by_width(directory, **changes):
+def changes_by_width(directory, widths=WIDTHS, **changes):
     """Return the mean change of a coordinate of the stream and of the logits, by width."""
     moved = []
-    for width in WIDTHS:
+    for width in widths:
         found = make_job(directory, width, **changes)
         before, after = compute_stream_and_logits(found, train(found))
         moved.append([float(jnp.mean(jnp.abs(new - old))) for old, new in zip(before, after, strict=True)])
@@ -82,6 +82,31 @@ def test_updates_keep_their_size_over_widths_only_with_mup(tmp_path):
     np.testing.assert_allclose(with_mup[0], without[0], rtol=1e-6)
     assert (np.abs(np.log2(with_mup / with_mup[0])) < 0.6).all(), with_mup
     assert (np.diff(np.log2(without), axis=0) > 0.4).all(), without
+
+
+# The change of the stream is that of the hidden matrices alone.
+HIDDEN_ALONE = {"config.optimizer.groups": [{"pattern": name, "frozen": True} for name in ("embedding*", "head*")]}
+RATES = {"adamw": 0.02, "muon": 0.1, "normuon": 0.1, "muonh": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("name", "widths"),
+    [
+        ("muon", (32, 128)),
+        pytest.param("muonh", (32, 128), marks=pytest.mark.soak),
+        *(pytest.param(name, (64, 128, 256, 512, 1024), marks=pytest.mark.soak) for name in RATES),
+    ],
+)
+def test_hidden_matrices_move_the_stream_alike_at_every_width(name, widths, tmp_path):
+    changes = HIDDEN_ALONE | {"config.optimizer.name": name, "config.optimizer.learning_rate": RATES[name]}
+    bases = {"mup": widths[0], "plain": None}
+    growths = {}
+    for kind, base in bases.items():
+        moved = changes_by_width(tmp_path / kind, widths, **changes, **{"config.model.base_width": base})[:, 0]
+        growths[kind] = np.diff(np.log2(moved)) / np.diff(np.log2(widths))
+    # Exponents of the width. A narrow model is not at the limit: its gradients have fewer directions than tokens.
+    assert (np.abs(growths["mup"]) < 0.5).all(), growths
+    assert (growths["plain"] > 1).all(), growths
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +174,11 @@ class CustomOptimizerJob(PretrainDecoder):
     [
         (
             {"config.optimizer.name": "lion"},
-            r"config.optimizer: base_width=32: mu-P is implemented for adamw, not for lion",
+            r"config.optimizer: base_width=32: mu-P is implemented for adamw, muon, normuon, muonh, not for lion",
+        ),
+        (
+            {"config.optimizer.name": "muon", "config.optimizer.matrices": ["*up.kernel"]},
+            r"config.optimizer: matrices: mu-P of base_width=32 has learning rates for muon of all hidden matrices",
         ),
         (
             {"job_class": CustomOptimizerJob},
@@ -160,7 +189,7 @@ class CustomOptimizerJob(PretrainDecoder):
             r"base_width=32: mu-P does not scale the matrices that moe adds",
         ),
     ],
-    ids=["lion", "own", "moe"],
+    ids=["lion", "matrices", "own", "moe"],
 )
 def test_unsupported_combinations_are_refused(tmp_path, changes, message):
     with pytest.raises(InvalidError, match=message):
