@@ -25,7 +25,7 @@ export PYTHONUNBUFFERED=1
 submit_time=$(timeout 20 squeue --noheader --states=all --format=%V --jobs="$SLURM_JOB_ID")
 RUNNER_SUBMITTED=$([[ -z $submit_time ]] || date --date="$submit_time" +%s)
 export RUNNER_SUBMITTED
-# Where the command runs, which all nodes share. A line for each 76 since the last commit: the number of commits.
+# Where the command runs, which all nodes share. A line for each 76 since the last commit: the time of that commit.
 restarts_file=$name-$SLURM_JOB_ID.restarts
 # Nodes with defective devices, one a line, added by the command.
 export RUNNER_FAULTY_HOSTS=$PWD/$name-$SLURM_JOB_ID.faulty
@@ -62,11 +62,11 @@ case $code in
   *) exit 202 ;;
 esac'
 
-# Number of commits of the job: a new one shows that it makes progress.
-count_commits='
+# Time of the newest commit of the job in milliseconds: a later one shows that it makes progress.
+find_last_commit='
 import sys
 from launch.supervisor import read_progress
-print(read_progress(sys.argv[1], sys.argv[3::2]).num_commits)'
+print(int(1000 * max(read_progress(sys.argv[1], sys.argv[3::2]).commits, default=0)))'
 
 quick_seconds=60  # an attempt that ends sooner has hardly begun to train
 max_quick_ends=5  # in a row, after which the job may need other nodes
@@ -234,13 +234,13 @@ while :; do
   [[ $code == 76 ]] || break
   RUNNER_SUBMITTED=$(date +%s)  # a restart on the same nodes begins now
   # No commits are read while the directory cannot be read.
-  num_commits=$(timeout 20 "$own_python" -c "$count_commits" "${command[@]:3}" 2>/dev/null)
-  last_commits=$(tail -n 1 "$restarts_file" 2>/dev/null)
-  if ((${num_commits:-0} > ${last_commits:-0})); then
+  newest_commit=$(timeout 20 "$own_python" -c "$find_last_commit" "${command[@]:3}" 2>/dev/null)
+  last_commit=$(tail -n 1 "$restarts_file" 2>/dev/null)
+  if ((${newest_commit:-0} > ${last_commit:-0})); then
     rm -f -- "$restarts_file"
-    last_commits=$num_commits
+    last_commit=$newest_commit
   fi
-  echo "${last_commits:-0}" >>"$restarts_file" || exit "$code"
+  echo "${last_commit:-0}" >>"$restarts_file" || exit "$code"
   num_restarts=$(wc -l <"$restarts_file")
   if ((num_restarts > max_restarts)); then
     say "ended with $code after $max_restarts restarts without a commit; --max-restarts allows no more"

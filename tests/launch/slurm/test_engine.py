@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from launch.app import main
+from launch.options import read_program
 from launch.slurm import engine
 from runner.process import STOP_SIGNALS
 from tests.support.job_process import DEADLINE_SECONDS
@@ -206,7 +207,7 @@ exit $code
     "sinfo": RECORD_CALL + 'cat "$CALLS/nodes"\n',
     "sleep": RECORD_CALL + '[[ ! -e $CALLS/pauses ]] || read -rt 30 <>"$CALLS/pipe"\n',
     "python": """#!/bin/bash
-if [[ $2 == *num_commits* ]]; then
+if [[ $2 == *read_progress* ]]; then
   [[ ! -e $CALLS/unreadable ]] || exit 1
   [[ ! -e $CALLS/progresses ]] || exec wc -l <"$CALLS/starts"
   exec echo 7
@@ -352,6 +353,24 @@ def test_retryable_codes_and_kills_restart_the_command_on_the_same_nodes_and_cou
 def test_a_commit_begins_a_new_count_of_restarts(slurm):
     slurm.write("progresses", "")
     assert slurm.run(76, 76, 76, 76, 0) == (0, "".join(HERE.format(1, 2**num_ends) for num_ends in range(4)))
+
+
+def test_the_script_reads_the_time_of_the_newest_commit(tmp_path, monkeypatch):
+    (program,) = re.findall(r"^find_last_commit='(.*?)'$", read_program("launch.slurm", "batch_script.sh"), re.M | re.S)
+    words = ["specs/counter.yaml", "--set", f"directory={tmp_path}"]
+    command = [sys.executable, "-c", program, *words]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "0\n"
+    record = {
+        "format": 1,
+        "attempt": 1,
+        "step": 5,
+        "total_steps": 9,
+        "committed": 1700000000.25,
+        "hosts": None,
+        "done": None,
+    }
+    (tmp_path / "progress.json").write_text(json.dumps(record))
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "1700000000250\n"
 
 
 def test_commits_that_cannot_be_read_do_not_reset_the_count(slurm):
