@@ -38,6 +38,7 @@ from runner.history.reader import read_history
 from runner.huggingface.export import ExportOptions, export_adapter, export_into, publish_directory
 from runner.huggingface.hub import CARD_FILE, ExportedCheckpoint, HubRepository, ModelCardText, format_model_card
 from runner.huggingface.safetensors import CONFIG_FILE
+from runner.inference import top_k
 from runner.inference.evaluate import (
     CheckpointEvaluator,
     EvaluationRequest,
@@ -89,7 +90,9 @@ def print_evaluation(arguments: EvaluateArguments) -> int:
     """Evaluate weights of a run. Called with the same arguments on every host; process 0 prints."""
     if arguments.harness is not None:
         import_extra(_HARNESS)  # a missing package is reported before weights are loaded
-    output = None if arguments.output is None else validate_output(arguments.output, [])
+    output = None
+    if arguments.output is not None and not (arguments.save_top_k is not None and "://" in arguments.output):
+        output = validate_output(arguments.output, [], "a file" if arguments.save_top_k is None else "a directory")
     with convert_read_errors():
         run = open_run(*find_run(arguments.where, arguments.trust))
         if output is not None:
@@ -138,7 +141,21 @@ def _print_records(run: ReadOnlyRun, request: EvaluationRequest, hosts: Hosts, a
         tasks = harness.load_tasks(arguments.harness.split(","), arguments.include_path)
         make_evaluator = functools.partial(harness.HarnessEvaluator, hosts=hosts, tasks=tasks)
         format_lines = harness.format_record
-    path = None if arguments.output is None else local_directory(arguments.output)
+    path = None
+    if arguments.save_top_k is not None:
+        assert request.data is not None, "EvaluateArguments requires it"
+        assert arguments.output is not None, "EvaluateArguments requires it"
+        make_evaluator = functools.partial(
+            top_k.TopKWriter,
+            source=request.data,
+            hosts=hosts,
+            weights=request.weights,
+            top_k=arguments.save_top_k,
+            output=arguments.output,
+        )
+        format_lines = top_k.format_record
+    elif arguments.output is not None:
+        path = local_directory(arguments.output)
     # Only process 0 reads the file: all processes must skip the same steps, or their collectives would not match.
     known: list[int] = hosts.run_on_main(lambda: [] if path is None else read_recorded_steps(path))
     if arguments.is_follow:
