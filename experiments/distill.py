@@ -74,9 +74,7 @@ class DistillGPT(PretrainGPT):
     config: DistillTrainerConfig
 
     @classmethod
-    def forward(
-        cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None
-    ) -> tuple[jax.Array, dict[str, Any]]:
+    def forward(cls, apply_fn: Any, params: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, Any]:
         """Return the weighted sum of cross-entropy and divergence, and the divergence as a metric."""
         if key is None:
             return super().forward(apply_fn, params, batch, key)

@@ -97,7 +97,7 @@ class TopKWriter:
 
         @jax.jit
         def predict(variables: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-            documents: dict[str, Any] = document_arguments(model.apply, batch)
+            documents: Any = document_arguments(model.apply, batch)
             logits_BxTxV: Any = model.apply(variables, batch["x"], **documents, deterministic=True)
             logits_BxTxV = logits_BxTxV.astype(jnp.float32)
             top_BxTxK, ids_BxTxK = jax.lax.top_k(logits_BxTxV, top_k)
