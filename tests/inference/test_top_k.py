@@ -18,10 +18,11 @@ from runner.data.corpus_index import CorpusIndex
 from runner.errors import DataError
 from runner.inference import top_k
 from runner.inference.open_run import load_model, open_run
+from runner.process import make_placements
 from tests.data.datasets import write_bin
 from tests.support.arrays import CHANGES, CountBright
 from tests.support.job_process import hash_tree
-from tests.support.tiny_jobs import make_counter, make_gpt, start_python
+from tests.support.tiny_jobs import make_counter, make_gpt, start_python, wait_for_output
 
 T, K = 16, 4
 SMALL_SHARD_BYTES = 400 * 28  # of 400 tokens
@@ -273,9 +274,20 @@ def test_the_predictions_do_not_depend_on_the_devices(run: Path, tmp_path: Path)
     assert jax.device_count() == 8
     assert save(run, tmp_path / "many") == 0
     words = [str(run), "--data", str(run.parent / "texts/*.txt"), "--save-top-k", str(K), "-o", str(tmp_path / "one")]
-    process = start_python("-m", "runner", "evaluate", *words, devices=1)
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, output
+    wait_for_output(start_python("-m", "runner", "evaluate", *words, devices=1))
     many, one = read_records(tmp_path / "many")[2], read_records(tmp_path / "one")[2]
     np.testing.assert_allclose(many["logits"], one["logits"], atol=1e-4)
     np.testing.assert_allclose(many["log_sum"], one["log_sum"], atol=1e-4)
+
+
+@pytest.mark.soak
+def test_several_processes_write_what_one_writes(run: Path, tmp_path: Path) -> None:
+    assert save(run, tmp_path / "alone") == 0
+    words = ["-m", "runner", "evaluate", str(run), "--data", str(run.parent / "texts/*.txt"), "--save-top-k", str(K)]
+    words += ["-o", str(tmp_path / "several")]
+    for output in [start_python(*words, *place, devices=4) for place in make_placements(2)]:
+        wait_for_output(output)
+    (index, ids, records), alone = read_records(tmp_path / "several"), read_records(tmp_path / "alone")
+    assert index.num_tokens == alone[0].num_tokens
+    assert (ids == alone[1]).all()
+    np.testing.assert_allclose(records["logits"], alone[2]["logits"], atol=1e-4)

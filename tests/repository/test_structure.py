@@ -44,10 +44,10 @@ def test_names_of_public_classes_are_unique(structure: Structure) -> None:
 
 
 def test_sizes_and_comments_stay_in_bounds(structure: Structure) -> None:
-    assert structure.files <= 268
-    assert structure.lines <= 78_728
-    assert structure.public_names <= 1_894
-    assert structure.called_once <= 380
+    assert structure.files <= 270
+    assert structure.lines <= 79_260
+    assert structure.public_names <= 1_905
+    assert structure.called_once <= 381
     assert structure.comment_share >= 1 / 13
 
 
