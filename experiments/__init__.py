@@ -2,6 +2,7 @@
 
 - `model`: building blocks of models, and a configurable decoder with its trainer
 - `gpt`: GPT-2 and its trainer
+- `distill`: distillation of a GPT-2 from the predictions of a teacher
 - `counter`: the smallest complete job, without a neural network
 - `hooks`: a hook that writes generated text
 - `tokenise`: job that tokenises text to a corpus

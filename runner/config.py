@@ -72,6 +72,7 @@ class TokenSource(FrozenModel):
         default={},
         description="Keyword arguments of a custom class; for MDS `column` (default `tokens`) and `dtype`, for "
         "ArrayRecord `dtype`, the type of the ids; for Parquet and Arrow `column` (default `input_ids`) and `mask`; "
+        "for a corpus with predictions of a teacher `top_k`, the number of them that a batch has for each token; "
         "with `data.tokenise` `field`, instead of that of the section.",
     )
     dtype: Annotated[Literal["uint16", "uint32"] | None, Policy.STAGE] = Field(

@@ -228,8 +228,18 @@ class EvaluateArguments:
         typer.Option(
             "-o",
             "--output",
-            metavar="FILE",
-            help="With --follow: append a JSON object per checkpoint, and skip the steps that the file already has.",
+            metavar="OUT",
+            help="With --follow: file to append a JSON object per checkpoint to; steps that it has are skipped. With "
+            "--save-top-k: directory or URL of the corpus to write; an interrupted one is continued.",
+        ),
+    ] = None
+    save_top_k: Annotated[
+        int | None,
+        typer.Option(
+            "--save-top-k",
+            min=1,
+            metavar="K",
+            help="Write a corpus with the K most likely tokens at the place of each token of --data, to distil from.",
         ),
     ] = None
     harness: Annotated[
@@ -251,8 +261,14 @@ class EvaluateArguments:
         validate_placement(self.coordinator, self.num_processes, self.process_id)
         if (self.step is not None) + self.is_every_step + self.is_follow > 1:
             raise InvalidError("--step, --all and --follow exclude each other; give one of them")
-        if self.output is not None and not self.is_follow:
-            raise InvalidError("--output FILE needs --follow")
+        if self.output is not None and not self.is_follow and self.save_top_k is None:
+            raise InvalidError("--output OUT needs --follow or --save-top-k")
+        if self.save_top_k is not None and (not self.data or self.output is None):
+            raise InvalidError("--save-top-k needs --data SOURCE and -o OUT")
+        if self.save_top_k is not None and (self.is_every_step or self.is_follow or self.harness is not None):
+            raise InvalidError(
+                "--save-top-k writes the predictions of one step; leave --all, --follow and --harness out"
+            )
         if self.include_path is not None and self.harness is None:
             raise InvalidError("--include-path DIR needs --harness TASKS")
         if self.harness is not None and self.data:

@@ -47,6 +47,7 @@ from runner.history.reader import read_history
 from runner.huggingface.export import ExportOptions, export_adapter, export_into, publish_directory
 from runner.huggingface.hub import CARD_FILE, ExportedCheckpoint, HubRepository, ModelCardText, format_model_card
 from runner.huggingface.safetensors import CONFIG_FILE
+from runner.inference import top_k
 from runner.inference.evaluate import (
     CheckpointEvaluator,
     EvaluationRequest,
@@ -99,7 +100,9 @@ def print_evaluation(arguments: EvaluateArguments) -> int:
     """Evaluate weights of a run. Called with the same arguments on every host; process 0 prints."""
     if arguments.harness is not None:
         import_extra(_HARNESS)  # a missing package is reported before weights are loaded
-    output = None if arguments.output is None else validate_output(arguments.output, [])
+    output = None
+    if arguments.output is not None and not (arguments.save_top_k is not None and "://" in arguments.output):
+        output = validate_output(arguments.output, [], "a file" if arguments.save_top_k is None else "a directory")
     step = None if arguments.is_every_step else arguments.step or NEWEST
     return _evaluate_on_hosts(arguments, step, output, functools.partial(_print_records, arguments))
 
@@ -173,7 +176,21 @@ def _print_records(arguments: EvaluateArguments, run: ReadOnlyRun, request: Eval
         tasks = import_extra(HARNESS).load_tasks(arguments.harness.split(","), arguments.include_path)
         make_evaluator = functools.partial(harness.HarnessEvaluator, hosts=hosts, tasks=tasks)
         format_lines = harness.format_record
-    path = None if arguments.output is None else local_directory(arguments.output)
+    path = None
+    if arguments.save_top_k is not None:
+        assert request.data is not None, "EvaluateArguments requires it"
+        assert arguments.output is not None, "EvaluateArguments requires it"
+        make_evaluator = functools.partial(
+            top_k.TopKWriter,
+            source=request.data,
+            hosts=hosts,
+            weights=request.weights,
+            top_k=arguments.save_top_k,
+            output=arguments.output,
+        )
+        format_lines = top_k.format_record
+    elif arguments.output is not None:
+        path = local_directory(arguments.output)
     # Only process 0 reads the file: all processes must skip the same steps, or their collectives would not match.
     known: list[int] = hosts.run_on_main(lambda: [] if path is None else read_recorded_steps(path))
     if arguments.is_follow:

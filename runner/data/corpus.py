@@ -1,7 +1,8 @@
 """Corpus as a source: shards of ids with an index, on a disk or in a bucket, with document boundaries.
 
 A corpus of dialogues also has a completion mask, a byte for each token. With `train_on: answers` only completion tokens
-count in the loss: their `loss_weight` is 1, that of other tokens 0.
+count in the loss: their `loss_weight` is 1, that of other tokens 0. With `options: {top_k: K}` a token has the K most
+likely tokens of a teacher, `teacher_ids` and `teacher_logits`, and the logsumexp of all logits, `teacher_log_sum`.
 """
 
 import functools
@@ -13,12 +14,13 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from runner.data.corpus_index import COMPLETION_DTYPE, ENDS_DTYPE, HEAD_BYTES, INDEX, CorpusIndex, read_tokenizer
 from runner.data.readers import ByteRange, DiskReader, Reader
 from runner.data.remote import BucketReader, CacheSettings
 from runner.data.source_files import File, describe_file, make_bucket_file, wrap_source_errors
-from runner.data.token_files import CompletionMask, TokenFile, WeightedTokens, has_digest
+from runner.data.token_files import TEACHER_FIELDS, CompletionMask, SideFiles, TokenFile, WeightedTokens, has_digest
 from runner.errors import DataError
 from runner.storage import (
     ChangedError,
@@ -72,8 +74,14 @@ class Corpus(WeightedTokens):
         store: Store,
         listing: Listing,
         completion_mask: CompletionMask | None = None,
+        top: tuple[SideFiles, int] | None = None,
     ) -> None:
+        """Make the source; `top` has the predictions of a teacher, and the number of those to return."""
         super().__init__(parts, completion_mask)
+        self._top = top
+        if top is not None:
+            self.fields = {**self.fields, **make_teacher_dtypes(top[1])}
+            self.bytes_fetched_per_token += top[0].bytes_fetched_per_token
         self._index, self._store = index, store
         self._shards = [shard for shard in index.shards if shard.num_tokens]
         self.id_limit = 1 + max((shard.largest_id for shard in self._shards), default=-1)
@@ -100,6 +108,26 @@ class Corpus(WeightedTokens):
     def fingerprint(self) -> str:
         """Digest of the index."""
         return self._index.digest
+
+    def read_field_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """Return loss weights, or values of the teacher's predictions."""
+        if name not in TEACHER_FIELDS or self._top is None:
+            return super().read_field_ranges(name, ranges)
+        files, top_k = self._top
+        found = [records[name.removeprefix("teacher_")] for records in files.read_ranges(ranges)]
+        return [values if values.ndim == 1 else values[:, :top_k] for values in found]
+
+    def check(self) -> None:
+        """Check the files of the ids, and those beside them."""
+        super().check()
+        if self._top is not None:
+            self._top[0].check()
+
+    def check_part(self) -> None:
+        """Check some files of the ids, and of those beside them."""
+        super().check_part()
+        if self._top is not None:
+            self._top[0].check_part()
 
     def find_changed(self, replaced: Mapping[int, TokenFile]) -> File | None:
         """Compare shards with the digests of the index: whole if they are not too many, else their heads."""
@@ -177,6 +205,12 @@ class Corpus(WeightedTokens):
         return ends
 
 
+def make_teacher_dtypes(top_k: int) -> dict[str, DTypeLike]:
+    """Return the fields of a token in a corpus with predictions of a teacher."""
+    vectors = np.dtype((np.float32, (top_k,))), np.dtype((np.int32, (top_k,)))
+    return dict(zip(TEACHER_FIELDS, (np.float32, *vectors), strict=True))
+
+
 def open_corpus(
     name: str,
     directory: str,
@@ -184,11 +218,13 @@ def open_corpus(
     train_on: TrainOn | None = None,
     *,
     default_train_on: TrainOn | None = None,
+    top_k: int | None = None,
 ) -> Corpus:
     """Open the corpus in `directory`, and check its files as the class describes. Called on every host.
 
-    `name` is the value of `data.source`, for messages. A corpus of dialogues needs `train_on`, or its default. Raises
-    DataError if the corpus is missing, damaged, or does not fit the spec, OSError if a bucket does not answer.
+    `name` is the value of `data.source`, for messages. A corpus of dialogues needs `train_on`, or its default. `top_k`
+    is the number of a teacher's predictions to return with each token; None: no prediction. Raises DataError if the
+    corpus is missing, damaged, or does not fit the spec, OSError if a bucket does not answer.
     """
     with wrap_source_errors(name):
         store = open_store(directory)
@@ -205,6 +241,14 @@ def open_corpus(
                 f"data.train_on={train_on}: nothing reads it, the corpus has no completion mask (.answers files); "
                 "leave it out, or tokenise dialogues with config.chat"
             )
+        available = 0 if index.teacher is None else index.teacher["top_k"]
+        if top_k is not None and top_k > available:
+            reason = (
+                f"the corpus has {available} predictions of a teacher per token"
+                if available
+                else ("the corpus has no predictions of a teacher")
+            )
+            raise DataError(f"data.options.top_k={top_k}: {reason}; make them with evaluate --save-top-k")
         # One listing gives the size and version of every file, and in some stores its CRC-32C.
         listing = store.list_files("")
         # The tokenizer is optional: the ids are enough to train on. If it is there, it must be the right one.
@@ -213,23 +257,32 @@ def open_corpus(
 
         # Compare every file with the index, as far as possible from the listing alone.
         for shard in index.shards:
-            digests = [shard.tokens_crc32c, shard.ends_crc32c, shard.answers_crc32c]
-            sizes = shard.file_sizes(np.dtype(index.dtype).itemsize)
-            for (file, size), digest in zip(sizes.items(), digests, strict=False):
+            sides = [digest for digest in (shard.answers_crc32c, shard.top_crc32c) if digest is not None]
+            of_shard = [shard.tokens_crc32c, shard.ends_crc32c, *sides]
+            top_itemsize = 0 if index.top_dtype is None else index.top_dtype.itemsize
+            sizes = shard.file_sizes(np.dtype(index.dtype).itemsize, top_itemsize)
+            for (file, size), digest in zip(sizes.items(), of_shard, strict=True):
                 listed = listing.get(file)
                 if listed is None:
                     raise DataError(f"{directory}/{file} is missing, {INDEX} names it")
                 if listed.size_bytes != size:
                     raise DataError(f"{directory}/{file} has {listed.size_bytes:,} bytes, by {INDEX} it has {size:,}")
-                if listed.crc32c is not None and digest is not None:
+                if listed.crc32c is not None:
                     _validate_digest(f"{directory}/{file}", listed.crc32c, digest)
 
         if store.root is not None:
             parts = _open_shards_on_disk(store, store.root, index, cache)
         else:
             parts = _open_shards_in_bucket(name, store, index, listing, cache)
-        mask = _open_mask(name, store, index, listing, cache) if train_on == "answers" else None
-        return Corpus(index, parts, store, listing, mask)
+        open_side = functools.partial(_open_side_files, name, store, index, listing, cache)
+        mask, top = None, None
+        if train_on == "answers":
+            digests = [shard.answers_crc32c for shard in index.shards]
+            mask = CompletionMask(open_side(".answers", COMPLETION_DTYPE, digests), digests)
+        if top_k is not None and index.top_dtype is not None:
+            digests = [shard.top_crc32c for shard in index.shards]
+            top = SideFiles(open_side(".top", index.top_dtype, digests), digests), top_k
+        return Corpus(index, parts, store, listing, mask, top)
 
 
 def _validate_digest(where: str, found: str, expected: str) -> None:
@@ -281,21 +334,30 @@ def _open_shards_in_bucket(
     ]
 
 
-def _open_mask(name: str, store: Store, index: CorpusIndex, listing: Listing, cache: CacheSettings) -> CompletionMask:
-    """Open the `.answers` files; on a disk check their permissions, and their digests if they are small."""
+def _open_side_files(
+    name: str,
+    store: Store,
+    index: CorpusIndex,
+    listing: Listing,
+    cache: CacheSettings,
+    suffix: str,
+    dtype: np.dtype,
+    digests: Sequence[str | None],
+) -> list[TokenFile]:
+    """Open the files beside the ids; on a disk check their permissions, and their digests if they are small."""
     if store.root is None:
-        reader: Reader = BucketReader(name, store, cache, COMPLETION_DTYPE.itemsize)
+        reader: Reader = BucketReader(name, store, cache, dtype.itemsize)
     else:
         reader = DiskReader(cache.directory)
     parts = []
-    for shard in index.shards:
-        file_name = f"{shard.name}.answers"
+    for shard, digest in zip(index.shards, digests, strict=True):
+        file_name = f"{shard.name}{suffix}"
         if store.root is None:
             file: File = make_bucket_file(store.url, file_name, listing[file_name])
         else:
             file = describe_file(store.root / file_name)
             _validate_readable(file.path)
-            if index.num_tokens <= VERIFIED_BYTES_MAX and shard.answers_crc32c is not None:
-                _validate_digest(str(file), store.compute_digest(file_name), shard.answers_crc32c)
-        parts.append(TokenFile(file, COMPLETION_DTYPE, shard.num_tokens, 0, reader))
-    return CompletionMask(parts, [shard.answers_crc32c for shard in index.shards])
+            if index.num_tokens * dtype.itemsize <= VERIFIED_BYTES_MAX and digest is not None:
+                _validate_digest(str(file), store.compute_digest(file_name), digest)
+        parts.append(TokenFile(file, dtype, shard.num_tokens, 0, reader))
+    return parts

@@ -11,6 +11,9 @@ corpus is the digest of its index, which holds the digest of every file.
 
 A corpus of dialogues has a completion mask: a third file for each shard, `<name>.answers`, with a byte for each token,
 1 for a token of a completion (an answer), 0 for a token of a prompt. Either all shards have this file or none has.
+
+A corpus with predictions of a teacher (`evaluate --save-top-k`) has a file `<name>.top` for each shard. It holds a
+record for each token (`make_top_dtype`): the K most likely tokens at its place, given those before it.
 """
 
 import hashlib
@@ -25,7 +28,8 @@ from runner.errors import DataError
 from runner.storage import JsonObject, Key, Store, compute_crc32c, encode_json, parse_json, validate_record
 
 INDEX = "index.json"
-FORMAT = 3  # of a corpus with a `begin` token; 2 has a completion mask and no such token, every other corpus 1
+# 4 has predictions of a teacher; of the others 3 has a `begin` token, 2 a completion mask, and every other corpus is 1.
+FORMAT = 4
 DTYPES = ("uint16", "uint32")
 ENDS_DTYPE = np.dtype("<i8")
 COMPLETION_DTYPE = np.dtype("u1")
@@ -41,7 +45,10 @@ _SHARD_KEYS = (
     Key("tokens_crc32c", str, "CRC-32C of `<name>.bin`"),
     Key("ends_crc32c", str, "CRC-32C of `<name>.ends`"),
 )
-_COMPLETION_KEY = Key("answers_crc32c", str, "CRC-32C of `<name>.answers`; only in a corpus of dialogues")
+_SIDE_KEYS = (
+    Key("answers_crc32c", str, "CRC-32C of `<name>.answers`; only in a corpus of dialogues"),
+    Key("top_crc32c", str, "CRC-32C of `<name>.top`; only in a corpus with predictions of a teacher"),
+)
 _TOP_KEYS = (
     Key("format", int, "version of the format of this file"),
     Key("dtype", str, "type of the ids: uint16 or uint32, little-endian"),
@@ -49,10 +56,14 @@ _TOP_KEYS = (
     Key("tokenizer", dict, "tokenizer of the ids: its `kind`, and what identifies it among others of that kind"),
     Key("separator", int | None, "id that ends every document; null: none"),
     Key("begin", int, "id that begins every document; absent: none"),
+    Key(
+        "teacher", dict, "model whose predictions `<name>.top` holds, and `top_k`, their number per token; absent: none"
+    ),
     Key("shards", list, "shards in reading order"),
     Key("digest", str, "SHA-256 of all the other keys"),
 )
-INDEX_KEYS = (*_TOP_KEYS, *(replace(key, name=f"shards.{key.name}") for key in (*_SHARD_KEYS, _COMPLETION_KEY)))
+_OPTIONAL = ("begin", "teacher")
+INDEX_KEYS = (*_TOP_KEYS, *(replace(key, name=f"shards.{key.name}") for key in (*_SHARD_KEYS, *_SIDE_KEYS)))
 
 
 @dataclass(frozen=True)
@@ -67,9 +78,17 @@ class CorpusShard:
     tokens_crc32c: str
     ends_crc32c: str
     answers_crc32c: str | None = None
+    top_crc32c: str | None = None
 
     @classmethod
-    def from_arrays(cls, name: str, ids: np.ndarray, ends: np.ndarray, completion: np.ndarray | None = None) -> Self:
+    def from_arrays(
+        cls,
+        name: str,
+        ids: np.ndarray,
+        ends: np.ndarray,
+        completion: np.ndarray | None = None,
+        top: np.ndarray | None = None,
+    ) -> Self:
         """Return the entry of a shard with this content; the arrays have the dtypes of the shard's files."""
         id_bytes, end_bytes = ids.tobytes(), ends.tobytes()
         return cls(
@@ -81,19 +100,32 @@ class CorpusShard:
             tokens_crc32c=compute_crc32c(id_bytes),
             ends_crc32c=compute_crc32c(end_bytes),
             answers_crc32c=None if completion is None else compute_crc32c(completion.tobytes()),
+            top_crc32c=None if top is None else compute_crc32c(top.tobytes()),
         )
 
     def to_json(self) -> JsonObject:
         """Return the entry as the index holds it, without the fields that are None."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
-    def file_sizes(self, itemsize: int) -> dict[str, int]:
-        """Return the sizes in bytes of the shard's files by name; ids have `itemsize` bytes."""
+    def file_sizes(self, itemsize: int, top_itemsize: int = 0) -> dict[str, int]:
+        """Return the sizes in bytes of the shard's files by name; ids and predictions have so many bytes a token."""
         sizes = {f"{self.name}.bin": self.num_tokens * itemsize}
         sizes[f"{self.name}.ends"] = self.num_documents * ENDS_DTYPE.itemsize
         if self.answers_crc32c is not None:
             sizes[f"{self.name}.answers"] = self.num_tokens * COMPLETION_DTYPE.itemsize
+        if self.top_crc32c is not None:
+            sizes[f"{self.name}.top"] = self.num_tokens * top_itemsize
         return sizes
+
+
+def make_top_dtype(top_k: int, id_dtype: str) -> np.dtype:
+    """Return the type of a token's record in `<name>.top`, without padding bytes.
+
+    `log_sum` is the logsumexp of the logits of the whole vocabulary; infinite if the token was not predicted. `logits`
+    and `ids` are those of the most likely tokens, the most likely one first.
+    """
+    id_type = np.dtype(id_dtype).newbyteorder("<")
+    return np.dtype([("log_sum", "<f4"), ("logits", "<f4", (top_k,)), ("ids", id_type, (top_k,))])
 
 
 class CorpusShards:
@@ -122,6 +154,12 @@ class CorpusIndex(CorpusShards):
     separator: int | None
     shards: tuple[CorpusShard, ...]
     begin: int | None = None
+    teacher: JsonObject | None = None
+
+    @property
+    def top_dtype(self) -> np.dtype | None:
+        """Type of the records of predictions; None if the corpus has none."""
+        return None if self.teacher is None else make_top_dtype(self.teacher["top_k"], self.dtype)
 
     @property
     def has_completion_mask(self) -> bool:
@@ -145,7 +183,7 @@ class CorpusIndex(CorpusShards):
             # A newer format comes first, because its keys may be unknown here and would be reported as damage.
             if isinstance(record.get("format"), int) and record["format"] > FORMAT:
                 raise DataError(f"{where} has format {record['format']}, needs {FORMAT}: written by a newer runner")
-            validate_record(record, _TOP_KEYS, [key.name for key in _TOP_KEYS if key.name != "begin"])
+            validate_record(record, _TOP_KEYS, [key.name for key in _TOP_KEYS if key.name not in _OPTIONAL])
             if record.pop("digest") != _digest(record):
                 raise ValueError("it does not match its own digest")
             if record["format"] not in range(1, FORMAT + 1):
@@ -155,10 +193,15 @@ class CorpusIndex(CorpusShards):
             shards = tuple(map(parse_shard, record["shards"]))
             if len({shard.name for shard in shards}) < len(shards):
                 raise ValueError("two of its shards have the same name")
-            if (record["format"] == FORMAT) != ("begin" in record):
-                raise ValueError(f"format {record['format']} goes with a key begin only if it is {FORMAT}")
+            if record["format"] < FORMAT and (record["format"] == 3) != ("begin" in record):
+                raise ValueError(f"format {record['format']} goes with a key begin only if it is 3 or {FORMAT}")
+            top_k = record.get("teacher", {"top_k": None}).get("top_k")
+            if (record["format"] == FORMAT) != (type(top_k) is int and top_k > 0):
+                raise ValueError(f"format {record['format']} goes with a key teacher only if it is {FORMAT}")
+            if any((shard.top_crc32c is None) != (top_k is None) for shard in shards):
+                raise ValueError("its shards need predictions (top_crc32c) if it has a teacher, and only then")
             has_mask = {shard.answers_crc32c is not None for shard in shards}
-            if len(has_mask) > 1 or (record["format"] < FORMAT and has_mask not in (set(), {record["format"] == 2})):
+            if len(has_mask) > 1 or (record["format"] < 3 and has_mask not in (set(), {record["format"] == 2})):
                 raise ValueError(
                     f"format {record['format']}, and only some of its shards have a completion mask (answers_crc32c)"
                 )
@@ -176,13 +219,15 @@ class CorpusIndex(CorpusShards):
             record["separator"],
             shards,
             record.get("begin"),
+            record.get("teacher"),
         )
 
     def _content(self) -> JsonObject:
         # The format is the oldest that has all that the corpus has, so that a corpus keeps its digest.
-        version = FORMAT if self.begin is not None else 2 if self.has_completion_mask else 1
+        version = 3 if self.begin is not None else 2 if self.has_completion_mask else 1
+        version = version if self.teacher is None else FORMAT
         content = {"format": version, **asdict(self), "shards": [shard.to_json() for shard in self.shards]}
-        return {key: value for key, value in content.items() if (key, value) != ("begin", None)}
+        return {key: value for key, value in content.items() if key not in _OPTIONAL or value is not None}
 
 
 def read_tokenizer(tokenizer: JsonObject, store: Store) -> bytes:
@@ -203,7 +248,7 @@ def parse_shard(record: JsonObject) -> CorpusShard:
     """Parse the entry of a shard. Raises `ValueError` if it is damaged."""
     if not isinstance(record, dict):
         raise ValueError(f"{str(record)[:20]!r} is not a shard")
-    validate_record(record, (*_SHARD_KEYS, _COMPLETION_KEY), [key.name for key in _SHARD_KEYS])
+    validate_record(record, (*_SHARD_KEYS, *_SIDE_KEYS), [key.name for key in _SHARD_KEYS])
     shard = CorpusShard(**record)
     # A name with a slash could lead outside the directory of the corpus.
     if not re.fullmatch(r"\w[\w.-]*", shard.name):

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from runner.data.array_examples import ArrayExamples, ArraySource, open_array_source
-from runner.data.open_source import TextTokens, load_source_class, open_source, validate_shared_keys
+from runner.data.corpus import make_teacher_dtypes
+from runner.data.open_source import TextTokens, find_top_k, load_source_class, open_source, validate_shared_keys
 from runner.data.packing import (
     DOCUMENT_DTYPES,
     PACKINGS,
@@ -31,7 +32,7 @@ from runner.data.packing import (
 from runner.data.sampling import FileOrder, LocalShuffle, Mixture, TokenSplit, probe_order, split_examples, split_tokens
 from runner.data.source import Source
 from runner.data.source_files import PYTHON_STDLIB
-from runner.data.token_files import LOSS_WEIGHT, IdRange, TokenFiles, TokenSequence
+from runner.data.token_files import LOSS_WEIGHT, TEACHER_FIELDS, IdRange, TokenFiles, TokenSequence
 from runner.data.tokenizers import Tokenizer
 from runner.errors import DataError
 from runner.spec import hash_record, is_class_path
@@ -61,7 +62,8 @@ def get_batch_fields(config: "DataConfig") -> Fields:
     Tokens are not read. Each of their arrays has one value per token. `x` is the input, `y` the token after it,
     `padding_mask` is True where the target is real. If an example may hold several documents, `segment` numbers them
     from 1 (0: padding), and `position` restarts in each. `loss_weight` exists if only completion tokens count in the
-    loss. The fields of a user-defined source are added to these.
+    loss, and those of a teacher (`runner.data.corpus`) if `options` names `top_k`. The fields of a user-defined source
+    are added to these.
     """
     if not config.has_tokens:
         return ArrayExamples(open_array_source(config.sources[0]), 0, 0).fields
@@ -74,6 +76,8 @@ def get_batch_fields(config: "DataConfig") -> Fields:
             if taken := sorted({*DOCUMENT_DTYPES} & {*own}):
                 raise DataError(f"data.source={token_source.source}: declares the reserved field {taken[0]}; rename it")
             dtypes = {**dtypes, **own}
+        elif (top_k := find_top_k(token_source.options.get("top_k"))) is not None:
+            dtypes = {**dtypes, **make_teacher_dtypes(top_k)}
     return make_token_fields(dtypes, config.tokens_per_example)
 
 
@@ -146,6 +150,11 @@ class Dataset:
     def vocabulary_size(self) -> int:
         """Exclusive upper bound of the training ids; 0 for arrays. May read all token files, if it is not known yet."""
         return max(train.source.vocabulary_size for train in self.train_sources)
+
+    @property
+    def sources(self) -> list[Source | ArraySource]:
+        """Sources of training and validation."""
+        return [*self._sources.values()]
 
     def check(self, is_main: bool = True) -> None:
         """Raise DataError if the tokens have changed since the job started. Cheap, so that each save can call it.
@@ -596,13 +605,16 @@ def load_validation_set(
 def _validate_examples(fields: Fields, sets: Mapping[str, Examples]) -> None:
     """Raise DataError if a set has no example, or lacks a field of the batch except loss weights, which are added."""
     weights = {LOSS_WEIGHT: fields[LOSS_WEIGHT]} if LOSS_WEIGHT in fields else {}
+    teacher = {name: fields[name] for name in TEACHER_FIELDS if name in fields}
     for label, examples in sets.items():
+        # A validation loss is that of the data alone, so its batches may hold zeros instead of predictions.
+        added = {**weights, **teacher} if label.startswith("data.validation") else weights
         if isinstance(examples, ArrayExamples):
             # The padding of the first source is used for all.
             found, needed = describe_fields(examples.fields), describe_fields(fields)
             if found != needed:
                 raise DataError(f"{label}: its examples hold {found}; those of the first source hold {needed}")
-        elif {**weights, **examples.fields} != dict(fields):
+        elif {**added, **examples.fields} != dict(fields):
             raise DataError(f"{label}: has the fields {', '.join(examples.fields)}, needs {', '.join(fields)}")
         if not examples.num_examples:
             raise DataError(f"{label}: holds less than one example; use more tokens or a shorter data.sequence_length")

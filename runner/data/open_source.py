@@ -226,9 +226,15 @@ def open_source(
         bind_options(source_class, token_source.options, name)
         source = CheckedSource(source_class(**token_source.options), name)
     elif (corpus := find_corpus(token_source.source)) is not None:
-        _validate_unread_keys(token_source, "names a corpus", "dtype", "options")
+        _validate_unread_keys(token_source, "names a corpus", "dtype")
+        bind_options(find_top_k, token_source.options, f"data.source={token_source.source} is a corpus")
         source = open_corpus(
-            token_source.source, corpus, cache, token_source.train_on, default_train_on=default_train_on
+            token_source.source,
+            corpus,
+            cache,
+            token_source.train_on,
+            default_train_on=default_train_on,
+            top_k=find_top_k(**token_source.options),
         )
     else:
         files = find_source(token_source.source)
@@ -280,6 +286,13 @@ def open_format(
     given = (source.files, open_reader(source, cache), *(train_on if source.format in _TABLE_FORMATS else ()))
     bind_options(read, options, f"data.source={source.name} is of {source.format}", *given)
     return DocumentFiles(read(*given, **options), trusted_vocabulary_size)
+
+
+def find_top_k(top_k: str | int | float | bool | None = None) -> int | None:
+    """Return the key of `data.options` of a corpus: the number of a teacher's predictions. Raises DataError."""
+    if top_k is not None and (type(top_k) is not int or top_k < 1):
+        raise DataError(f"data.options.top_k={top_k}: needs a whole number of at least 1")
+    return top_k
 
 
 def _validate_unread_keys(token_source: "TokenSource", kind: str, *unread: str) -> None:

@@ -26,6 +26,7 @@ from fractions import Fraction
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from runner.data.sampling import LocalShuffle, ShuffledOrder, TokenSplit
 from runner.data.source import Source
@@ -44,7 +45,7 @@ class FieldSpec:
 
 
 Fields = Mapping[str, FieldSpec]
-TokenDtypes = Mapping[str, type[np.generic]]  # dtypes of values per token, by field
+TokenDtypes = Mapping[str, DTypeLike]  # dtypes of values per token, by field
 
 TOKEN_DTYPES: TokenDtypes = {"x": np.int32, "y": np.int32, "padding_mask": np.bool_}
 DOCUMENT_DTYPES: TokenDtypes = {**TOKEN_DTYPES, "segment": np.int32, "position": np.int32}
@@ -66,8 +67,9 @@ def describe_fields(fields: Fields) -> str:
 
 
 def make_token_fields(dtypes: TokenDtypes, sequence_length: int) -> Fields:
-    """Return the fields of examples with one value per token."""
-    return {name: FieldSpec(np.dtype(dtype), (sequence_length,)) for name, dtype in dtypes.items()}
+    """Return the fields of examples with one value per token, or a vector where a dtype has a shape."""
+    found = {name: np.dtype(dtype) for name, dtype in dtypes.items()}
+    return {name: FieldSpec(dtype.base, (sequence_length, *dtype.shape)) for name, dtype in found.items()}
 
 
 class Examples(Protocol):
@@ -163,7 +165,7 @@ class _DocumentExamples:
 
     def _fill(self, spans_of_examples: Sequence[np.ndarray]) -> Sequences:
         T, num_examples = self._split.sequence_length, len(spans_of_examples)
-        sequences = {name: np.zeros((num_examples, T), field.dtype) for name, field in self.fields.items()}
+        sequences = {name: np.zeros((num_examples, *field.shape), field.dtype) for name, field in self.fields.items()}
         if not sum(map(len, spans_of_examples)):
             return sequences
         starts, lengths = np.concatenate(spans_of_examples).T

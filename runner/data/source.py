@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from runner.errors import DataError
 
@@ -19,7 +20,8 @@ class Source(ABC):
     Attributes:
         has_documents: True if `document_ends` is implemented; otherwise only `packing: concatenate` can be used.
         fields: names and dtypes of additional values per token, such as `{"loss_weight": np.float32}`. A batch holds
-            them at the position where the token is the target.
+            them at the position where the token is the target. A dtype with a shape, such as
+            `np.dtype((np.float32, 8))`, is that of a vector per token.
         bytes_fetched_per_token: bytes that reading a token transfers over the network; 0 on a local disk.
         bytes_copied: bytes that each host copies to its disk, because the format does not support range reads.
     """
@@ -27,7 +29,7 @@ class Source(ABC):
     has_documents: bool = False
     bytes_fetched_per_token: int = 0
     bytes_copied: int = 0
-    fields: Mapping[str, type[np.generic]] = {}
+    fields: Mapping[str, DTypeLike] = {}
 
     @property
     @abstractmethod
@@ -66,7 +68,7 @@ class Source(ABC):
         return [self.read(start, stop) for start, stop in ranges]
 
     def read_field(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Return the values of one of `fields` at positions `start .. stop`: 1-D, of its dtype."""
+        """Return the values of one of `fields` at positions `start .. stop`: of its dtype, one after the other."""
         raise NotImplementedError
 
     def read_field_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
@@ -162,14 +164,15 @@ class CheckedSource(Source):
     def read_field(self, name: str, start: int, stop: int) -> np.ndarray:
         """Read the values of a field, and check their number."""
         values = self._source.read_field(name, start, stop)
-        if not isinstance(values, np.ndarray) or values.shape != (stop - start,):
+        if not isinstance(values, np.ndarray) or values.shape != (stop - start, *np.dtype(self.fields[name]).shape):
             raise self._make_error(f"read_field({name!r}, {start}, {stop}) gave no array of {stop - start} values")
         return values
 
     def read_field_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """Read the values of a field for several ranges, and check their numbers."""
         found = self._source.read_field_ranges(name, ranges)
-        if [getattr(values, "shape", None) for values in found] != [(stop - start,) for start, stop in ranges]:
+        shape = np.dtype(self.fields[name]).shape
+        if [getattr(values, "shape", None) for values in found] != [(stop - start, *shape) for start, stop in ranges]:
             raise self._make_error(
                 f"read_field_ranges({name!r}, ...) must give {len(ranges)} arrays with one value for each position"
             )

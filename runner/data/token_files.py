@@ -36,6 +36,7 @@ from runner.errors import DataError
 from runner.storage import JsonObject, LocalStore, run_in_parallel
 
 LOSS_WEIGHT = "loss_weight"
+TEACHER_FIELDS = ("teacher_log_sum", "teacher_logits", "teacher_ids")
 ID_DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 SCAN_CHUNK_TOKENS = 1 << 22
 SCANNED_TOKENS_MAX = 1 << 28  # takes a second or two to scan; more are scanned only if the spec names no vocabulary
@@ -426,14 +427,22 @@ def has_digest(file: File, digest: str | None) -> bool:
     return digest is None or LocalStore(file.path.parent).compute_digest(file.path.name) == digest
 
 
-class CompletionMask(TokenSequence):
-    """Marks beside the ids of a source: 1 for a token that counts in the loss as a target, else 0. Thread-safe."""
+class SideFiles(TokenSequence):
+    """Files with a value for each id of a source. Thread-safe."""
 
     def __init__(self, parts: Sequence[TokenFile], digests: Sequence[str | None] = ()) -> None:
-        """Make the mask of these files; `digests` are their CRC-32C on a disk, where known."""
+        """Join these files; `digests` are their CRC-32C on a disk, where known."""
         super().__init__(parts)
         pairs = zip(parts, digests or [None] * len(parts), strict=True)
         self._digests = [digest for part, digest in pairs if len(part)]
+
+    def find_changed(self, replaced: Mapping[int, TokenFile]) -> File | None:
+        """Compare the files whole with their digests."""
+        return next((part.file for i, part in replaced.items() if not has_digest(part.file, self._digests[i])), None)
+
+
+class CompletionMask(SideFiles):
+    """Marks beside the ids of a source: 1 for a token that counts in the loss as a target, else 0."""
 
     def read_weights(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """Return the loss weights of several ranges of tokens, float32. Raises DataError for a mark but 0 and 1."""
@@ -446,10 +455,6 @@ class CompletionMask(TokenSequence):
                     "the file is not the one that the corpus was written with"
                 )
         return [marks.astype(np.float32) for marks in found]
-
-    def find_changed(self, replaced: Mapping[int, TokenFile]) -> File | None:
-        """Compare the files whole with their digests."""
-        return next((part.file for i, part in replaced.items() if not has_digest(part.file, self._digests[i])), None)
 
 
 class WeightedTokens(TokenSequence, Source):

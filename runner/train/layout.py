@@ -44,8 +44,12 @@ class BatchLayout:
 
     @property
     def has_sequences(self) -> bool:
-        """True if every array is (S, B, T), so that context parallelism can shard T."""
-        return all(len(field.shape) == 1 for field in self.fields.values())
+        """True if every array is (S, B, T) or (S, B, T, ...), so that context parallelism can shard T."""
+        shapes = {field.shape for field in self.fields.values()}
+        # Tokens have a mask of as many positions, and arrays one of no position.
+        mask = self.fields.get("padding_mask")
+        has_vectors = mask is not None and len(mask.shape) == 1 and {shape[:1] for shape in shapes} == {mask.shape}
+        return has_vectors or all(len(shape) == 1 for shape in shapes)
 
     @property
     def sharding(self) -> NamedSharding:

@@ -65,8 +65,8 @@ OPTIONS = {
     ("report",): "-o --output",
     ("dashboard",): "--port --host --token",
     ("sample",): "--prompt --chat --step --weights --tokens --temperature --top-p --seed --trust",
-    ("evaluate",): "--data --step --all --weights --follow -o --output --harness --include-path --json --coordinator "
-    "--num-processes --process-id --trust",
+    ("evaluate",): "--data --step --all --weights --follow -o --output --save-top-k --harness --include-path --json "
+    "--coordinator --num-processes --process-id --trust",
     ("predict",): "--data --step --weights -o --output --coordinator --num-processes --process-id --trust",
     ("export",): "--step --weights --dtype --adapter --context --tokenizer --trust -o --push --public --license "
     "--base-model",

@@ -9,8 +9,9 @@ import pytest
 from runner.data.corpus_index import INDEX_KEYS, CorpusIndex, CorpusShard
 from runner.errors import DataError
 
-SHARD = CorpusShard("00000", 7, 2, 40, "00000000", "11111111", "22222222")
-INDEX = CorpusIndex("uint16", 50, {"kind": "bytes"}, None, (SHARD, dataclasses.replace(SHARD, name="00001")), 1)
+SHARD = CorpusShard("00000", 7, 2, 40, "00000000", "11111111", "22222222", top_crc32c="44444444")
+SHARDS = (SHARD, dataclasses.replace(SHARD, name="00001"))
+INDEX = CorpusIndex("uint16", 50, {"kind": "bytes"}, None, SHARDS, 1, {"top_k": 2})
 WRONG_VALUES = [None, True, 3, 1.5, "text", ["text"], {"a": 1}]
 
 
@@ -24,12 +25,22 @@ def test_the_index_round_trips():
     assert (INDEX.num_tokens, INDEX.num_documents) == (14, 4)
 
 
-def test_an_index_without_a_begin_token_has_the_older_format():
-    index = dataclasses.replace(INDEX, begin=None)
+@pytest.mark.parametrize(("begin", "teacher", "version"), [(None, None, 1), (1, None, 3), (None, {"top_k": 2}, 4)])
+def test_an_index_has_the_oldest_format_with_its_keys(begin, teacher, version):
+    shards = tuple(dataclasses.replace(shard, top_crc32c=teacher and "44444444") for shard in SHARDS)
+    index = dataclasses.replace(INDEX, begin=begin, teacher=teacher, shards=shards)
     assert CorpusIndex.decode(index.encode(), "here") == index
     record = json.loads(index.encode())
-    assert record["format"] == 1
-    assert "begin" not in record
+    assert record["format"] == version
+    assert ("begin" in record, "teacher" in record) == (begin is not None, teacher is not None)
+
+
+@pytest.mark.parametrize("changes", [{"teacher": None}, {"teacher": {}}, {"teacher": {"top_k": 0}}, {"shards": ()}])
+def test_predictions_without_a_teacher_are_rejected(changes):
+    shards = (SHARD, dataclasses.replace(SHARDS[1], top_crc32c=None)) if "shards" in changes else SHARDS
+    index = dataclasses.replace(INDEX, **(changes | {"shards": shards}))
+    with pytest.raises(DataError, match=r"^here is not the index of a corpus: .*(teacher)"):
+        CorpusIndex.decode(index.encode(), "here")
 
 
 def test_the_keys_match_the_documented_table():
@@ -42,7 +53,7 @@ def test_the_keys_match_the_documented_table():
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(CorpusIndex)])
 def test_every_key_enters_the_digest(field):
     other = {"dtype": "uint32", "vocabulary_size": 51, "tokenizer": {"kind": "hf"}, "separator": 3, "shards": (SHARD,)}
-    other["begin"] = 2
+    other |= {"begin": 2, "teacher": {"top_k": 3}}
     assert dataclasses.replace(INDEX, **{field: other[field]}).digest != INDEX.digest
 
 
@@ -67,8 +78,8 @@ def test_an_impossible_vocabulary_is_rejected(size):
 
 
 def test_a_newer_index_format_is_rejected():
-    with pytest.raises(DataError, match=r"^here has format 4, needs 3: written by a newer runner"):
-        CorpusIndex.decode(encode_changed(format=4), "here")
+    with pytest.raises(DataError, match=r"^here has format 5, needs 4: written by a newer runner"):
+        CorpusIndex.decode(encode_changed(format=5), "here")
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"null", INDEX.encode()[:-3], b"[" * 99999])

@@ -80,7 +80,7 @@ def test_following_continues_its_own_file_and_writes_no_file_of_the_run(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--output", "x"], "--output FILE needs --follow"),
+        (["--output", "x"], "--output OUT needs --follow or --save-top-k"),
         (["--follow", "--all"], "--step, --all and --follow exclude each other"),
         (["--harness", "some", "--data", "text.txt"], "--harness excludes --data"),
         (["--harness", "some", "--weights", "ema_0.9"], "--harness evaluates params only"),

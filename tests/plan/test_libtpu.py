@@ -34,6 +34,7 @@ SOAK_CASES = [
     ("moe_nano", "v5e-4"),
     ("vit_nano", "v5e-4"),
     ("mae_nano", "v5e-4"),
+    ("distill_nano", "v5e-4"),
     ("clip_nano", "v5e-4"),
     ("llama_1b", "v5e-64"),
     ("llama3_8b", "v5p-128"),

@@ -52,7 +52,11 @@ from tests.support.tiny_jobs import TEXT, stop_after
 SNAPSHOTS = ROOT / "tests" / "golden" / "snapshots"
 SPECS = {path.stem: path for path in sorted((ROOT / "specs").glob("*.yaml"))}
 DEFAULT_ACCELERATOR = "v5e-4"  # for specs of any accelerator; simulated CPUs have none of the kernels
-SOAK_SPECS = {"clip_nano", "gpt_small"}  # specs for any accelerator that are not compared daily; nor are those for one
+SOAK_SPECS = {
+    "clip_nano",
+    "distill_nano",
+    "gpt_small",
+}  # specs for any accelerator that are not compared daily; nor are those for one
 _WIDTH = 120
 _DISTRIBUTIONS = ("jax", "jaxlib", "libtpu", "flax", "optax", "numpy")
 # Lines of /proc/cpuinfo on which the choice of instructions and of block sizes depends.
