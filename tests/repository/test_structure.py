@@ -45,7 +45,7 @@ def test_names_of_public_classes_are_unique(structure: Structure) -> None:
 
 def test_sizes_and_comments_stay_in_bounds(structure: Structure) -> None:
     assert structure.files <= 268
-    assert structure.lines <= 78_928
+    assert structure.lines <= 78_920
     assert structure.public_names <= 1_898
     assert structure.called_once <= 380
     assert structure.comment_share >= 1 / 13
