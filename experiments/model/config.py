@@ -18,7 +18,9 @@ Muon. A change of a hidden matrix keeps the change of the activations if its spe
 inputs) (arXiv:2310.17813, condition 1), that is not at all, as both grow with m. The updates of muon and normuon have a
 root mean square of 0.2 and spectral norms that grow like sqrt(max(inputs, outputs)), so the learning rate is divided by
 sqrt(m). The updates of muonh have the norm R of the initial matrix, whose entries shrink like 1 / sqrt(m): the spectral
-norm of an orthogonal update, R / sqrt(min(inputs, outputs)), does not grow.
+norm of an orthogonal update, R / sqrt(min(inputs, outputs)), does not grow. For normuon and muonh, whose updates have a
+fixed Frobenius norm, this holds where gradients have a full rank, that is with more tokens in a batch than m times the
+base width. With fewer, the same norm is spread over fewer directions, and changes grow with the width.
 
 A step of weight decay on a hidden matrix is not divided by m, as in the paper's own package. The paper scales scores by
 1 / head_dim. Here `head_dim` is meant to stay constant while the number of heads and `mlp_width` grow with the width.

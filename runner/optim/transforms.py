@@ -141,7 +141,9 @@ def average_schedule_free(
 
 def compute_gradient_point(params: Any, opt_state: Any) -> Any:
     """Return the point where the train step takes the gradient: the parameters, unless they are an average."""
-    state = _find_average(opt_state)
+    # The state may be nested in those of clipping and of frozen parameters.
+    leaves = jax.tree.leaves(opt_state, is_leaf=_is_made_from_params)
+    state = next((leaf for leaf in leaves if isinstance(leaf, ScheduleFreeState)), None)
     return params if state is None else _interpolate(params, state.fast, state.b1)
 
 
@@ -164,12 +166,6 @@ def is_made_from_params(opt_state: Any) -> bool:
     return any(map(_is_made_from_params, jax.tree.leaves(opt_state, is_leaf=_is_made_from_params)))
 
 
-def _find_average(opt_state: Any) -> ScheduleFreeState | None:
-    # The state may be nested in those of clipping and of frozen parameters.
-    leaves = jax.tree.leaves(opt_state, is_leaf=_is_average)
-    return next((leaf for leaf in leaves if isinstance(leaf, ScheduleFreeState)), None)
-
-
 def _interpolate(mean: Any, fast: Any, b1: float) -> Any:
     """Return b1 mean + (1 - b1) fast, in the types of `mean`."""
     return _map_trained(lambda z, x: (x + (1 - b1) * (z - x)).astype(x.dtype), fast, mean)
@@ -183,10 +179,6 @@ def _map_trained(function: Any, fast: Any, params: Any) -> Any:
         params,
         is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
     )
-
-
-def _is_average(node: Any) -> bool:
-    return isinstance(node, ScheduleFreeState)
 
 
 def _is_made_from_params(node: Any) -> bool:

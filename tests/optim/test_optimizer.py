@@ -242,13 +242,16 @@ def describe_program(config):
     """Return the learning rates of a run, and the jaxpr of its update with all constants."""
     schedule = make_optimizer_spec(config).build_schedule(config)
     both = {name: replace(PARAMETERS["kernel"], name=name) for name in ("kernel", "other")}
-    tx = make_optimizer_spec(config).build_optimizer(config, schedule, both | {"bias": PARAMETERS["bias"]})
+    # Only the table has weight decay with muonh.
+    table = Parameter("table", (2, 2), ("vocab", None))
+    others = {"bias": PARAMETERS["bias"], "table": table}
+    tx = make_optimizer_spec(config).build_optimizer(config, schedule, both | others)
 
     def step(params, state):
         point = compute_gradient_point(params, state)
         return tx.update(jax.tree.map(jnp.sin, point), state, params)
 
-    params = PARAMS | {"other": PARAMS["kernel"]}
+    params = PARAMS | {"other": PARAMS["kernel"], "table": PARAMS["kernel"]}
     return np.asarray(schedule(jnp.arange(TOTAL))).tolist(), str(jax.make_jaxpr(step)(params, tx.init(params)))
 
 

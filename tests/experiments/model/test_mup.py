@@ -17,7 +17,6 @@ from tests.support.tiny_jobs import are_leaves_equal, make_gpt
 
 BASE, WIDTHS, VOCABULARY, STEPS = 32, (32, 64, 128), 64, 5
 TOKENS_BxT = np.random.default_rng(0).integers(0, VOCABULARY, (8, 16))
-BATCH = {"x": TOKENS_BxT[None], "y": np.roll(TOKENS_BxT, -1)[None], "padding_mask": np.ones((1, 8, 16), bool)}
 
 
 def make_sizes(width, **changes):
@@ -35,18 +34,20 @@ def make_job(directory, width, job_class=PretrainDecoder, **changes):
     return make_gpt(directory / str(width), job_class, **fixed | changes)
 
 
-def train(found, num_steps=STEPS):
+def train(found, num_steps=STEPS, tokens_BxT=TOKENS_BxT):
     """Return the initial state and the state after some steps on one batch."""
+    mask = np.ones((1, *tokens_BxT.shape), bool)
+    batch = {"x": tokens_BxT[None], "y": np.roll(tokens_BxT, -1)[None], "padding_mask": mask}
     train_setup = found.setup_builder.build(jax.devices()[:1])
     first = train_setup.init_state()
     step = jax.jit(functools.partial(found.train_step, accumulate_steps=1))
     state = first
     for _ in range(num_steps):
-        state, *_ = step(state, BATCH, train_setup.key)
+        state, *_ = step(state, batch, train_setup.key)
     return first, state
 
 
-def compute_stream_and_logits(found, states):
+def compute_stream_and_logits(found, states, tokens_BxT):
     """Return the residual stream after the last layer and the logits for each state."""
 
     @jax.jit
@@ -59,18 +60,18 @@ def compute_stream_and_logits(found, states):
             return call(*arguments, **options)
 
         with nn.intercept_methods(spy):
-            logits_BxTxV = found.model().apply({"params": params}, TOKENS_BxT, deterministic=True)
+            logits_BxTxV = found.model().apply({"params": params}, tokens_BxT, deterministic=True)
         return streams[0], logits_BxTxV
 
     return [run(each.params) for each in states]
 
 
-def changes_by_width(directory, widths=WIDTHS, **changes):
+def changes_by_width(directory, widths=WIDTHS, tokens_BxT=TOKENS_BxT, **changes):
     """Return the mean change of a coordinate of the stream and of the logits, by width."""
     moved = []
     for width in widths:
         found = make_job(directory, width, **changes)
-        before, after = compute_stream_and_logits(found, train(found))
+        before, after = compute_stream_and_logits(found, train(found, STEPS, tokens_BxT), tokens_BxT)
         moved.append([float(jnp.mean(jnp.abs(new - old))) for old, new in zip(before, after, strict=True)])
     return np.array(moved)
 
@@ -93,20 +94,26 @@ RATES = {"adamw": 0.02, "muon": 0.1, "normuon": 0.1, "muonh": 0.1}
     ("name", "widths"),
     [
         ("muon", (32, 128)),
-        pytest.param("muonh", (32, 128), marks=pytest.mark.soak),
-        *(pytest.param(name, (64, 128, 256, 512, 1024), marks=pytest.mark.soak) for name in RATES),
+        *(pytest.param(name, (64, 256, 1024), marks=pytest.mark.soak) for name in RATES if name != "adamw"),
     ],
 )
 def test_hidden_matrices_move_the_stream_alike_at_every_width(name, widths, tmp_path):
-    changes = HIDDEN_ALONE | {"config.optimizer.name": name, "config.optimizer.learning_rate": RATES[name]}
-    bases = {"mup": widths[0], "plain": None}
-    growths = {}
+    """Updates of normuon and muonh have a fixed norm: they are alike only if gradients have a full rank."""
+    vocabulary = 4 * max(widths)
+    tokens_BxT = np.random.default_rng(0).integers(0, vocabulary, (vocabulary // 16, 16))
+    changes = HIDDEN_ALONE | {
+        "config.optimizer.name": name,
+        "config.optimizer.learning_rate": RATES[name],
+        "config.train": {"total_steps": STEPS, "global_batch_examples": len(tokens_BxT)},
+    }
+    bases, growths = {"mup": widths[0], "plain": None}, {}
     for kind, base in bases.items():
-        moved = changes_by_width(tmp_path / kind, widths, **changes, **{"config.model.base_width": base})[:, 0]
+        model = {"config.model.base_width": base, "config.model.vocabulary_size": vocabulary}
+        moved = changes_by_width(tmp_path / kind, widths, tokens_BxT, **changes, **model)[:, 0]
         growths[kind] = np.diff(np.log2(moved)) / np.diff(np.log2(widths))
-    # Exponents of the width. A narrow model is not at the limit: its gradients have fewer directions than tokens.
-    assert (np.abs(growths["mup"]) < 0.5).all(), growths
-    assert (growths["plain"] > 1).all(), growths
+    print(name, growths)
+    assert (np.abs(growths["mup"]) < 0.25).all(), growths
+    assert (growths["plain"] > 0.75).all(), growths
 
 
 @pytest.fixture(scope="module")
