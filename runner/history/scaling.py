@@ -163,7 +163,7 @@ class ScalingFit:
         sizes = np.log([[target.parameters / each.parameters, target.tokens / each.tokens] for each in self._points])
         losses = self._losses
         if value is not None:
-            sizes, losses = np.vstack([sizes, np.zeros(2)]), np.append(losses, value)
+            sizes, losses = np.vstack([sizes, np.zeros(2)]), np.concatenate([losses, [value]])
 
         def describe(cells: _Array) -> _Array:
             """Return log L of each run relative to `target` for rows of parameters."""

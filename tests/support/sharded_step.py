@@ -125,7 +125,7 @@ JOB_KINDS = {
     "window": JobKind(PretrainDecoder, WINDOWS, PACKED | {"memory.row_attention": "ring"}),
     "window, gathered": JobKind(PretrainDecoder, WINDOWS, PACKED | {"memory.row_attention": "gather"}),
     "latent": JobKind(PretrainDecoder, LATENT, {"memory.remat": "layers", "memory.loss_chunk_positions": 2}),
-    "offloaded": JobKind(PretrainDecoder, {}, {"memory.offload_optimizer": True}),
+    "offloaded": JobKind(PretrainDecoder, {}, {"memory.offload_optimizer": True, "memory.shard_optimizer": True}),
     "dropout": JobKind(PretrainGPT, {"dropout": 0.3, "neftune_alpha": 5.0}, {"train.micro_batch_examples": 1}),
     "sparse": JobKind(PretrainDecoder, {"moe": EXPERTS | SIGMOID | GROUPS}, {"memory.remat": "dots"}),
     "sparse, with capacity": JobKind(PretrainDecoder, {"moe": EXPERTS | {"capacity_factor": 1.0}}, PACKED),

@@ -225,9 +225,13 @@ def test_every_damage_gives_equal_bits_or_a_refusal(
         if place.parts[:2] != ("run", "quarantine") and not place.parent.name.startswith("arrays")
     }
     assert {end for (_, damage), end in outcomes.items() if damage == "move behind link"} <= {"same bits"}
-    assert {end for (place, damage), end in read.items() if damage == "newer format" and place.parts[0] == "run"} <= {
-        "2"
+    newer = {
+        end
+        for (place, damage), end in read.items()
+        # Each start writes progress.json again, which only supervisors read.
+        if damage == "newer format" and place.parts[0] == "run" and place.name != "progress.json"
     }
+    assert newer <= {"2"}
 
 
 def test_every_file_of_a_run_has_a_known_kind() -> None:

@@ -35,7 +35,7 @@ def make_rule(every_steps=20, metric="val/loss", **rule):
         (make_rule(4) | {"config.eval.every_steps": 3}, "set checkpoint.every_steps: 3,"),
         (make_rule(1000), "set checkpoint.every_steps: 90,"),
         (make_rule(15, keep_every_steps=10), None),
-        (make_rule(None, every_minutes=5.0), "saves by time rarely meet them"),
+        (make_rule(None, every_minutes=5.0), "saves by time or epochs rarely meet them"),
         (make_rule(15) | {"hooks": [BEST_HOOK]}, None),
         (make_rule(15) | {"config.eval.every_steps": None}, None),
         (make_rule(15, "train/loss") | {"logging.every_steps": 5}, None),

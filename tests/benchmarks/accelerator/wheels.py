@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 # Installed on such a machine, together with their dependencies (etils and others).
-PREINSTALLED = ("jax", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "pyyaml", "rich")
+PREINSTALLED = ("jax", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "scipy", "pyyaml", "rich")
 # Dependencies of the project, and their dependencies, that are not installed there.
 BUNDLED = (
     "annotated-doc",
