@@ -45,6 +45,7 @@ LAWS: dict[str, tuple[Truth, list[tuple[int, int]], tuple[int, int], float]] = {
 }
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("name", LAWS)
 def test_intervals_contain_as_many_runs_as_they_state(name: str) -> None:
     truth, sizes, target, noise = LAWS[name]

@@ -57,6 +57,7 @@ def read_records(output: Path) -> tuple[CorpusIndex, np.ndarray, np.ndarray]:
     return index, ids, np.concatenate([np.fromfile(output / f"{name}.top", index.top_dtype) for name in names])
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("packing", ["concatenate", "documents", "pad"])
 def test_each_target_has_the_logits_of_the_model(
     run: Path, packing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -269,6 +270,7 @@ def test_a_run_without_a_language_model_is_refused(
     assert not (tmp_path / "top").exists()
 
 
+@pytest.mark.soak
 def test_the_predictions_do_not_depend_on_the_devices(run: Path, tmp_path: Path) -> None:
     """Eight devices in this process, one in the other."""
     assert jax.device_count() == 8

@@ -126,6 +126,7 @@ def test_no_forecast_is_written_after_the_run_has_begun(runs: FakeRuns, run_ladd
     assert "the run has begun without this forecast" in output
 
 
+@pytest.mark.soak
 def test_several_ratios_give_a_law_in_both(runs: FakeRuns, run_ladder: RunLadder, tmp_path: Path) -> None:
     words = ["--sizes", "1,2,3", "--tokens-per-parameter", "5,20", "--width-per-layer", "16", "--forecast", "5"]
     assert run_ladder(*words)[0] == 0

@@ -107,6 +107,7 @@ def test_a_sweep_that_is_killed_ends_as_an_undisturbed_one(name, way, tmp_path, 
     assert "started" not in finish(again)
 
 
+@pytest.mark.soak
 def test_a_diverged_run_is_a_result_and_a_failed_one_is_tried_again(tmp_path):
     words = [*GPT, "--grid", f"{LEARNING_RATES}=1e-3,1e30"]
     output = finish(start([*words, "--set", "config.optimizer.clip_norm=null"], tmp_path / "root"))
