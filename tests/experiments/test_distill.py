@@ -104,6 +104,7 @@ def test_a_stopped_student_resumes_to_the_same_bits(corpus: Path, tmp_path: Path
         assert results[0] == results[1]
 
 
+@pytest.mark.soak
 @pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("mesh", "micro_batch"), [({"data": 8}, 1), ({"data": 2, "sequence": 4}, 4), ({"fsdp": 4, "tensor": 2}, 2)]
@@ -123,6 +124,7 @@ def test_the_split_of_the_batch_changes_a_loss_by_rounding_alone(
             np.testing.assert_allclose(one[key], same[key], rtol=2e-4, err_msg=key)
 
 
+@pytest.mark.soak
 def test_weight_0_is_the_loss_of_the_data_alone(corpus: Path, tmp_path: Path) -> None:
     make_student(tmp_path / "weighted", corpus, **{"config.distill": {"weight": 0.0}, "config.train.total_steps": 3})()
     data = {"source": str(corpus), "sequence_length": 16, "packing": "documents"}

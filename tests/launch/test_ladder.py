@@ -136,6 +136,7 @@ def test_several_ratios_give_a_law_in_both(runs: FakeRuns, run_ladder: RunLadder
     assert record["law"]["of_tokens"] is not None
 
 
+@pytest.mark.soak
 def test_status_and_report_show_the_law(
     runs: FakeRuns, run_ladder: RunLadder, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +191,7 @@ def test_bad_ladders_are_refused_before_any_run(name: str, runs: FakeRuns, run_l
     assert "Traceback" not in output
 
 
+@pytest.mark.soak
 def test_sizes_are_derived_by_the_command(
     run_ladder: RunLadder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -50,7 +50,9 @@ class ForkedProcess:
         return int(WORD.unpack(content)[0])
 
     def _wait(self, seconds: float | None) -> int | None:
-        if self.returncode is None and select.select([self._report], [], [], seconds)[0]:
+        report = select.poll()  # unlike `select.select`, it takes descriptors above 1,023
+        report.register(self._report, select.POLLIN)
+        if self.returncode is None and report.poll(None if seconds is None else seconds * 1000):
             self.returncode = self._read_word()
             os.close(self._report)
         return self.returncode
