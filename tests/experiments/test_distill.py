@@ -104,7 +104,6 @@ def test_a_stopped_student_resumes_to_the_same_bits(corpus: Path, tmp_path: Path
         assert results[0] == results[1]
 
 
-@pytest.mark.soak
 @pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("mesh", "micro_batch"), [({"data": 8}, 1), ({"data": 2, "sequence": 4}, 4), ({"fsdp": 4, "tensor": 2}, 2)]
