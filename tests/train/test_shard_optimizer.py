@@ -63,7 +63,7 @@ def list_moments(state: Any) -> list[jax.Array]:
     return [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim > 0]
 
 
-@pytest.mark.daily(4)
+@pytest.mark.daily(2)
 @pytest.mark.daily(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_are_those_without_it_except_for_rounding(kind: str, tmp_path: Path) -> None:
