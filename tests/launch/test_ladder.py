@@ -26,6 +26,7 @@ from runner.plan.size import derive_sizes
 from runner.process import bind_to_parent
 from runner.storage import LocalStore, encode_json, read_json
 from tests.support.job_process import DEADLINE_SECONDS, ROOT
+from tests.support.simulated_devices import environment
 
 SPEC = "specs/gpt_nano.yaml"
 SIZES = ["--sizes", "1,2,3,4,5", "--tokens-per-parameter", "5", "--width-per-layer", "16"]
@@ -249,7 +250,9 @@ def test_kills_at_random_change_no_bit_of_law_and_forecast(tmp_path: Path) -> No
 
     def start(name: str) -> "subprocess.Popen[bytes]":
         command = [sys.executable, "-m", "launch", "ladder", SPEC, "--root", str(tmp_path / name), *words]
-        return subprocess.Popen(bind_to_parent(command), cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
+        return subprocess.Popen(
+            bind_to_parent(command), cwd=ROOT, env=environment(1), start_new_session=True, stdout=subprocess.DEVNULL
+        )
 
     assert start("whole").wait(DEADLINE_SECONDS) == 0
     moments, kills = random.Random(0), 0
