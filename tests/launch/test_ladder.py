@@ -259,7 +259,7 @@ def test_kills_at_random_change_no_bit_of_law_and_forecast(tmp_path: Path) -> No
     while True:
         process = start("killed")
         try:
-            assert process.wait(moments.uniform(10, 60)) == 0
+            assert process.wait(moments.uniform(4, 16)) == 0
             break
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
