@@ -81,7 +81,6 @@ class LocalSweep:
     engine: str
     engine_words: Sequence[str]
     devices: Sequence[str | None]  # CUDA_VISIBLE_DEVICES of each slot; None to leave it alone
-    logs: Path
     _children: list[_Child] = field(default_factory=list, init=False)
     _readers: dict[str, RungReader] = field(default_factory=dict, init=False)
     _signals: list[int] = field(default_factory=list, init=False)
@@ -94,12 +93,13 @@ class LocalSweep:
 
     def run(self) -> int:
         """Make all runs, and return the exit code."""
-        self.logs.mkdir(parents=True, exist_ok=True)
+        self.record.logs.mkdir(parents=True, exist_ok=True)
         for number in list_stop_signals():
             signal.signal(number, self._note_signal)
         self._children = [self._open(run) for run in self.record.sweep.runs]
         num_ended = sum(child.state.is_final for child in self._children)
-        say(f"sweep: {self.total} runs in {self.record.store.url}, {num_ended} of them have ended; logs: {self.logs}")
+        where, logs = self.record.store.url, self.record.logs
+        say(f"sweep: {self.total} runs in {where}, {num_ended} of them have ended; logs: {logs}")
         halving, read_at = self._decide(), time.monotonic()
         while True:
             if self._signals:
@@ -261,7 +261,7 @@ class LocalSweep:
 
     def log_path(self, run: SweepRun) -> Path:
         """Return the file of a run's output."""
-        return self.logs / f"{run.name}.log"
+        return self.record.logs / f"{run.name}.log"
 
     def _end(self, child: _Child) -> None:
         """Note the end of a process."""

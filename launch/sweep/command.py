@@ -7,7 +7,6 @@ import contextlib
 import math
 import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -142,7 +141,7 @@ def run(arguments: SweepArguments, parse: Callable[[Sequence[str]], object]) -> 
         spec.name, arguments.spec, document.compute_digest(), metric or "", arguments.is_maximised, rule_record, runs
     )
     record = SweepRecord(store, arguments.spec, arguments.overrides, sweep)
-    with contextlib.nullcontext() if arguments.dry_run else lock_root(store):
+    with contextlib.nullcontext() if arguments.dry_run else lock_root(record):
         if not record.open(metric):
             checked = (
                 [*runs, *(SweepRun(f"search-{n}", end) for n, end in enumerate(plan.list_ends()))]
@@ -173,12 +172,7 @@ def run(arguments: SweepArguments, parse: Callable[[Sequence[str]], object]) -> 
             for each in record.sweep.runs:
                 say(f"{each.name}  {format_setting_line(each.values)}")
             return EXIT_DONE
-        logs = (
-            Path(tempfile.gettempdir(), f"{spec.name}-sweep-{record.sweep.digest}")
-            if store.root is None
-            else store.root / "logs"
-        )
-        local = LocalSweep(record, plan, rule, arguments.engine, arguments.engine_words, devices, logs)
+        local = LocalSweep(record, plan, rule, arguments.engine, arguments.engine_words, devices)
         code = local.run()
     for line in format_summary(record.sweep, local.list_outcomes()):
         say(line)

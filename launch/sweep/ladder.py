@@ -11,10 +11,8 @@ import json
 import shlex
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -30,12 +28,11 @@ from runner.command_line import HeadSize, TokensPerParameter, WidthPerLayer, par
 from runner.console import say
 from runner.errors import EXIT_DONE, EXIT_INVALID, FailedError, InvalidError
 from runner.history.lineage import format_ladder
-from runner.history.sweep import Sweep, SweepRun
+from runner.history.sweep import RATIO_SPREAD, Sweep, SweepRun
 from runner.spec import load_attribute, load_document, validate_spec
 from runner.storage import JsonObject, make_store
 
 _METRIC = "val/loss"
-_RATIO_SPREAD = 1.5  # `RATIO_SPREAD` of the fit, which this module imports late
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +54,10 @@ class LadderArguments(EngineOptions):
         needed = 4 if len(self.ratios) == 1 else 3
         if len(self.depths) < needed:
             raise InvalidError(f"--sizes {self.sizes}: a law needs at least {needed} sizes")
-        if len(self.ratios) > 1 and self.ratios[-1] < _RATIO_SPREAD * self.ratios[0]:
+        if len(self.ratios) > 1 and self.ratios[-1] < RATIO_SPREAD * self.ratios[0]:
             raise InvalidError(
                 f"--tokens-per-parameter {self.tokens_per_parameter}: the ratios are too near to tell N and D apart; "
-                f"give one, or some that differ by a factor of {_RATIO_SPREAD} at least"
+                f"give one, or some that differ by a factor of {RATIO_SPREAD} at least"
             )
         if self.forecast is not None and self.forecast <= self.depths[-1]:
             raise InvalidError(f"--forecast {self.forecast}: needs a depth above those of --sizes {self.sizes}")
@@ -103,7 +100,7 @@ def run(arguments: LadderArguments, parse: Callable[[Sequence[str]], object]) ->
     ladder: JsonObject = {"sizes": {}, "forecasts": {}}
     sweep = Sweep(spec.name, arguments.spec, document.compute_digest(), _METRIC, False, rule, empty, {}, ladder)
     record = SweepRecord(store, arguments.spec, arguments.overrides, sweep)
-    with lock_root(store):
+    with lock_root(record):
         if not record.open(_METRIC):
             sizes = derive_sizes(arguments, arguments.depths, arguments.ratios)
             runs = tuple(SweepRun(name, size["values"]) for name, size in zip(names, sizes, strict=True))
@@ -174,9 +171,7 @@ def train(record: SweepRecord, arguments: LadderArguments, engine: LaunchArgumen
     part = SweepRecord(record.store, arguments.spec, arguments.overrides, replace(record.sweep, runs=runs))
     plan = SweepPlan({}, {}, {}, [dict(each.values) for each in runs], None, 0)
     devices = divide_devices(arguments.engine, engine, min(arguments.at_once or 1, len(runs)))
-    folder = Path(tempfile.gettempdir(), f"{record.sweep.name}-ladder-{record.sweep.digest}")
-    logs = folder if record.store.root is None else record.store.root / "logs"
-    return LocalSweep(part, plan, None, arguments.engine, arguments.engine_words, devices, logs).run()
+    return LocalSweep(part, plan, None, arguments.engine, arguments.engine_words, devices).run()
 
 
 def _read_loss(record: SweepRecord, name: str) -> float | None:

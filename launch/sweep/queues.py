@@ -3,7 +3,6 @@
 Runs that have ended are not submitted, nor those that wait or run in the queue.
 """
 
-import hashlib
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,7 +50,7 @@ def submit(record: SweepRecord, arguments: LaunchArguments, at_once: int | None,
 def _submit_array(
     record: SweepRecord, left: Sequence[SweepRun], arguments: SlurmArguments, at_once: int | None, *, is_dry: bool
 ) -> None:
-    comment = f"runner-sweep-{hashlib.sha256(record.store.url.encode()).hexdigest()[:16]}"
+    comment = record.plain_name
     queued = {} if is_dry else _find_queued(comment)
     for run in left if not is_dry else ():
         if run.name in queued:

@@ -83,6 +83,17 @@ class SweepRecord:
         """Record one more run."""
         self.write(replace(self.sweep, runs=(*self.sweep.runs, run)))
 
+    @property
+    def plain_name(self) -> str:
+        """A plain name that belongs to this root alone."""
+        return f"runner-sweep-{hashlib.sha256(self.store.url.encode()).hexdigest()[:16]}"
+
+    @property
+    def logs(self) -> Path:
+        """Directory of the output of the runs: below the root, or of this machine if the root is in a bucket."""
+        root = self.store.root
+        return Path(tempfile.gettempdir(), f"{self.plain_name}.logs") if root is None else root / "logs"
+
     def open_run(self, name: str) -> Store:
         """Return the store of a run's directory."""
         return open_store(self.directory(name))
@@ -114,13 +125,13 @@ class SweepRecord:
 
 
 @contextlib.contextmanager
-def lock_root(store: Store) -> Iterator[None]:
+def lock_root(record: SweepRecord) -> Iterator[None]:
     """Hold the lock of a root. It ends with the process, by kill -9 too.
 
     In a bucket, and on a file system without locks, it covers the processes of this machine; another machine that
     writes `sweep.json` at the same time makes the next write fail. Raises `InvalidError` if a process holds it.
     """
-    path = Path(tempfile.gettempdir(), f"runner-sweep-{hashlib.sha256(store.url.encode()).hexdigest()[:16]}.lock")
+    store, path = record.store, Path(tempfile.gettempdir(), f"{record.plain_name}.lock")
     if store.root is not None:
         store.root.mkdir(parents=True, exist_ok=True)
         path = store.root / _LOCK

@@ -26,12 +26,12 @@ from scipy.optimize import brentq, least_squares
 from scipy.special import stdtrit
 
 from runner.errors import InvalidError
+from runner.history.sweep import RATIO_SPREAD
 from runner.storage import JsonObject
 
 COVERAGE = 0.9
 OUTLIER = 0.02  # residual of log L from which a run counts as an outlier
 LEAST_NOISE = 1e-4  # standard deviation of log L that is assumed at least: few residuals may be small by chance
-RATIO_SPREAD = 1.5  # factor between ratios of tokens to parameters from which they count as different
 _CURVE_POINTS = 13
 _EXPONENTS = (0.01, 2.0)
 _Array = NDArray[np.float64]

@@ -42,6 +42,7 @@ DIVERGED, STOPPED, NOT_STARTED, UNREADABLE = "diverged", "stopped", "not started
 _ENDED = (RunState.DONE.value, RunState.FAILED.value, RunState.INVALID.value, DIVERGED, STOPPED)
 _NUM_READERS = 8
 _VALUE_CHARACTERS_MAX = 80
+RATIO_SPREAD = 1.5  # factor between ratios of tokens to parameters from which they count as different, in a ladder
 SWEEP = "sweep.json"
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 SWEEP_KEYS = (

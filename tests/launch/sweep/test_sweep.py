@@ -12,7 +12,8 @@ import sys
 import pytest
 
 from launch.app import main
-from launch.sweep.record import lock_root
+from launch.sweep.record import SweepRecord, lock_root
+from runner.history.sweep import Sweep
 from runner.storage import LocalStore
 from tests.support.job_process import DEADLINE_SECONDS, ROOT, environment
 
@@ -120,7 +121,8 @@ def test_a_second_sweep_and_another_sweep_are_refused(tmp_path, capsys, monkeypa
     monkeypatch.chdir(ROOT)
     words = ["sweep", *COUNTER, "--root", str(tmp_path / "root"), "--skip-checks", "--grid"]
     store = LocalStore(tmp_path / "root")
-    with lock_root(store):
+    sweep = Sweep("counter", "x", "0", "", is_maximised=False, rule={}, runs=())
+    with lock_root(SweepRecord(store, "x", [], sweep)):
         assert main([*words, "seed=0,1"]) == 2
     assert "another sweep runs there" in capsys.readouterr().err
     assert not (tmp_path / "root" / "sweep.json").exists()
